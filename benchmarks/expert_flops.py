@@ -41,11 +41,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-120b": ("GptOss", {}),
     "DeepSeek-V3": ("DeepseekV3", {}),
 }
-"""Family in transformers, and what differs from the defaults of its config."""
+"""The family in transformers, and the fields that differ from the defaults of its config."""
 
 
 def share(name: str, *, experts: bool) -> tuple[int, float]:
-    """The parameters of a model, and the share of its FLOPs in float8."""
+    """Return the number of parameters of a model, and the share of its FLOPs in float8."""
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**sizes)
     with torch.device("meta"):
@@ -53,7 +53,7 @@ def share(name: str, *, experts: bool) -> tuple[int, float]:
     prepare_model_for_float8(
         model, RECIPE, module_filter_fn=lambda module, name: experts or isinstance(module, nn.Linear)
     )
-    return sum(each.numel() for each in model.parameters()), conversion_report(model).float8_flops_fraction
+    return sum(parameter.numel() for parameter in model.parameters()), conversion_report(model).float8_flops_fraction
 
 
 def main() -> None:

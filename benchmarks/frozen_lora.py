@@ -2,8 +2,7 @@
 
     python -m benchmarks.frozen_lora                    # a Llama of the debug model's size, on the standard library
 
-The base is trained for a while on one part of the text, the adapters on another. docs/fine-tuning.md quotes
-its numbers.
+The base is trained on one module of the library, the adapters on another. docs/fine-tuning.md quotes the numbers.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def sqnr_db(reference: Tensor, actual: Tensor) -> float:
 
 
 def batches(name: str, steps: int) -> list[Tensor]:
-    """[4, 129] bytes of a module of the standard library for each step."""
+    """Return [4, 129] bytes of a module of the standard library for each step."""
     text = torch.frombuffer(bytearray((Path(statistics.__file__).parent / name).read_bytes()), dtype=torch.uint8)
     starts = torch.randint(len(text) - 129, (steps, 4), generator=torch.Generator().manual_seed(0))
     return [torch.stack([text[start : start + 129] for start in row]).long() for row in starts]
 
 
 def train(model: torch.nn.Module, steps: list[Tensor], lr: float) -> list[float]:
-    """The loss of each step."""
+    """Train the model, and return the loss of each step."""
     optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr), []
     for tokens in steps:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -50,13 +49,13 @@ def train(model: torch.nn.Module, steps: list[Tensor], lr: float) -> list[float]
 
 
 def gradients(model: torch.nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """Of the adapters by name."""
+    """Return the gradients of the adapters by name."""
     model(input_ids=tokens, labels=tokens).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def adapted(pretrained: torch.nn.Module, base: str, **options: object) -> peft.PeftModel:
-    """New adapters on a copy of `pretrained`, the same ones for every base."""
+    """Return a copy of `pretrained` with new adapters, which have the same values for every base."""
     model = copy.deepcopy(pretrained).to(torch.float32 if base == "float32" else torch.bfloat16)
     if base not in ("float32", "bfloat16"):
         before = model.get_memory_footprint()
@@ -80,7 +79,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     of_bfloat16: tuple[list[float], dict[str, Tensor]] | None = None
     for base in BASES:
-        # Adapters start at zero, where the gradients of lora_A are too; these start at random.
+        # lora_B starts at zero, which makes the gradients of lora_A zero. Here both start at random.
         grads = gradients(adapted(pretrained, base, init_lora_weights=False), held_out)
         model = adapted(pretrained, base)
         linears = [module for module in model.modules() if isinstance(module, FrozenFloat8Linear)]

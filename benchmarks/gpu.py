@@ -1,14 +1,14 @@
-"""What a minute on a GPU is for: `make gpu`, or `make gpu ARGS="quiet"` and other groups and parts by name.
+"""Runs measurements and tests on a GPU: `make gpu`, or `make gpu ARGS="quiet"` with the names of groups or parts.
 
-    quiet     the measurements that decide, most important first; nothing else runs meanwhile. 525 seconds at most
+    quiet     the measurements, most important first; nothing else should run meanwhile. 540 seconds at most
     tests     the tests that need a GPU, alone and last: they use every core. 330 seconds at most
-    second    for another time: experts, optimizer, stored activations, CUDA graphs, FSDP2, a run of 1B, quaver bench
+    second    more measurements: experts, optimizer, stored activations, CUDA graphs, FSDP2, a run of 1B, quaver bench
 
-`make gpu` is quiet and tests. Needs a GPU and no network; `--dry` runs the quiet parts and those of `second` that are
-of benchmarks/gpu_parts at small sizes on a CPU. Everything goes to gpu.json, and what parts print to gpu.log, in $OUT,
-else in benchmarks/results; both are written anew whenever a part ends. Each part has a time limit. A part that runs
-longer is interrupted and keeps the rows that it has. Parts that fail or run longer are named at the end; the others
-still run. After wrong gradients nothing is timed.
+`make gpu` runs quiet and tests. It needs a GPU and no network; `--dry` runs only parts of benchmarks/gpu_parts, at
+small sizes on a CPU. Results go to gpu.json, and the output of parts to gpu.log, in $OUT, else in benchmarks/results.
+gpu.json is written whenever a part ends. Each part has a time limit. A part that runs longer is interrupted and keeps
+the rows that it has. Parts that fail or run longer are named at the end; the others still run. After wrong gradients
+nothing is timed.
 """
 
 import json
@@ -30,7 +30,7 @@ WRONG = 3
 """The exit code of a part of benchmarks/gpu_parts that found wrong gradients."""
 LAST_CHARACTERS = 6000
 DRY_SECONDS = 600
-"""Of a part on a CPU, which may have other work."""
+"""The time limit of a part on a CPU, which may have other work."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Part:
     """One command of Python modules and arguments, and the seconds it is given.
 
     Attributes:
-        output: where it writes its result as JSON, if it does; None for a part that prints it.
+        output: the file to which it writes its result as JSON; None for a part that prints it.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Part:
 
 
 def parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
-    """All parts by group, in the order in which they run; their own files are in `folder`."""
+    """Return all parts by group, in the order in which they run. Their files are in `folder`."""
 
     def own(name: str, seconds: int) -> Part:
         output = folder / f"{name}.json"
@@ -92,17 +92,17 @@ def parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
         ],
     }
     if dry:
-        groups = {name: [each for each in group if "--dry" in each.words] for name, group in groups.items()}
+        groups = {name: [part for part in group if "--dry" in part.words] for name, group in groups.items()}
     return groups
 
 
 DEFAULT = ("quiet", "tests")
 TIMED_AFTER = "gradients"
-"""The part whose code `WRONG` stops those that are timed; tests run all the same."""
+"""The part whose exit code `WRONG` stops all later parts but the tests."""
 
 
 def _workers() -> list[str]:
-    """Options of pytest-xdist, where it is installed: the tests compile on the host most of the time."""
+    """Return options of pytest-xdist if it is installed: the tests mostly wait for compilers on the host."""
     count = min(os.cpu_count() or 1, 12)
     return ["-n", str(count)] if find_spec("xdist") and count > 1 else []
 
@@ -112,7 +112,7 @@ _LARGER_MODEL = (
     *("--training.local_batch_size", "4", "--model.dim", "2048", "--model.n_heads", "16", "--model.n_kv_heads", "8"),
     *("--model.hidden_dim", "7168", "--model.n_layers", "4"),
 )
-"""The debug model is too small for a GPU; four wider blocks, compiled."""
+"""Four wider blocks, compiled: the debug model is too small for a GPU."""
 
 _TRAIN_1B = (
     *("train", "train_configs/llama3_debug.toml", "--job.compare", "--training.compile", "--training.steps", "60"),
@@ -124,7 +124,7 @@ _TRAIN_1B = (
 
 
 def main(words: list[str]) -> int:
-    """Run the groups and parts of these names, or `DEFAULT`; 0 if all passed, 1 if not, 2 if nothing can run."""
+    """Run the groups and parts with these names, or `DEFAULT`; return 0 if all pass, 1 if not, 2 if nothing can run."""
     dry, names = "--dry" in words, [word for word in words if word != "--dry"]
     if not dry and not torch.cuda.is_available():
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
@@ -150,11 +150,11 @@ def main(words: list[str]) -> int:
 
 
 def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
-    """Run every part until its deadline, the sum of the seconds up to it.
+    """Run the parts one after another. The deadline of each is the sum of the seconds up to it.
 
-    Returns by name its seconds, its failure ("" for none) and its result, as gpu.json in `results` has them.
+    Returns the seconds, the failure ("" for none) and the result of each part by name, as in gpu.json.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for commands with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands with &
     results.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, dict[str, Any]] = {}
     deadline, is_wrong = time.monotonic(), False
@@ -175,12 +175,12 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
                 part.output.unlink(missing_ok=True)
             before = log.tell()
             failure = run(part.words, deadline - start, log)
-            said = _said_since(Path(log.name), before)
+            printed = _read_log_from(Path(log.name), before)
             is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {WRONG}")
             outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
-            outcomes[part.name]["result"] = _result(part, said)
+            outcomes[part.name]["result"] = _result(part, printed)
             _save(outcomes, results)
-            print(said[-LAST_CHARACTERS:], flush=True)
+            print(printed[-LAST_CHARACTERS:], flush=True)
             log.seek(0, os.SEEK_END)
     return outcomes
 
@@ -189,16 +189,16 @@ def _save(outcomes: dict[str, dict[str, Any]], results: Path) -> None:
     (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=1) + "\n")
 
 
-def _said_since(path: Path, position: int) -> str:
+def _read_log_from(path: Path, position: int) -> str:
     with path.open(errors="replace") as log:
         log.seek(position)
         return log.read()
 
 
-def _result(part: Part, said: str) -> Any:
-    """What the part wrote, or what it printed if that is JSON; None for neither."""
+def _result(part: Part, printed: str) -> Any:
+    """Return the JSON that the part wrote to its file, or printed; None for neither."""
     try:
-        return json.loads(said if part.output is None else part.output.read_text())
+        return json.loads(printed if part.output is None else part.output.read_text())
     except (OSError, ValueError):
         return None
 

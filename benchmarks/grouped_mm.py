@@ -30,7 +30,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def torchao_mxfp8() -> Multiply:
-    """torchao's differentiable MXFP8 grouped matmul, emulated."""
+    """Return torchao's differentiable MXFP8 grouped matmul, emulated."""
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
@@ -40,17 +40,17 @@ def torchao_mxfp8() -> Multiply:
 
 
 def contestants() -> dict[str, Multiply]:
-    """By name; bfloat16 first."""
-    made: dict[str, Multiply] = {"bfloat16": lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
+    """Return the grouped matmuls by name, bfloat16 first."""
+    multiply_by: dict[str, Multiply] = {"bfloat16": lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
     for recipe in RECIPES:
-        made[recipe] = lambda a, b_t, offs, recipe=recipe: float8_grouped_mm(a, b_t, offs, config=recipe)
-    return made | {"torchao mxfp8, emulated": torchao_mxfp8()}
+        multiply_by[recipe] = lambda a, b_t, offs, recipe=recipe: float8_grouped_mm(a, b_t, offs, config=recipe)
+    return multiply_by | {"torchao mxfp8, emulated": torchao_mxfp8()}
 
 
 def steps(tokens: int, k: int, n: int) -> dict[str, Callable[[], None]]:
-    """Forward and backward of each contestant, on the same operands."""
+    """Return functions that run forward and backward of each contestant, on the same operands."""
     torch.manual_seed(0)
-    a, grad_output = (torch.randn(tokens, each, dtype=torch.bfloat16) for each in (k, n))
+    a, grad_output = (torch.randn(tokens, columns, dtype=torch.bfloat16) for columns in (k, n))
     weight = torch.randn(EXPERTS, n, k, dtype=torch.bfloat16, requires_grad=True)
     a.requires_grad_()
     ends = torch.randint(tokens + 1, (EXPERTS,)).sort().values.int()
@@ -64,25 +64,25 @@ def steps(tokens: int, k: int, n: int) -> dict[str, Callable[[], None]]:
 
 
 def measure() -> dict[str, Any]:
-    """Median microseconds of each contestant and shape."""
+    """Measure the median microseconds of each contestant for each shape."""
     torch.set_num_threads(1)
     rows = []
     for tokens, k, n in SHAPES:
         timings = time_alternating(steps(tokens, k, n), torch.device("cpu"), rounds=ROUNDS)
-        us = {name: round(each.median_us, 1) for name, each in timings.items()}
+        us = {name: round(timing.median_us, 1) for name, timing in timings.items()}
         rows.append({"tokens": tokens, "k": k, "n": n, "us": us})
     return {"environment": provenance("grouped_mm"), "rows": rows}
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Times and their ratios, in Markdown."""
+    """Return the table of times and ratios, in Markdown."""
     names = list(results["rows"][0]["us"])
     lines = []
     for row in results["rows"]:
-        of_bfloat16 = row["us"]["bfloat16"]
+        bfloat16_us = row["us"]["bfloat16"]
         shape = f"{row['tokens']} x {row['k']} x {row['n']}"
         lines.append(
-            [shape, f"{of_bfloat16 / 1e3:.1f} ms", *(f"{row['us'][each] / of_bfloat16:.2f}" for each in names[1:])]
+            [shape, f"{bfloat16_us / 1e3:.1f} ms", *(f"{row['us'][name] / bfloat16_us:.2f}" for name in names[1:])]
         )
     return {"grouped matmuls": markdown(["tokens x K x N, 8 experts", *names], lines)}
 

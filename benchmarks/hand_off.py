@@ -1,8 +1,9 @@
-"""Bytes and seconds of a hand-off to an engine from float32 masters, in bfloat16 and in float8, on one and two ranks.
+"""Measures handing weights to an engine from float32 masters, in bfloat16 and in float8, on one and two ranks.
 
     python -m benchmarks.hand_off                       # a Llama with 2048 features and 4 layers, on a CPU
 
-"yielded" is what the engine gets, "moved" what each rank receives whole tensors of. docs/export.md quotes the bytes.
+Prints MB yielded to the engine, MB of the whole tensors that each rank gathers, and seconds. docs/export.md quotes
+the bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def measure(rank: int, ranks: int, width: int, layers: int, rounds: int) -> None
             seconds[recipe].append(time.perf_counter() - start)
             counts[recipe] = weights.bytes_yielded, weights.bytes_moved
     if rank == 0:
-        print(f"{ranks} rank(s), {sum(each.numel() for each in model.parameters()) / 1e6:.0f}M parameters in {masters}")
+        count = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{ranks} rank(s), {count / 1e6:.0f}M parameters in {masters}")
         for recipe, (yielded, moved) in counts.items():
             print(
                 f"| {recipe or 'bfloat16'} | {yielded / 1e6:.0f} MB | {moved / 1e6:.0f} MB "

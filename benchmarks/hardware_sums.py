@@ -1,9 +1,10 @@
-"""What the sums of a GPU's float8 matmuls lose, by operands and K: the table of docs/numerics.md, without a GPU.
+"""The precision of the sums in a GPU's float8 matmuls, by operands and K, without a GPU: a table of docs/numerics.md.
 
     python -m benchmarks.hardware_sums [--hardware h100] [--update-docs]
 
-Two matrices of float32, [64, K], cast tensorwise to e4m3; the SQNR of the sums beside exact ones of the same codes,
-with and without fast accumulation, and that of the casts. K is not split, as for results of a linear's size.
+Casts two float32 matrices [64, K] tensorwise to e4m3. The SQNR of the sums is against exact sums of the same codes,
+with and without fast accumulation; the SQNR of the casts is beside it. K is not split, as for results of a linear's
+size.
 """
 
 import argparse
@@ -35,24 +36,24 @@ OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 
 
 def sums_of(operands: str, k: int, hardware: str) -> Sums:
-    """The decibels of a row."""
+    """Return the SQNR of the sums and the casts of `operands`."""
     torch.manual_seed(0)
     rows = []
     for change in OPERANDS[operands]:
         hp = change(torch.randn(ROWS, k))
         codes, _, dequant_scale = dynamic_cast(hp, torch.float8_e4m3fn, None, power_of_2=False)
         rows.append(Rows(hp, codes, dequant_scale))
-    found = Sums.from_values(observe_sums(*rows, get_accumulation(hardware)).tolist())
-    assert found is not None
-    return found
+    sums = Sums.from_values(observe_sums(*rows, get_accumulation(hardware)).tolist())
+    assert sums is not None
+    return sums
 
 
 def table(hardware: str) -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     rows = []
     for operands in OPERANDS:
-        found = [sums_of(operands, k, hardware) for k in SIZES]
-        decibels = zip(*([each.fast, each.exact, each.casts] for each in found), strict=True)
+        by_size = [sums_of(operands, k, hardware) for k in SIZES]
+        decibels = zip(*([sums.fast, sums.exact, sums.casts] for sums in by_size), strict=True)
         rows.append([operands, *(" / ".join(f"{value:.1f}" for value in of_sizes) for of_sizes in decibels)])
     sizes = " / ".join(map(str, SIZES))
     return markdown([f"operands, K = {sizes}", "sums, fast accumulation", "sums without", "casts"], rows)

@@ -3,7 +3,7 @@
     python -m benchmarks.ledger --update-docs              minutes; writes benchmarks/results/ledger.{json,png}
     python -m benchmarks.ledger --recorded --update-docs   the page again, from the recorded counts
 
-It runs COMMAND. `--recipe NAME ...` counts these recipes instead of all.
+Runs COMMAND. `--recipe NAME ...` counts only these recipes.
 """
 
 import json
@@ -29,7 +29,7 @@ def count(recipes: list[str]) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The printed table, in Markdown."""
+    """Return the printed table, in Markdown."""
     rows = results["table"]
     return {"block cost": markdown(list(rows[0]), [list(row.values()) for row in rows])}
 

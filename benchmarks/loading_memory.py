@@ -1,8 +1,8 @@
 """Peak memory of `from_pretrained` with a `QuaverConfig`, on a CPU: python -m benchmarks.loading_memory
 
-Each row is a process that loads a random Llama from shards of 100 MB. Anonymous memory is sampled every millisecond:
-pages of the files, which are mapped, are the system's to drop. glibc is told to return freed tensors
-(MALLOC_MMAP_THRESHOLD_); by itself it keeps many of them for the next ones, 294 and 386 MB in the frozen rows.
+Each row is a process that loads a random Llama from shards of 100 MB. Anonymous memory is sampled every millisecond; it
+leaves out the mapped pages of the files, which the system can drop. MALLOC_MMAP_THRESHOLD_ makes glibc return freed
+tensors. By default it keeps many for reuse: 294 and 386 MB in the frozen rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS = {
 
 
 def anonymous_mb() -> float:
-    """The anonymous memory of this process."""
+    """Return the anonymous memory of this process in MB."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024 / 1e6
 
@@ -40,7 +40,7 @@ def load(folder: str, text: str) -> None:
 
     config = eval(text, {"QuaverConfig": QuaverConfig})
     tiny = AutoModelForCausalLM.from_pretrained(f"{folder}-tiny", quantization_config=config, dtype="bfloat16")
-    del tiny  # what it imports is not the model's
+    del tiny  # imports take memory, too, which is not the model's
     before, samples, is_done = anonymous_mb(), [0.0], threading.Event()
 
     def sample() -> None:

@@ -6,8 +6,8 @@
 
 Trains the debug model, or the one with experts, on real text, one run after the other; the runs of a seed have the same
 weights and samples. A run takes two to five minutes on one CPU core. Each finished run is recorded at once, so the
-command can be stopped, and goes on where it was. The second command makes the table and the picture of docs/results.md
-from the record.
+command can be stopped and continued. The second command makes the table and the picture of docs/results.md from the
+record.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from quaver.lab.recorder.figure import figure_of
 DOCS = ROOT / "docs" / "results.md"
 MIXTURE_DOCS = ROOT / "docs" / "lab" / "mixture-curves.md"
 CONFIGS = {"loss_curves": "train_configs/llama3_debug.toml", "mixture_curves": "train_configs/llama3_debug_moe.toml"}
-"""By the name of the record and the picture."""
+"""The config by the name of the record and of the picture."""
 REFERENCE = "bfloat16"
 CONTROL = "bfloat16 again"
-"""The same run with AdamW's foreach kernels, which round otherwise in the last place: its gap to bfloat16 is chance."""
+"""The control: AdamW's foreach kernels round differently in the last bit, so its gap to bfloat16 is chance."""
 COLORS = {
     REFERENCE: "black",
     CONTROL: "gray",
@@ -40,8 +40,8 @@ COLORS = {
     "mxfp8": "#8d5a97",
     "mxfp8_with_gw_hp": "#c49bbb",
 }
-"""By run, in the order in which they are made."""
-KEEPS_SCALES = ("delayed",)
+"""The color of each run, in the order of training."""
+LEAVES_OUT_EXPERTS = ("delayed",)
 """Recipes that leave experts in high precision."""
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -49,12 +49,12 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def names_of(kind: str) -> list[str]:
-    """The runs of a kind of model."""
-    return [name for name in COLORS if kind == "loss_curves" or name not in KEEPS_SCALES]
+    """Return the names of the runs of a kind of model."""
+    return [name for name in COLORS if kind == "loss_curves" or name not in LEAVES_OUT_EXPERTS]
 
 
 def words(kind: str, name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
-    """The command of one run."""
+    """Return the command of one run."""
     options = ["--float8.recipe_name", name]
     if name in (REFERENCE, CONTROL):
         options = ["--float8.no-enable_float8_linear"]
@@ -68,14 +68,14 @@ def words(kind: str, name: str, seed: int | str, steps: int, runs: Path) -> list
 
 
 def folder_of(name: str, seed: int | str) -> str:
-    """The name of a run's folder."""
+    """Return the name of a run's folder."""
     return f"{name.replace(' ', '_')}_seed_{seed}"
 
 
 def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Make the runs that the record lacks, and write each into it.
+    """Train the runs that the record lacks, and add each to it.
 
-    The runs of a seed are compared, so they come from one kind of device: on another one the seed begins again.
+    Runs of a seed are compared with each other. If the device differs from that of the record, the seed starts again.
     """
     kind = kind_of(options)
     run = shlex.join(words(kind, "RECIPE", "SEED", options.steps, Path("runs")))
@@ -109,37 +109,37 @@ def record_of(kind: str) -> Path:
 
 
 def curve(run: Path) -> dict[str, Any]:
-    """The losses that a run recorded; with experts also the share of tokens of each at the end, [layers, E]."""
+    """Return the losses that a run recorded; with experts also the final share of tokens of each, [layers, E]."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     validations = [record for record in records if "validation_loss" in record]
     return {
         "train": [record["loss"] for record in records if "loss" in record],
         "validation_steps": [record["step"] for record in validations],
         "validation": [record["validation_loss"] for record in validations],
-        **{name: each for name, each in validations[-1].items() if name == "expert_load"},
+        **{name: load for name, load in validations[-1].items() if name == "expert_load"},
     }
 
 
 def whole_seeds(record: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
-    """The curves of the seeds of which all runs are recorded."""
-    return {s: each["curves"] for s, each in record["seeds"].items() if list(each["curves"]) == names}
+    """Return the curves of the seeds whose runs are all recorded."""
+    return {seed: runs["curves"] for seed, runs in record["seeds"].items() if list(runs["curves"]) == names}
 
 
 def gaps(seeds: dict[str, dict[str, Any]], name: str) -> list[list[float]]:
-    """For each seed: each validation loss over that of bfloat16 with the same seed, minus one."""
+    """Return, for each seed, each validation loss divided by that of bfloat16 with the same seed, minus one."""
     pairs = [(curves[name]["validation"], curves[REFERENCE]["validation"]) for curves in seeds.values()]
     return [[a / b - 1 for a, b in zip(*pair, strict=True)] for pair in pairs]
 
 
 def interval(values: list[float]) -> float:
-    """Half of the 95 % confidence interval of the mean of normal values; infinite for one value."""
+    """Return half the width of the 95 % confidence interval of the mean of normal values; infinite for one value."""
     if len(values) < 2:
         return math.inf
     return STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def table(seeds: dict[str, dict[str, Any]]) -> str:
-    """The final losses and gaps, in Markdown."""
+    """Return the table of final losses and gaps, in Markdown."""
     rows = []
     for name in next(iter(seeds.values())):
         row = [name, f"{statistics.fmean(curves[name]['validation'][-1] for curves in seeds.values()):.4f}", "", "", ""]
@@ -148,19 +148,19 @@ def table(seeds: dict[str, dict[str, Any]]) -> str:
             last = [gap[-1] for gap in of_seeds]
             row[2] = f"{statistics.fmean(last):+.2%} ± {100 * interval(last):.2f}%"
             row[3] = f"{min(last):+.2%} to {max(last):+.2%}"
-            row[4] = f"{max(abs(gap) for each in of_seeds for gap in each[len(each) // 2 :]):.2%}"
+            row[4] = f"{max(abs(gap) for of_seed in of_seeds for gap in of_seed[len(of_seed) // 2 :]):.2%}"
         rows.append(row)
     head = ["", "validation loss", "mean gap to bfloat16, 95 % interval", f"of seeds {', '.join(seeds)}"]
     return markdown([*head, "largest gap, second half"], rows)
 
 
 def mean(curves: list[list[float]]) -> list[float]:
-    """At each step the mean of the curves."""
+    """Return the mean of the curves at each step."""
     return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
 
 def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
-    """Validation losses; gaps to bfloat16 at the end, with their intervals."""
+    """Draw the validation losses, and the gaps to bfloat16 at the end with their intervals."""
     with figure_of(image, (9.6, 4.2)) as figure:
         losses, final = figure.subplots(1, 2)
         names = list(next(iter(seeds.values())))

@@ -1,4 +1,4 @@
-"""Peak memory of a training step in float8 and in bfloat16, and the bytes that it saves for backward.
+"""Measures the peak memory of training steps in float8 and in bfloat16, and the bytes saved for backward.
 
     python -m benchmarks.memory --update-docs              all 576 rows, into benchmarks/results/memory.{json,md}, and
                                                            docs/images/memory.png
@@ -6,12 +6,12 @@
     python -m benchmarks.memory --recorded --update-docs   the page again, from the recorded rows
     python -m benchmarks.memory --predict [--only ...]     the recorded rows as quaver.lab.memory predicts them
 
-Rows are modules x precisions x checkpointing x ranks x eager or compiled; words for --only are theirs, such as
-"1 block", rowwise, full, "2 ranks", compiled. Runs on a CPU, or on a GPU where there is one, and starts its processes
-itself; with more ranks than GPUs, rows on several ranks are left out. Exits with 1 if a peak is above PROMISED of
-bfloat16's, or a prediction off by more than WITHIN.
+Rows are modules x precisions x checkpointing x ranks x eager or compiled. --only takes words that describe rows:
+"1 block", rowwise, full, "2 ranks", compiled. Runs on a GPU if there is one, else on a CPU, and starts its own
+processes. With more ranks than GPUs, rows on several ranks are left out. Exits with 1 if a peak is above PROMISED times
+bfloat16's, or if a prediction is off by more than WITHIN.
 
-memory_modules.py says what is measured, quaver/lab/recorder/allocator.py how.
+memory_modules.py defines what is measured; quaver/lab/recorder/allocator.py measures.
 """
 
 import itertools
@@ -44,38 +44,38 @@ HEADINGS = {
     (2, True): "FSDP2 on 2 ranks, compiled",
 }
 PROMISED = 1.01
-"""The promise: a float8 module or model peaks at no more than this times bfloat16. A lone linear is only reported."""
+"""The promised limit of a float8 module's peak over bfloat16's. A lone linear is reported without a promise."""
 WITHIN = 0.03
-"""Of what was measured: how far a predicted peak may be from it."""
+"""The largest relative error of a predicted peak."""
 NAMED = 0.001
-"""Predictions that differ by more are listed."""
+"""The relative error above which a prediction is listed."""
 A_FEW_BYTES = 64
 
-_VIEW_WARNING = r"FSDP2-wrapped module \(\w+\) returned a view tensor"  # all left alone
+_VIEW_WARNING = r"FSDP2-wrapped module \(\w+\) returned a view tensor"  # harmless: no output is changed in place
 
 Row = dict[str, Any]
 
 
 def cases(words: list[str]) -> list[Case]:
-    """All cases that every one of `words` describes, bfloat16 before the recipes that are compared with it."""
+    """Return the cases that all `words` describe, bfloat16 before the recipes that are compared with it."""
     product = itertools.product(HEADINGS, MODULES, CHECKPOINTING, PRECISIONS)
-    made = [Case(module, precision, mode, *where) for where, module, mode, precision in product]
-    return [case for case in made if set(words) <= words_of(case)]
+    all_cases = (Case(module, precision, mode, *where) for where, module, mode, precision in product)
+    return [case for case in all_cases if set(words) <= words_of(case)]
 
 
 def words_of(case: Case) -> set[str]:
-    """What --only may call the case."""
+    """Return the words by which --only describes the case."""
     ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
     return {case.module, case.precision, case.checkpointing, ranks, "compiled" if case.compiled else "eager"}
 
 
 def case_of(row: Row) -> Case:
-    """The case of a row, which has its fields."""
+    """Return the case of a row, which has its fields."""
     return Case(**{key: row[key] for key in Case.__dataclass_fields__})
 
 
 def measure_all(chosen: list[Case], size: Size, device_type: str) -> list[dict[str, Any]]:
-    """Rows in the order of `chosen`: those of one number of ranks in processes of their own."""
+    """Measure rows in the order of `chosen`, in new processes for each number of ranks."""
     rows = []
     for ranks, group in itertools.groupby(chosen, key=lambda case: case.ranks):
         if device_type == "cuda" and ranks > torch.cuda.device_count():
@@ -86,7 +86,7 @@ def measure_all(chosen: list[Case], size: Size, device_type: str) -> list[dict[s
 
 
 def _largest(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """One row of a case's rows on each rank: the most that any rank takes."""
+    """Return one row from the rows of a case on each rank: the largest bytes of any rank."""
     row = dict(of_ranks[0])
     for key in [key for key in row if key.endswith("_bytes") and row[key] is not None]:
         row[key] = max(of_rank[key] for of_rank in of_ranks)
@@ -108,7 +108,7 @@ def _measure_cases(mesh: Any, chosen: list[Case], size: Size, device_type: str) 
 
 
 def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) -> dict[str, Any]:
-    """One row of the table: the case and its bytes."""
+    """Return a row of the table: the case and its measured bytes."""
     torch.compiler.reset()
     resident, usage = measure(case, size, device, mesh)
     return {
@@ -121,33 +121,33 @@ def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) 
 
 
 def baseline_of(row: Row, rows: list[Row]) -> Row:
-    """The bfloat16 row that is like `row` otherwise."""
+    """Return the row that differs from `row` only in its precision, bfloat16."""
     wanted = replace(case_of(row), precision=BASELINE)
-    return next(each for each in rows if case_of(each) == wanted)
+    return next(candidate for candidate in rows if case_of(candidate) == wanted)
 
 
 def name_of(row: Row) -> str:
-    """A row in words."""
+    """Describe a row in words."""
     ranks = "1 process" if row["ranks"] == 1 else f"FSDP2 on {row['ranks']} ranks"
     how = "compiled" if row["compiled"] else "eager"
     return f"{row['module']}, {row['precision']}, checkpointing {row['checkpointing']}, {ranks}, {how}"
 
 
 def peak_of(row: Row) -> int:
-    """What a step adds at its highest point: without scratch where that is known, all of it elsewhere."""
+    """Return the bytes that a step adds at its peak, without scratch if the peak of tensors is known."""
     tensors: int | None = row["added_tensor_peak_bytes"]
     everything: int = row["added_peak_bytes"]
     return everything if tensors is None else tensors
 
 
 def exceptions(rows: list[Row]) -> list[Row]:
-    """The float8 rows, lone linears aside, whose peak breaks the promise."""
+    """Return the float8 rows, except lone linears, whose peak breaks the promise."""
     promised = (row for row in rows if row["precision"] != BASELINE and row["module"] != "linear")
     return [row for row in promised if ratios(row, rows)["peak"] > PROMISED]
 
 
 def ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
-    """Of `row` to its bfloat16 row: the peak, the peak with scratch, and the bytes saved for backward."""
+    """Return ratios of `row` to its bfloat16 row: the peak, the peak with scratch, and the bytes saved for backward."""
     base = baseline_of(row, rows)
     return {
         "peak": peak_of(row) / peak_of(base),
@@ -157,25 +157,25 @@ def ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
 
 
 def tables(results: Row) -> dict[str, str]:
-    """The tables of the page by name: one for each way to run that is among the rows."""
+    """Return the tables of the page by name: the provenance, one per heading that has rows, and the broken promises."""
     rows, about = results["rows"], results["environment"]
     changed = " with changes that were not committed" if about["uncommitted_changes_in_quaver"] else ""
-    made = {
+    by_name = {
         "provenance": f"Measured on {about['date']} in {about['minutes']:.0f} minutes by `{about['command']}`: "
         f"{about['device']}, {about['threads']} thread, Python {about['python']}, torch {about['torch']}, "
         f"commit {about['commit']}{changed}."
     }
-    made |= {HEADINGS[where]: _table(here, rows) for where, here in _by_heading(rows)}
+    by_name |= {HEADINGS[where]: _table(here, rows) for where, here in _by_heading(rows)}
     above = [
         f"- {name_of(row)}: {peak_of(row):,} bytes, bfloat16 {peak_of(baseline_of(row, rows)):,}"
         for row in exceptions(rows)
     ]
-    return made | {f"above {PROMISED}": "\n".join(above or ["none"])}
+    return by_name | {f"above {PROMISED}": "\n".join(above or ["none"])}
 
 
 def _by_heading(rows: list[Row]) -> list[tuple[tuple[int, bool], list[Row]]]:
-    found = [(where, [row for row in rows if (row["ranks"], row["compiled"]) == where]) for where in HEADINGS]
-    return [(where, here) for where, here in found if here]
+    groups = [(where, [row for row in rows if (row["ranks"], row["compiled"]) == where]) for where in HEADINGS]
+    return [(where, here) for where, here in groups if here]
 
 
 def _table(here: list[Row], rows: list[Row]) -> str:
@@ -199,7 +199,7 @@ def _shares(row: Row, rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row], picture: Path) -> None:
-    """Bars of what ten compiled blocks take without checkpointing, by recipe: the peak, and what they save."""
+    """Draw bars of the peak and the saved bytes of ten compiled blocks without checkpointing, by recipe."""
     here = [row for row in rows if words_of(case_of(row)) >= {"10 blocks", "none", "1 rank", "compiled"}]
     figure, axes = plt.subplots(figsize=(7.2, 3.2), dpi=150)
     for offset, key, label, color in (
@@ -218,7 +218,7 @@ def draw(rows: list[Row], picture: Path) -> None:
 
 
 def compare(measured: Row, size: Size) -> Row:
-    """A row of the memory table, with what is predicted and what that is of the measurement."""
+    """Predict a measured row. Returns its case, both peaks, and the ratios of prediction to measurement."""
     case, start = case_of(measured), time.monotonic()
     prediction = predict(case, size)
     print(f"{', '.join(map(str, astuple(case)))}: {time.monotonic() - start:.1f} s", file=sys.stderr)
@@ -254,7 +254,7 @@ def _range(rows: list[Row], figure: str) -> str:
 
 
 def results_of(chosen: list[Case]) -> Row:
-    """The measured rows, the sizes and the provenance."""
+    """Measure the cases. Returns the rows, the sizes and the provenance."""
     device_type, start = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
     rows = measure_all(chosen, Size(), device_type)
     minutes = round((time.monotonic() - start) / 60, 1)

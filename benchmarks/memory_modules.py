@@ -1,11 +1,12 @@
-"""What the memory table measures: the trainer's modules, their precision, checkpointing, compilation, and one step.
+"""The subjects of the memory table: modules of the trainer by precision, checkpointing and compilation, and a step.
 
 [Note: a module inside a network] A step makes the module's input from a resident tensor, by a multiplication with a
 number, and the loss from the module's output, by a sum of multiples; autograd saves nothing for either. Only the
-module's own graph holds the input, so what is alive between forward and backward is what the module saves, as in a
-network, where the layer before may free what only it needed. The output's gradient is a tensor made in the step.
+module's own graph holds the input, so the bytes alive between forward and backward are those that the module saves. A
+network behaves the same: the layer before frees its output if no graph holds it. The gradient of the output is made in
+the step.
 
-`linear`, `attention` and `ffn` alone get the output of a norm in a network, bfloat16.
+The input of a lone `linear`, `attention` or `ffn` is bfloat16, like the output of a norm in a network.
 
 Parameters are float32, the computation bfloat16 through autocast, the optimizer is fused AdamW, and blocks are
 checkpointed, compiled and sharded one by one, all as in `quaver train`. The float8 settings are those that save memory:
@@ -53,7 +54,7 @@ MODULES = ("linear", "attention", "ffn", "1 block", "2 blocks", "10 blocks")
 
 @dataclass(frozen=True)
 class Size:
-    """Shapes of the measured modules (Llama 3 8B's proportions, 1/16 of its width), and the tokens of a rank's step."""
+    """Shapes of the modules, in the proportions of Llama 3 8B at 1/16 of its width, and the tokens of a rank's step."""
 
     dim: int = 256
     hidden_dim: int = 896
@@ -95,7 +96,7 @@ class Subject(nn.Module):
         self.register_buffer("sin", sin)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transform `hidden` [B, T, D]: float32 for blocks, bfloat16 for what follows a norm."""
+        """Transform `hidden` [B, T, D]: float32 for blocks, bfloat16 for modules that follow a norm."""
         for part in self.parts:
             positions = (self.cos, self.sin) if isinstance(part, (Attention, Block)) else ()
             hidden = part(hidden, *positions)
@@ -103,7 +104,7 @@ class Subject(nn.Module):
 
 
 class OneLinear(nn.Module):
-    """A linear in a module of its own, since torch.compile takes no frame of torch's own modules."""
+    """A linear inside a module: torch.compile skips frames of torch's own modules."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ def _parts(module: str, config: Model) -> list[nn.Module]:
 
 
 def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None) -> Subject:
-    """The case's model: converted, checkpointed, compiled and sharded, in the trainer's order."""
+    """Return the case's model: converted, checkpointed, compiled and sharded, in the trainer's order."""
     torch.manual_seed(0)
     with device:
         subject = Subject(case.module, size)
@@ -149,7 +150,7 @@ def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None)
 def prepare(
     case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None, subject: Subject | None = None
 ) -> tuple[Subject, Any, Step]:
-    """The case's model (or `subject`), its optimizer, and a training step; see [Note: a module inside a network].
+    """Return the model of a case, or `subject`, its optimizer, and a step; see [Note: a module inside a network].
 
     The step calls its argument between forward and backward.
     """
@@ -173,10 +174,10 @@ def prepare(
 def measure(
     case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None = None, subject: Subject | None = None
 ) -> tuple[int, Usage]:
-    """Bytes of parameters, buffers and optimizer state, and what a training step after another adds to them.
+    """Return the bytes of parameters, buffers and optimizer state, and those that a second training step adds.
 
-    With `mesh`, the least of STEPS_ON_RANKS steps: when the collectives' threads release their buffers is chance, and
-    can only add.
+    With `mesh`, returns the least of STEPS_ON_RANKS steps: threads of collectives release buffers at random times,
+    which can only add to a peak.
     """
     subject, optimizer, step = prepare(case, size, device, mesh, subject)
     step()
@@ -185,20 +186,20 @@ def measure(
         with measure_usage(device) as measured:
             step(measured.mark)
         usages.append(measured.usage)
-    state = chain.from_iterable(each.values() for each in optimizer.state.values())
-    resident: Any = chain(subject.parameters(), subject.buffers(), (each for each in state if isinstance(each, Tensor)))
+    state = chain.from_iterable(values.values() for values in optimizer.state.values())
+    resident: Any = chain(subject.parameters(), subject.buffers(), (item for item in state if isinstance(item, Tensor)))
     return storage_bytes(resident), _least(usages)
 
 
 def predict(case: Case, size: Size) -> Prediction:
-    """A training step of the case on the first of its ranks, on a CPU; nothing runs, and no kernel is compiled."""
+    """Predict a training step of the case on the first of its ranks, on a CPU. Runs and compiles no kernel."""
     with pretended_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(compiled=case.compiled) as fakes:
         subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)
         return predict_step(step, subject, optimizer, fakes)
 
 
 def _least(usages: list[Usage]) -> Usage:
-    """The smallest of each figure."""
+    """Return the smallest value of each figure."""
     tensor_peaks = [usage.tensor_peak_bytes for usage in usages if usage.tensor_peak_bytes is not None]
     lowest = min(usages, key=lambda usage: usage.peak_bytes)
     saved = min(usage.saved_bytes for usage in usages)

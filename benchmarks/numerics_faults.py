@@ -1,8 +1,8 @@
-"""Which alarms a seeded fault raises, after how many samples, and whether healthy runs raise none.
+"""Tests the alarms of a monitor: which alarms seeded faults raise, after how many samples, and healthy runs.
 
     python -m benchmarks.numerics_faults --json benchmarks/results/numerics_faults.json     # half an hour on two cores
-    python -m benchmarks.numerics_faults --only "weights of a layer"                      # those with this in the name
-    python -m benchmarks.numerics_faults --tables benchmarks/results/numerics_faults.json   # of the pages
+    python -m benchmarks.numerics_faults --only "weights of a layer"                      # runs with this in the name
+    python -m benchmarks.numerics_faults --tables benchmarks/results/numerics_faults.json   # writes the pages' tables
 
 The runs are those of train_configs/llama3_debug.toml at a quarter of the width, on sequences of 64 tokens.
 """
@@ -52,7 +52,7 @@ SMALL = {
 
 
 class Named(Protocol):
-    """A run."""
+    """A run with a name."""
 
     @property
     def name(self) -> str: ...
@@ -69,7 +69,7 @@ def config_of(settings: dict[str, dict[str, Any]], steps: int, folder: str) -> T
 
 
 class Watch:
-    """The sink of a monitor: gives each sample to alarms."""
+    """The sink of a monitor, which gives each sample to alarms."""
 
     def __init__(self, record: Path | None = None) -> None:
         self.alarms, self.events, self.samples = Alarms(), [], []
@@ -94,7 +94,7 @@ class Watch:
 
 
 def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
-    """Run a scenario to its end, or to what is not finite; its record goes to the folder `records`."""
+    """Run a scenario to its end, or to a NaN or an inf. Its record goes to the folder `records`."""
     watch = Watch(record_of(scenario, records) if records else None)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if isinstance(scenario, Healthy) and scenario.kind == "lora":
@@ -112,13 +112,13 @@ def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
                 return watch
             _steps(run, range(1, scenario.at))
             scenario.inject(run.models[0], stack)
-            with suppress(NonFiniteError):  # the trainer repeats the step, and the monitor samples that
+            with suppress(NonFiniteError):  # the trainer repeats such a step first, and the monitor samples it
                 _steps(run, range(scenario.at, scenario.steps + 1), scenario.change_batch)
     return watch
 
 
 def replayed(scenario: Named, records: Path) -> Watch:
-    """What alarms say of a recorded run."""
+    """Give a recorded run to new alarms."""
     watch = Watch()
     for line in Record.read(record_of(scenario, records), keeps_lines=True).lines:
         watch.write(line)
@@ -133,11 +133,11 @@ def _steps(run: TrainingRun, steps: range, change: Callable[[Batch], Batch] | No
     training = run.config.training
     for step in steps:
         batches = run.data.step_batches(training, (step - 1) * training.step_batch_size)
-        run.models[0].train_step(step, [change(each) if change else each for each in batches])
+        run.models[0].train_step(step, [change(batch) if change else batch for batch in batches])
 
 
 def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
-    """Adapters on a frozen base in float8, of transformers and PEFT."""
+    """Train adapters of PEFT on a frozen float8 base of transformers."""
     import peft
     import transformers
 
@@ -151,7 +151,7 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, num_key_value_heads=2, **shape))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
     prepare_model_for_float8(adapted, config.float8.recipe_name)
-    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([parameter for parameter in adapted.parameters() if parameter.requires_grad], lr=1e-3)
     with Monitor(adapted, every=scenario.every, sink=watch):
         for step in range(scenario.steps):
             (batch,) = run.data.step_batches(config.training, step * config.training.step_batch_size)
@@ -161,7 +161,7 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
 
 
 def verdict(fault: Fault, watch: Watch) -> dict[str, Any]:
-    """What the alarms said of a fault."""
+    """Return whether an alarm named the fault, after how many samples, and all alarms."""
     raised = watch.raised
     before = [alarm for alarm in raised if alarm.step < fault.at]
     after = [alarm for alarm in raised if alarm.step >= fault.at]
@@ -199,7 +199,7 @@ def short(alarm: Alarm) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The tables of results/numerics.md and, "stories", of docs/lab/alarms.md."""
+    """Return the table of results/numerics.md ("faults") and that of docs/lab/alarms.md ("stories")."""
     faults, healthy = results["faults"], results["healthy"]
     found, quiet = sum(each["found"] for each in faults), sum(not each["alarms"] for each in healthy)
     lines = grouped("alarm | faults that it named, and after how many samples", map(_outcome, faults))
@@ -210,7 +210,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def grouped(head: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """A table with a row for each first string, and all that has it in the second cell."""
+    """Return a table with a row for each first string of `pairs`, and its second strings in one cell."""
     groups: dict[str, list[str]] = {}
     for group, name in pairs:
         groups.setdefault(group, []).append(name)
@@ -218,7 +218,7 @@ def grouped(head: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def exceptions(healthy: list[dict[str, Any]]) -> str:
-    """The end of a sentence on healthy runs: those that alarmed, with the first alarm of each rule."""
+    """Return the end of a sentence on healthy runs: the runs with alarms, and their first alarm of each rule."""
     runs = []
     for each in healthy:
         alarms = {alarm["rule"]: alarm for alarm in reversed(each["alarms"])}
@@ -230,7 +230,7 @@ def exceptions(healthy: list[dict[str, Any]]) -> str:
 
 
 def _message(result: dict[str, Any]) -> str:
-    """The sentence that names a fault; with a remedy, if one has."""
+    """Return the message of the alarm that names a fault, preferably one with a remedy."""
     right = [each for each in result["alarms"] if each["rule"] in result["expected"]]
     alarm = next((each for each in reversed(right) if " gives " in each["message"]), next(iter(right), None))
     return "none" if alarm is None else f"step {alarm['step']}: `{alarm['rule']}`: {alarm['message']}"
@@ -248,7 +248,7 @@ def scenarios(part: str) -> Iterator[Fault | Healthy]:
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
-    """The options of a command that runs scenarios, or judges them again from their records."""
+    """Parse the options of a command that runs scenarios, or replays their records."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run those with this in their name")
     parser.add_argument("--records", type=Path, help="keep each run's numerics.jsonl in this folder")

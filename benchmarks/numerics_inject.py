@@ -16,7 +16,7 @@ from quaver.recipes.scaling import cast_to_float8
 
 Change = Callable[[Tensor], Tensor]
 OnOperand = Callable[[Operand, Tensor], Operand]
-"""From an operand and what it was cast from, to what the matmuls get."""
+"""Takes an operand and the tensor that it was cast from; returns the operand for the matmuls."""
 
 
 def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -76,11 +76,11 @@ def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperan
 
 
 def changed(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
-    """A quantizer whose operands are changed."""
+    """Return a quantizer that changes the operands of `quantizer`."""
 
     def quantize(hp: Tensor, **which: Any) -> Operands:
-        made, matrix = quantizer(hp, **which), hp.reshape(-1, hp.shape[-1])
-        return Operands(*(None if each is None else change(each, matrix) for each in made))
+        operands, matrix = quantizer(hp, **which), hp.reshape(-1, hp.shape[-1])
+        return Operands(*(None if operand is None else change(operand, matrix) for operand in operands))
 
     return quantize
 
@@ -93,14 +93,14 @@ def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOpe
         input: Tensor, weight: Tensor, bias: Any, config: Any, scales: Any, operands: Any, *rest: Any
     ) -> Tensor:
         if rest[-1] is linear and operands is not None:
-            operands = Operands(*(None if each is None else change(each, weight) for each in operands))
+            operands = Operands(*(None if operand is None else change(operand, weight) for operand in operands))
         return of_linear(input, weight, bias, config, scales, operands, *rest)
 
     patch(stack, quaver.linear.module, "apply_linear", wrapped)
 
 
 def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Operand], Operand]) -> None:
-    """Give the first matmul another input than the one that was cast: a wrong kernel."""
+    """Change the input of the first matmul after its cast, like a wrong kernel."""
     of_output = quaver.linear.function._compute_output
 
     def wrapped(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
@@ -111,12 +111,12 @@ def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Oper
 
 
 def dequantized_by(factor: float) -> OnOperand:
-    """A dequant scale that is not that of the codes."""
+    """Return a change that multiplies the dequant scale, so that it does not fit the codes."""
     return lambda operand, hp: operand._replace(dequant_scale=operand.dequant_scale * factor)
 
 
 def quantized_by(factor: float) -> OnOperand:
-    """Codes and scales that are consistent, at a scale `factor` times the right one."""
+    """Return a change to a quant scale `factor` times the right one, with codes that fit it."""
 
     def change(operand: Operand, hp: Tensor) -> Operand:
         dequant = operand.dequant_scale / factor
@@ -127,12 +127,12 @@ def quantized_by(factor: float) -> OnOperand:
 
 
 def rows_reversed(operand: Operand, hp: Tensor) -> Operand:
-    """The codes of other rows."""
+    """Reverse the rows of the codes, but not of the scales."""
     return operand._replace(data=operand.data.view(torch.uint8).flip(0).view(operand.data.dtype))
 
 
 class Stale:
-    """Codes or scales of the first call, for all later ones."""
+    """A change that reuses the codes or the scale of its first call in all later ones."""
 
     def __init__(self, what: str) -> None:
         self.what, self.first = what, None

@@ -29,7 +29,7 @@ class Training:
     clip: float | None = 1.0
     autocast: bool = True
     once: bool = False
-    """Whether weights are cast once in each step."""
+    """Whether weights are cast once per step."""
     zeroes_gradients: bool = True
     losses: list[float] = field(default_factory=list)
 
@@ -46,7 +46,9 @@ class Training:
                 total += loss.item()
         self.losses.append(total)
         if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_([each for each in self.model.parameters() if each.requires_grad], self.clip)
+            torch.nn.utils.clip_grad_norm_(
+                [weight for weight in self.model.parameters() if weight.requires_grad], self.clip
+            )
         self.optimizer.step()
         if self.scaling:
             quaver.sync_float8_amax_and_scale_history(self.model)
@@ -58,7 +60,9 @@ class Training:
     @property
     def decoder(self) -> Any:
         """The module with the blocks."""
-        return next(each for each in self.model.modules() if isinstance(getattr(each, "layers", None), nn.ModuleList))
+        return next(
+            module for module in self.model.modules() if isinstance(getattr(module, "layers", None), nn.ModuleList)
+        )
 
 
 Make = Callable[[], Training]
@@ -67,7 +71,7 @@ Make = Callable[[], Training]
 def text() -> Tensor:
     folder = Path(os.__file__).parent
     return torch.frombuffer(
-        bytearray(b"".join(each.read_bytes() for each in sorted(folder.glob("*.py")))), dtype=torch.uint8
+        bytearray(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))), dtype=torch.uint8
     )
 
 
@@ -83,7 +87,7 @@ def batches(size: int, length: int, seed: int) -> Callable[[int], Tensor]:
 
 
 def architecture(family: str, width: int, layers: int, **more: Any) -> nn.Module:
-    """A decoder of transformers with random weights."""
+    """Return a decoder of transformers with random weights."""
     import transformers
 
     heads = {"num_attention_heads": 4, "num_hidden_layers": layers, "hidden_size": width, "vocab_size": 256}
@@ -122,7 +126,7 @@ def training(
     of_model: dict[str, Any] | None = None,
     **of_loop: Any,
 ) -> Make:
-    """A loop over a model of `architecture` in float8; `pretrained` steps before the monitor opens."""
+    """Return a function that makes the training of an `architecture` in float8, after `pretrained` steps without it."""
 
     def make() -> Training:
         from quaver.integrations.transformers import prepare_model_for_float8
@@ -139,12 +143,12 @@ def training(
         prepare_model_for_float8(model, recipe)
         if prepare is not None:
             prepare(model, batch)
-        trained = [each for each in model.parameters() if each.requires_grad]
-        made: Any = optimizer(trained, lr=lr)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        stepper: Any = optimizer(trained, lr=lr)
         if primary:
-            made = quaver.use_float8_primary_weights(model, made)
-        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
-        return Training(model, made, batch, _next_token(model), schedule, **of_loop)
+            stepper = quaver.use_float8_primary_weights(model, stepper)
+        schedule = torch.optim.lr_scheduler.LambdaLR(stepper, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
+        return Training(model, stepper, batch, _next_token(model), schedule, **of_loop)
 
     return make
 
@@ -159,7 +163,7 @@ def _train(training: Training, steps: int) -> None:
 
 
 def regression(seed: int) -> Make:
-    """A deep MLP with biases that learns another one, on Gaussian inputs, without autocast."""
+    """Return a function that makes the training of a deep MLP to match a smaller one, on Gaussian inputs."""
 
     def make() -> Training:
         torch.manual_seed(seed)
@@ -189,7 +193,7 @@ def static() -> Float8LinearConfig:
 
 
 def calibrate(model: nn.Module, batch: Callable[[int], Tensor]) -> None:
-    """Static scales, from 4 batches with headroom."""
+    """Calibrate static scales on 4 batches."""
     with quaver.calibrate_float8_static_scales(model), torch.autocast("cpu", torch.bfloat16):
         for number in range(4):
             _next_token(model)(batch(10_000 + number)).backward()
@@ -197,8 +201,8 @@ def calibrate(model: nn.Module, batch: Callable[[int], Tensor]) -> None:
 
 
 def muon(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    """Muon for the matrices of blocks alone; embeddings and norms stay, as they may in fine-tuning."""
-    return torch.optim.Muon([each for each in parameters if each.dim() == 2 and each.shape[0] != 256], lr=lr)
+    """Return Muon for the matrices of blocks. Embeddings and norms do not train, as is common in fine-tuning."""
+    return torch.optim.Muon([weight for weight in parameters if weight.dim() == 2 and weight.shape[0] != 256], lr=lr)
 
 
 def sgd(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from quaver.numerics.record import Record
 
 _LINES = ("#0b5cad", "#c2410c", "#11773f", "#7a3e9d", "#8a6d00", "#5b6470")
 _MOST_ROWS, _MOST_COLUMNS = 400, 1000
-"""Limits on the cells of a heat map: about the pixels that it gets."""
+"""Limits on the cells of a heat map, about its size in pixels."""
 _MOST_LABELS = 30
 _NONE = "#f5f7f9"
 _COLORS = ListedColormap([_NONE, SPECIAL["light"][0], *reversed(palette(WORST - 1)), *SPECIAL["light"][1:]])
@@ -41,15 +41,15 @@ def _draw_curves(axes: list[Any], run: RunData) -> None:
         ("Tokens per second", curves(run.records, "tokens_per_s"), 1),
         ("Memory (GiB)", memory_curves(run)[1], 2**30),
     )
-    for axis, (title, found, unit) in zip(axes, panels, strict=True):
-        for curve, color in zip(map(thinned, found), _LINES, strict=False):
+    for axis, (title, series, unit) in zip(axes, panels, strict=True):
+        for curve, color in zip(map(thinned, series), _LINES, strict=False):
             axis.plot(curve.steps, np.array(curve.values) / unit, color=color, linewidth=0.9)
         for alarm in run.alarms:
             axis.axvline(alarm["since"], color="#b3261e", linewidth=0.8, linestyle=":")
         axis.set_title(title)
         axis.set_xlabel("step")
         if not title.startswith(("Loss", "Gradient")):
-            axis.set_ylim(0, 1.1 * max((max(curve.values) for curve in found), default=1) / unit)
+            axis.set_ylim(0, 1.1 * max((max(curve.values) for curve in series), default=1) / unit)
 
 
 def _draw_map(axis: Any, run: RunData, statistic: Statistic) -> None:
@@ -74,12 +74,12 @@ def _draw_map(axis: Any, run: RunData, statistic: Statistic) -> None:
 def _cells(
     record: Record, statistic: Statistic, limits: Limits
 ) -> tuple[Any, list[int], list[str], dict[tuple[str, str], int]]:
-    """The bytes of the rows that have a value, the steps at which columns begin and the last ends, the names of the
-    rows, and the row of each layer and operand."""
+    """Return the cells of the heat map, the steps at its columns' edges, the names of its rows, and the row of each
+    layer and operand. Rows without values are left out."""
     codes = codes_of(record, statistic, limits[statistic.name])
     has_value = np.flatnonzero((codes != MISSING).any(0)).tolist()
     tensors = [record.tensors[at] for at in has_value]
-    kinds = [(each["operand"], each["cast"]) for each in tensors]
+    kinds = [(tensor["operand"], tensor["cast"]) for tensor in tensors]
     grid = grid_of(len(record.steps), kinds, 1, _MOST_ROWS * _MOST_COLUMNS)
     names = [f"{tensors[row[0]]['layer']} {tensors[row[0]]['operand'].replace('_', ' ')}" for row in grid.rows]
     row_of_tensor: dict[tuple[str, str], int] = {}
@@ -92,7 +92,7 @@ def _cells(
 
 
 def _draw_scale(axis: Any, statistic: Statistic, limits: tuple[float, float]) -> None:
-    """A bar of the colors whose ends are the values of the scale."""
+    """Draw the color bar, with the limits of the statistic at its ends."""
     bar = axis.figure.colorbar(axis.collections[0], ax=axis, boundaries=np.arange(BEST + 1, WORST + 2), fraction=0.05)
     ends = [statistic.shown(statistic.unscaled(end)) for end in limits]
     bar.set_ticks([BEST + 1, WORST], labels=reversed(ends) if statistic.is_low_worse else ends, fontsize=7)

@@ -1,7 +1,7 @@
-"""The runs of benchmarks/numerics_faults.py: healthy ones, and faults with what an alarm should name.
+"""The runs of benchmarks/numerics_faults.py: healthy runs, and faults with the alarms that should name them.
 
-A fault breaks a run in its middle. `rules` are those that name it rightly; none for a fault that leaves the numerics
-of matmuls as they are, which no statistic of them can show: it stands in the table as a miss.
+A fault breaks a run in its middle. `rules` are the rules that name it correctly. They are empty for a fault that does
+not change the numerics of matmuls: no statistic can show it, and the table lists it as missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Healthy:
     steps: int = 60
     every: int = 2
     kind: str = "pretrain"
-    """Or "finetune", "lora"."""
+    """"pretrain", "finetune" or "lora"."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Fault:
     rules: tuple[str, ...]
     inject: Inject
     layer: str | None = None
-    """Which an alarm must name; None where the fault is not in one layer."""
+    """The layer that an alarm must name; None if the fault is not in one layer."""
     operand: str | None = None
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     change_batch: Callable[[Batch], Batch] | None = None
@@ -94,7 +94,7 @@ HEALTHY = (
 
 
 def on(layer: str, how: Callable[..., Any], *arguments: Any) -> Inject:
-    """`how(stack, linear, *arguments)` of that linear."""
+    """Return an injection that calls `how(stack, linear, *arguments)` with the linear `layer`."""
     return lambda trained, stack: how(stack, trained.model.get_submodule(layer), *arguments)
 
 
@@ -103,7 +103,7 @@ def on_weight(layer: str, change: inject.Change) -> Inject:
 
 
 def at(index: Any, value: Callable[[torch.Tensor], Any]) -> inject.Change:
-    """Replace the part `index` of a tensor by a function of it."""
+    """Return a change that replaces `tensor[index]` by `value(tensor[index])`."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.clone()
@@ -118,11 +118,11 @@ def times(factor: float) -> inject.Change:
 
 
 def no_operation(trained: TrainedModel, stack: ExitStack) -> None:
-    """The batches are the fault."""
+    """Change nothing: the fault is in the batches."""
 
 
 def scale_loss(factor: float) -> Inject:
-    """The wrong loss scale."""
+    """Return an injection that multiplies the loss."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:
         loss_of = trained._loss
@@ -137,18 +137,18 @@ def raise_learning_rate(trained: TrainedModel, stack: ExitStack) -> None:
 
 
 def forget_weight(layer: str) -> Inject:
-    """No optimizer has the weight."""
+    """Return an injection that removes the weight of `layer` from the optimizer."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:
         weight = trained.model.get_submodule(layer).get_parameter("weight")
         for group in trained.optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if each is not weight]
+            group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
 
     return change
 
 
 def grow(layer: str, factor: float) -> Inject:
-    """The input grows in each forward."""
+    """Return an injection that multiplies the input by `factor` once more in each forward."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:
         calls = [0]
@@ -163,12 +163,12 @@ def grow(layer: str, factor: float) -> Inject:
 
 
 def kill_expert(trained: TrainedModel, stack: ExitStack) -> None:
-    """The router never chooses expert 3 of a layer any more."""
+    """Stop the router from choosing expert 3 of a layer."""
     expert_bias(trained)[3] = -1e9
 
 
 def expert_bias(trained: TrainedModel) -> torch.Tensor:
-    """What the router of the layer adds to the scores of its experts, [E]."""
+    """Return the bias [E] that the router of EXPERTS adds to the scores of its experts."""
     buffers = trained.model.get_submodule(EXPERTS).named_buffers()
     (bias,) = (buffer for name, buffer in buffers if name.endswith("e_score_correction_bias"))
     return bias

@@ -1,4 +1,4 @@
-"""Six faults, each with its remedy: the alarm, a picture of the run, and what the remedy changes.
+"""Trains with six faults and their remedies: the alarm, a picture of the run, and the effect of the remedy.
 
     python -m benchmarks.numerics_stories --out /tmp/stories --update-docs               # all six
     python -m benchmarks.numerics_stories --out /tmp/stories --only "dead expert"        # one
@@ -41,12 +41,12 @@ WIDTH, COLORS = 1000, 48
 """Pixels and colors of a picture in the page."""
 
 Repair = Callable[[TrainedModel, dict[str, Any]], None]
-"""Gets the states of before the fault."""
+"""Takes the trained model, and its states from before the fault."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """What ends a fault, and the figure that shows it."""
+    """A fault, its remedy, and the statistic that shows the effect."""
 
     fault: str
     file: str
@@ -55,11 +55,11 @@ class Story:
     operand: str
     statistic: str
     shown: str
-    """The heat map of its picture."""
+    """The statistic of the heat map in the picture."""
     recipe: str | None = None
-    """The remedy is another recipe for the linear."""
+    """The recipe for the linear if that is the remedy."""
     ends: bool = False
-    """The remedy ends the fault itself."""
+    """Whether the remedy removes the fault itself."""
     repair: Repair | None = None
     loss_factor: float = 1.0
 
@@ -109,11 +109,11 @@ STORIES = (
 )
 
 
-def told(story: Story, folder: Path, *, remedied: bool) -> Path:
-    """Train with the fault, and with the remedy if `remedied`; returns the folder of the run, which may be there."""
+def train_story(story: Story, folder: Path, *, remedied: bool) -> Path:
+    """Train with the fault, and with the remedy if `remedied`, unless the run exists. Returns the folder of the run."""
     if (folder / "summary.json").is_file():
         return folder
-    (fault,) = (each for each in FAULTS if each.name == story.fault)
+    (fault,) = (candidate for candidate in FAULTS if candidate.name == story.fault)
     numerics = {"every": 2, "on_alarm": "fallback"}
     config = config_of({**fault.settings, "numerics": numerics}, STEPS, str(folder.parent))
     config = replace(config, job=replace(config.job, name=folder.name))
@@ -131,7 +131,7 @@ def _recipes(story: Story, run: TrainingRun) -> dict[str, str]:
 
 
 def _broken(run: TrainingRun, fault: Fault, remedy: Story | None, stack: ExitStack) -> Callable[..., Any]:
-    """`train_step` with the fault, and the remedy if there is one."""
+    """Return a `train_step` with the fault, and with the remedy if there is one."""
     trained, step_of = run.models[0], run.models[0].train_step
     of_fault = stack.enter_context(ExitStack())
     before: dict[str, Any] = {}
@@ -153,29 +153,29 @@ def _broken(run: TrainingRun, fault: Fault, remedy: Story | None, stack: ExitSta
 
 
 def measured(story: Story, with_remedy: Path, without: Path) -> dict[str, Any]:
-    """The figure and the loss before the fault, with it, after the remedy, and without a remedy."""
+    """Return the statistic and the loss before the fault, with it, after the remedy, and without a remedy."""
     figures, losses = [], []
     for folder, steps in ((with_remedy, (30, 40, STEPS)), (without, (STEPS,))):
         record = Record.read(folder)
-        by_step = {each["step"]: each["loss"] for each in read_metrics(folder / "metrics.jsonl") if "loss" in each}
+        by_step = {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
         for step in steps:
             figures.append(_figure(record, story, step))
             is_scaled = step > 30 and not (folder == with_remedy and step > REMEDY_AFTER)
             losses.append(by_step[step] / (story.loss_factor if is_scaled else 1))
-    named = next(each for each in Record.read(with_remedy).alarms if each["kind"] == "alarm" and each["since"] >= 31)
+    named = next(line for line in Record.read(with_remedy).alarms if line["kind"] == "alarm" and line["since"] >= 31)
     return {"story": story.fault, "alarm": named, "figures": figures, "losses": losses}
 
 
 def _figure(record: Record, story: Story, step: int) -> float | None:
-    """The statistic of the worse cast at a step; None without a cast."""
+    """Return the statistic of the worst cast at a step; None without a cast."""
     row = record.steps.tolist().index(step)
-    found = [
+    values = [
         float(record.statistics[story.statistic][row, at])
-        for at, each in enumerate(record.tensors)
-        if (each["layer"], each["operand"]) == (story.layer, story.operand)
+        for at, tensor in enumerate(record.tensors)
+        if (tensor["layer"], tensor["operand"]) == (story.layer, story.operand)
     ]
     worst = min if story.statistic == "sqnr_db" else max
-    return worst((value for value in found if not math.isnan(value)), default=None)
+    return worst((value for value in values if not math.isnan(value)), default=None)
 
 
 def main() -> None:
@@ -185,11 +185,13 @@ def main() -> None:
     parser.add_argument("--update-docs", action="store_true", help="write pictures and table of docs/lab/alarms.md")
     options = parser.parse_args()
     results = []
-    for story in (each for each in STORIES if options.only in each.fault):
-        runs = [told(story, options.out / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
+    for story in (story for story in STORIES if options.only in story.fault):
+        runs = [train_story(story, options.out / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
         results.append(measured(story, *runs) | {"remedy": story.remedy, "statistic": story.statistic})
         image = runs[0] / "story.png"
-        draw_run(image, *read_runs(runs[:1]), next(each for each in STATISTICS if each.name == story.shown))
+        draw_run(
+            image, *read_runs(runs[:1]), next(statistic for statistic in STATISTICS if statistic.name == story.shown)
+        )
         if options.update_docs:
             shrink(image, IMAGES / f"story_{story.file}.png")
     (options.out / "stories.json").write_text(json.dumps(results, indent=1))
@@ -197,7 +199,7 @@ def main() -> None:
 
 
 def shrink(image: Path, to: Path) -> None:
-    """The picture, smaller and in fewer colors."""
+    """Write the picture `image` to `to`, smaller and in fewer colors."""
     whole = Image.open(image).convert("RGB")
     whole.thumbnail((WIDTH, WIDTH))
     whole.quantize(COLORS, dither=Image.Dither.NONE).save(to, optimize=True)

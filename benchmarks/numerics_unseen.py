@@ -1,12 +1,12 @@
-"""An independent test of the alarm rules: runs and faults that were written down before any of them had run.
+"""An independent test of the alarm rules, with runs and faults that were fixed before the first of them ran.
 
     python -m benchmarks.numerics_unseen --json benchmarks/results/numerics_unseen.json     # a quarter of an hour
-    python -m benchmarks.numerics_unseen --only "one head"                                # those with this in the name
-    python -m benchmarks.numerics_unseen --tables benchmarks/results/numerics_unseen.json   # results/numerics.md's
+    python -m benchmarks.numerics_unseen --only "one head"                                # runs with this in the name
+    python -m benchmarks.numerics_unseen --tables benchmarks/results/numerics_unseen.json   # writes results/numerics.md
 
-Models, optimizers and loops are not those of numerics_faults.py: architectures of transformers in plain PyTorch loops
-on the bytes of Python's library. A fault counts as named if the first alarm after it names one of its `layers`, by any
-rule. `invisible` says, also from before the runs, why no number of a matmul would change.
+Models, optimizers and loops differ from those of numerics_faults.py: transformers' architectures train in plain PyTorch
+loops on the bytes of Python's library. A fault counts as named if the first alarm after it names one of its `layers`,
+by any rule. `invisible`, also fixed before the runs, says why no number of a matmul would change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AT = 31
 
 @dataclass(frozen=True)
 class Run:
-    """A run; with `break_it` a fault from step `AT` on. A fault without it is in the run from its beginning."""
+    """A run, with a fault from step `AT` on if `break_it` is given. A fault without it exists from the beginning."""
 
     name: str
     make: Make
@@ -53,9 +53,9 @@ class Run:
     every: int = 2
     break_it: Callable[[Training, ExitStack], Any] | None = None
     layers: tuple[str, ...] = ()
-    """Parts of names, one of which the first alarm must have; of a fault in no single layer none."""
+    """The first alarm must name a layer that contains one of these. Empty for a fault that is not in one layer."""
     invisible: str = ""
-    """Why no statistic of a matmul can show the fault, and what does."""
+    """Why no statistic of a matmul can show the fault; empty if one can."""
 
 
 HEALTHY = (
@@ -130,7 +130,7 @@ def hooked(name: str, change: inject.Change) -> Break:
 
 
 def one_head(run: Training, stack: ExitStack) -> None:
-    """Head 1's rows of q, k and v, and its columns of o, are zero."""
+    """Zero the rows of head 1 in q, k and v, and its columns in o."""
     attention = run.decoder.layers[1].self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         inject.change_weight(projection, part(slice(16, 32), 0.0))
@@ -164,7 +164,7 @@ def decay(run: Training, stack: ExitStack) -> None:
 
 
 def spike(run: Training, stack: ExitStack) -> None:
-    """One batch has a loss of 1e4 times itself, and nothing clips."""
+    """Multiply the loss of one batch by 1e4, without clipping."""
     loss_of, calls = run.loss_of, iter([1e4])
     run.clip = None
     run.loss_of = lambda tokens: loss_of(tokens) * next(calls, 1.0)
@@ -189,7 +189,7 @@ def duplicate(run: Training, stack: ExitStack) -> None:
 
 
 def other_format(operand: Any, hp: Tensor) -> Any:
-    """Codes of e4m3fnuz, whose exponent has another bias, as e4m3fn."""
+    """Read codes of e4m3fnuz, whose exponent has another bias, as e4m3fn."""
     codes = operand.data.float().clamp(-240, 240).to(torch.float8_e4m3fnuz).view(torch.uint8)
     return operand._replace(data=codes.view(torch.float8_e4m3fn))
 
@@ -209,7 +209,7 @@ def keep_gradients(run: Training, stack: ExitStack) -> None:
 
 
 def identity_labels(run: Training, stack: ExitStack) -> None:
-    """The target of each position is its own token."""
+    """Make each token its own target."""
 
     def loss_of(tokens: Tensor) -> Tensor:
         logits = run.model(input_ids=tokens).logits
@@ -237,7 +237,7 @@ def big_epsilon(run: Training, stack: ExitStack) -> None:
 
 
 def frozen_gate(run: Training, stack: ExitStack) -> None:
-    """An activation whose gate is stuck below zero: SiLU gives next to nothing."""
+    """Fix a gate at -30, where SiLU is almost 0."""
     hooked("model.layers.2.mlp.gate_proj", lambda out: torch.full_like(out, -30.0))(run, stack)
 
 
@@ -366,7 +366,7 @@ FAULTS = (
 
 
 def watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]]:
-    """Run a scenario, whose fault begins at step `AT`; returns its losses, too."""
+    """Run a scenario, and return its samples and three losses: before the fault, at its first step, and at the end."""
     watch = Watch(record_of(scenario, records) if records else None)
     with ExitStack() as stack:
         run = scenario.make()
@@ -382,14 +382,14 @@ def watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]]:
 
 def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
     first = AT if scenario.break_it else 1
-    raised = [each for each in watch.raised if each.step >= first]
+    raised = [alarm for alarm in watch.raised if alarm.step >= first]
     steps = [step for step in watch.samples if step >= first]
     named = bool(raised) and (not scenario.layers or any(part in raised[0].layer for part in scenario.layers))
     return {
         "run": scenario.name,
         "samples": len(watch.samples),
-        "before": [short(each) for each in watch.raised if each.step < first],
-        "alarms": [short(each) for each in raised],
+        "before": [short(alarm) for alarm in watch.raised if alarm.step < first],
+        "alarms": [short(alarm) for alarm in raised],
         "named": named,
         "after": steps.index(raised[0].step) + 1 if raised else None,
         "losses": losses,
@@ -398,13 +398,13 @@ def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The table of results/numerics.md by name."""
-    visible = [each for each in results["faults"] if not each["invisible"]]
-    quiet = [each for each in results["healthy"] if not each["alarms"]]
+    """Return the table of results/numerics.md by name."""
+    visible = [fault for fault in results["faults"] if not fault["invisible"]]
+    quiet = [run for run in results["healthy"] if not run["alarms"]]
     outcomes = grouped("outcome | faults", map(_outcome, results["faults"]))
     counts = (
         f"Of {len(results['faults'])} faults, {len(visible)} change the numbers of matmuls; "
-        f"{sum(each['named'] for each in visible)} of these were named. "
+        f"{sum(fault['named'] for fault in visible)} of these were named. "
         f"{len(quiet)} of {len(results['healthy'])} healthy runs raised no alarm"
     )
     return {"unseen": f"{outcomes}\n\n{counts}{exceptions(results['healthy'])}"}
@@ -420,7 +420,7 @@ def _outcome(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def chosen(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
-    yield from (each for each in runs if part in each.name)
+    yield from (run for run in runs if part in run.name)
 
 
 def main() -> None:

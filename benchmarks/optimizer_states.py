@@ -1,4 +1,4 @@
-"""Whether optimizer states and saved activations in float8 change what a model learns, and what a step takes.
+"""Measures whether optimizer states and activations in float8 change what a model learns, and times a step.
 
     python -m benchmarks.optimizer_states                    # 1,000 steps, three seeds, hours
     python -m benchmarks.optimizer_states --time             # a step's time, a minute
@@ -6,7 +6,7 @@
 Trains the debug model on real text with float8 linears (`tensorwise`): with AdamW, with AdamW's foreach kernels (the
 control: its gap is chance), with Float8AdamW, with activations stored in float8, with both, with torchao's AdamWFp8 and
 with bitsandbytes' AdamW8bit where they can be imported. The runs of a seed have the same weights and samples. Each
-finished run is recorded at once, and the command goes on where it was. A table says the gaps.
+finished run is recorded at once, and the command continues after the last one. It prints a table of the gaps.
 """
 
 import argparse
@@ -41,7 +41,7 @@ BATCH = 4  # half of the debug model's: twice the steps in the same time
 
 
 def _peer(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
-    """AdamW's param groups and options, given to another library's optimizer."""
+    """Return a builder that gives AdamW's param groups and options to another library's optimizer."""
 
     def build(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
         kind = getattr(importlib.import_module(module), name)
@@ -58,7 +58,7 @@ def _peer(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.opti
 
 
 def _rates_as_tensors(optimizer: torch.optim.Optimizer, *step: Any) -> None:
-    """torchao's optimizers refuse the numbers that the trainer sets."""
+    """Make the learning rates tensors: torchao's optimizers refuse the floats that the trainer sets."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"])
 
@@ -83,16 +83,16 @@ STORED: dict[str, list[str] | None] = {
     "activations, but not attention's": ["*norm*", "*.mlp"],
     "both": None,
 }
-"""Which modules store; None for the default."""
+"""The modules that store activations in float8; None for the default."""
 
 
 def contestants() -> list[str]:
-    """Those whose library is installed."""
+    """Return the names of the contestants whose library is installed."""
     return [name for name in CONTESTANTS if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The validation losses of one run, every tenth of its steps."""
+    """Train, and return the validation loss after each tenth of the steps."""
     folder = re.sub(r"\W+", "_", name)
     config = load_config(
         ROOT / "train_configs" / "llama3_debug.toml",
@@ -113,15 +113,15 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         # torchao does not compile while a step is recorded.
         mock.patch("quaver.lab.trainer.train._is_memory_due", return_value=False),
     ):
-        made = prepare(config)
-        status = train(made)["status"]
+        prepared = prepare(config)
+        status = train(prepared)["status"]
     if status != "finished":
         raise SystemExit(f"{name}: the run ended as {status}")
-    return {"validation": curve(made.paths.path)["validation"]}
+    return {"validation": curve(prepared.paths.path)["validation"]}
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """Final validation losses and gaps to AdamW with the same seed."""
+    """Return the table of final validation losses and gaps to AdamW with the same seed."""
     rows = []
     for name in CONTESTANTS:
         final = {seed: each[name]["validation"][-1] for seed, each in runs.items() if name in each}
@@ -134,7 +134,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def times(rounds: int = 11) -> str:
-    """Milliseconds of a step, in turns, and ratios of medians to AdamW's foreach kernels."""
+    """Return a table of the milliseconds of a step, with ratios to AdamW's foreach kernels. Optimizers take turns."""
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
         "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
@@ -143,10 +143,10 @@ def times(rounds: int = 11) -> str:
     }
     shapes = {"3 M": [(256, 256)] * 24 + [(768, 256)] * 8, "25 M": [(1024, 1024)] * 8 + [(4096, 1024)] * 4}
     rows: dict[str, list[str]] = {name: [name] for name in makers}
-    for each in shapes.values():
+    for sizes in shapes.values():
         optimizers = {}
         for name, make in makers.items():
-            parameters = [nn.Parameter(torch.randn(shape)) for shape in each]
+            parameters = [nn.Parameter(torch.randn(shape)) for shape in sizes]
             for parameter in parameters:
                 parameter.grad = torch.randn_like(parameter)
             optimizers[name] = make(parameters)

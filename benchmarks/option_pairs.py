@@ -1,21 +1,21 @@
-"""Pairs of the trainer's options: each row of the array against one process without what must change no number.
+"""Tests pairs of the trainer's options: compares each row of a pairwise array with a plain run in one process.
 
     python -m benchmarks.option_pairs                 # all rows: some 15 minutes on two idle cores
     python -m benchmarks.option_pairs --first 10 --rows 5 --seed 2
     python -m benchmarks.option_pairs --only layout=fsdp_experts,checkpoint=selective
 
-Every two values of every two options stand in one row. A row trains three steps, every third row two and, resumed, one
-more. Its reference has the row's recipe, model, optimizer and steps, in eager code of one process, without checkpoints
-(but where activations are stored in float8: what is recomputed was not stored) or gathers in float8.
+Every possible pair of values of two options is in some row. A row trains three steps; every third row trains two,
+resumes and trains one more. The reference has the same numeric options, in eager code of one process, without float8
+gathers. It has no activation checkpointing either, unless activations are stored in float8: recomputed activations are
+not stored.
 
-Only the order of float32 sums differs, and the first step shows it (`SUMS`). After it parameters differ in their last
-bits, and what reads them multiplies that: a cast moves a value by one code, or the scale of a block by a power of two
-(`CODES`); Newton-Schulz of Muon computes in bfloat16 (`MUON`: without float8, too, losses differ by up to 5e-4). Split
-experts alone cast with other scales: in tensorwise recipes the tokens of an expert have one for all ranks. Two such
-casts differ as float8 does from float32: losses by 3e-4 in the first step and 2.4e-3 later, norms by 2.5e-2 (`CASTS`).
+In the first step only the order of float32 sums differs (`SUMS`). Then parameters differ in their last bits. A cast
+amplifies this to one code, or the scale of a block to a power of two (`CODES`); Muon's Newton-Schulz iteration computes
+in bfloat16 (`MUON`; without float8, too, losses differ by up to 5e-4). Only split experts cast with other scales: in
+tensorwise recipes the tokens of an expert have one scale for all ranks. Two such casts differ as float8 does from
+float32: losses by 3e-4 in the first step and 2.4e-3 later, norms by 2.5e-2 (`CASTS`).
 
-What the trainer refuses ends with exit code 2 and a line, which is printed; a row that no seed can make valid has none.
-Exit code 1 where a row differs, or ends otherwise.
+A row that the trainer refuses is printed with its error. The exit code is 1 if a row differs or fails.
 """
 
 import argparse
@@ -48,7 +48,7 @@ TENSOR, SPLIT, REPLICATE = (
 )
 
 WHOLE_BLOCKS = [f"--model.{name}=256" for name in ("dim", "hidden_dim")] + ["--model.n_kv_heads=4"]
-"""Two ranks of tensor parallelism have blocks of 128 of each weight."""
+"""Sizes with which each of two tensor parallel ranks has whole blocks of 128."""
 
 LAYOUTS = {
     "one": (1, []),
@@ -59,7 +59,7 @@ LAYOUTS = {
     "experts": (2, [SPLIT]),
     "fsdp_experts": (4, [SPLIT]),
 }
-"""By name, ranks and flags."""
+"""The number of ranks and the flags, by name."""
 
 FREE = {
     "layout": {name: words for name, (_, words) in LAYOUTS.items()},
@@ -80,7 +80,7 @@ FREE = {
     "compile": {"eager": [], "compiled": ["--training.compile"]},
     "reshard": {"default": [], "always": ["--parallelism.fsdp_reshard_after_forward=always"]},
 }
-"""What must change no number."""
+"""Options that must not change the results."""
 
 NUMERIC = {
     "recipe": {
@@ -107,20 +107,20 @@ NUMERIC = {
 }
 OPTIONS = {**FREE, **NUMERIC}
 SUMS, CODES, MUON = (1e-5, 1e-5), (2e-4, 5e-3), (2e-3, 5e-2)
-"""How far losses and gradient norms may be from the reference's, relatively; see the top of the file."""
+"""The largest relative differences of losses and gradient norms from the reference; see the top of the file."""
 CASTS = CODES, (5e-3, 5e-2)
-"""The same in the first step and in later ones."""
+"""The tolerances in the first step and in later ones."""
 
 
 def tolerances(row: dict[str, str]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Of a row's losses and gradient norms, in the first step and in later ones."""
+    """Return the tolerances of a row's losses and gradient norms, in the first step and in later ones."""
     if "experts" in row["layout"] and row["recipe"] == "tensorwise":
         return CASTS
     return SUMS, MUON if "Muon" in row["optimizer"] else CODES
 
 
 def is_possible(row: dict[str, str]) -> bool:
-    """Whether the trainer takes it; its own tests have what it refuses, and in which words."""
+    """Whether the trainer accepts the row. The trainer's own tests cover its refusals."""
     layout, is_mixture = row["layout"], row["model"] in ("mixture", "shared")
     is_tensor, is_split = "tensor" in layout, "experts" in layout
     shards = layout in ("fsdp", "hsdp", "fsdp_tensor", "experts", "fsdp_experts")
@@ -137,7 +137,7 @@ def is_possible(row: dict[str, str]) -> bool:
 
 
 def array(seed: int) -> list[dict[str, str]]:
-    """Rows that have each possible pair of values, found greedily among random ones."""
+    """Return rows that cover each possible pair of values, chosen greedily among random rows."""
     draw = random.Random(seed)
     names = list(OPTIONS)
     missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in OPTIONS[a] for y in OPTIONS[b]}
@@ -171,7 +171,7 @@ class Runs:
             (self.text / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, {number} bottles\n")
 
     def check(self, index: int, row: dict[str, str]) -> str:
-        """What is wrong with a row, or nothing."""
+        """Train a row, and return how it differs from its reference or fails, or ""."""
         name, ranks = f"row_{index}", LAYOUTS[row["layout"]][0]
         words = [word for option, value in row.items() for word in OPTIONS[option][value]]
         launches = [[*self._words(name), *words, "--training.steps=3"]]
@@ -220,7 +220,7 @@ class Runs:
     def _difference(self, row: dict[str, str], name: str, reference: str) -> str:
         first, later = tolerances(row)
         for key, of_norms in (("loss", 0), ("grad_norm", 1), ("validation_loss", 0)):
-            ours, theirs = (self._numbers(each, key) for each in (name, reference))
+            ours, theirs = (self._numbers(run, key) for run in (name, reference))
             most = [later if key == "validation_loss" or step else first for step in range(len(theirs))]
             pairs = zip(ours, theirs, most, strict=False)
             if len(ours) != len(theirs) or any(abs(a - b) > each[of_norms] * abs(b) for a, b, each in pairs):
@@ -228,10 +228,10 @@ class Runs:
         return ""
 
     def _numbers(self, name: str, key: str) -> list[float]:
-        """Of the float8 model, in the last validation alone."""
+        """Return the values of `key` of the first model in the metrics; of validation_loss only the last."""
         records = read_metrics(self.folder / "runs" / name / "metrics.jsonl")
-        found = [each[key] for each in records if key in each and each["run"] == records[0]["run"]]
-        return found[-1:] if key == "validation_loss" else found
+        values = [line[key] for line in records if key in line and line["run"] == records[0]["run"]]
+        return values[-1:] if key == "validation_loss" else values
 
 
 def _options() -> argparse.Namespace:

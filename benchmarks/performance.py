@@ -1,11 +1,11 @@
 """The tables of docs/performance.md (predicted) and docs/lab/performance.md (measured on a CPU).
 
     python -m benchmarks.performance --update-docs                        the pages again, from the recorded files
-    python -m benchmarks.performance --predict --update-docs              after predicting again
-    python -m benchmarks.performance --measure [linear ...] --update-docs after measuring all again, or some benchmarks
+    python -m benchmarks.performance --predict --update-docs              predict again first
+    python -m benchmarks.performance --measure [linear ...] --update-docs measure all, or these benchmarks, first
 
-Predictions are in benchmarks/results/roofline/, measurements in benchmarks/results/cpu/, on one thread, on a
-quiet machine, with torchao if it is installed.
+Predictions are in benchmarks/results/roofline/, measurements in benchmarks/results/cpu/. Measure on a quiet
+machine; one thread is used. torchao is measured if it is installed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ROOFLINE, CPU = RESULTS / "roofline", RESULTS / "cpu"
 DEVICES = ("H100", "H200", "B200", "MI300X", "A100")
 STEP_SHARE = "0.7"
-"""The share of a bfloat16 step's time that the linears take, on the page."""
+"""The share of linears in the time of a bfloat16 step for which the page has step speedups."""
 COMMANDS = {
     "linear": "linear --shapes 1024 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
     "train": "train --rounds 12 --recipes tensorwise rowwise rowwise_with_gw_hp delayed",
@@ -38,19 +38,19 @@ Rows = list[dict[str, Any]]
 
 
 def words(name: str) -> list[str]:
-    """The arguments of `quaver` that measure one benchmark."""
+    """Return the arguments of `quaver` that measure one benchmark."""
     output = (CPU / f"{name}.json").relative_to(ROOT)
     return ["bench", *COMMANDS[name].split(), "--device", "cpu", "--threads", "1", "--output", str(output)]
 
 
 def read_rows(folder: Path = ROOFLINE) -> Rows:
-    """The predictions of the CSV."""
+    """Return the predictions in the CSV."""
     with (folder / "roofline.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A recorded result."""
+    """Return a recorded result."""
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -78,29 +78,29 @@ def _devices_table() -> str:
 
 
 def _layers_table(rows: Rows) -> str:
-    """A line for each layer, a column for each device, in a cell the speedup."""
-    devices, found, lines = _values(rows, "device"), _by(rows, "layer", "device"), []
+    """Return a table of speedups, with a line for each layer and a column for each device."""
+    devices, by_cell, lines = _values(rows, "device"), _by(rows, "layer", "device"), []
     for layer, row in _by(rows, "layer").items():
-        cells = [f"{float(found[*layer, device]['speedup']):.2f}" for device in devices]
+        cells = [f"{float(by_cell[*layer, device]['speedup']):.2f}" for device in devices]
         lines.append([*layer, f"{int(row['k']):,} -> {int(row['n']):,}", *cells])
     return markdown(["layer", "K -> N", *devices], lines)
 
 
 def _totals_table(totals: Rows) -> str:
-    """A line for each model and recipe; in a cell the speedup of the linears, and of a step in parentheses."""
-    devices, found, lines = _values(totals, "device"), _by(totals, "model", "recipe", "device"), []
+    """Return a table with a line for each model and recipe: the speedup of linears, and of a step in parentheses."""
+    devices, by_cell, lines = _values(totals, "device"), _by(totals, "model", "recipe", "device"), []
     for model, recipe in _by(totals, "model", "recipe"):
-        cells = [found[model, recipe, device] for device in devices]
-        figures = [f"{each['speedup']:.2f} ({each['step_speedup'][STEP_SHARE]:.2f})" for each in cells]
+        cells = [by_cell[model, recipe, device] for device in devices]
+        figures = [f"{cell['speedup']:.2f} ({cell['step_speedup'][STEP_SHARE]:.2f})" for cell in cells]
         lines.append([model, recipe, *figures])
     return markdown(["model", "recipe", *devices], lines)
 
 
 def _linear(rows: Rows) -> str:
-    """A line for each recipe; ratios are eager / compiled."""
-    found, peer, lines = _by(rows, "mode", "library", "recipe"), "torchao_time_over_this", []
+    """Return a table with a line for each recipe and pairs of ratios, eager / compiled."""
+    by_cell, peer, lines = _by(rows, "mode", "library", "recipe"), "torchao_time_over_this", []
     for recipe in _values(rows, "recipe"):
-        ours = [found[mode, "quaver", recipe] for mode in MODES]
+        ours = [by_cell[mode, "quaver", recipe] for mode in MODES]
         lines.append([f"`{recipe}`", _ratios(ours, "time_over_bfloat16"), _ratios(ours, peer) if ours[0][peer] else ""])
     return markdown(["eager / compiled", "time / bfloat16", "torchao's time / quaver's"], lines)
 

@@ -1,11 +1,12 @@
-"""What `quaver plan` predicts of published runs, and of its own configs on up to 100,000 GPUs. Simulated: nothing runs.
+"""Predicts published runs, and quaver's configs on up to 100,000 GPUs, with `quaver plan`. Nothing is trained.
 
     python -m benchmarks.plan --published --update-docs    docs/lab/published-runs.md; a minute
-    python -m benchmarks.plan --published --memory         their memory, too, else as recorded; half an hour
+    python -m benchmarks.plan --published --memory         predicts their memory, too; half an hour
     python -m benchmarks.plan --scaling --update-docs      docs/lab/scaling-curves.md and its picture; minutes
-    python -m benchmarks.plan --calibrate                  the share of each card that its row asks for
+    python -m benchmarks.plan --calibrate                  the share of each card that fits its row
 
-With `--recorded` from benchmarks/results/plan_{published,memory,scaling}.json. All of it is deterministic.
+`--recorded` reads benchmarks/results/plan_{published,memory,scaling}.json. Without `--memory`, memory is always read.
+All results are deterministic.
 """
 
 from argparse import Namespace

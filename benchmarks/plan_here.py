@@ -2,10 +2,9 @@
 
     python -m benchmarks.plan_here            # 1, 2 and 4 ranks, one thread each; about a minute
 
-What a rank computes and what a collective takes are measured alone, on as many ranks at once: the compute of a model
-that is not sharded, and all-gathers and reduce-scatters of as many bytes as a block has. The simulation knows how many
-there are, in which order, and what overlaps. gloo works on the cores that compute: the two figures are a step
-that hides it as a GPU would, and one that hides nothing.
+Compute and collectives are measured separately, on all ranks at once: steps of an unsharded model, and all-gathers and
+reduce-scatters of the size of a block. The simulation adds their number, order and overlap. gloo runs on the cores that
+compute, so the simulated range has two ends: all communication overlaps as on a GPU, or none does.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ STEPS, WARM_UP = 9, 3
 
 
 class Measured(Cluster):
-    """A cluster whose collectives take what they were measured to take, in proportion to their bytes."""
+    """A cluster whose collectives take the measured time per byte."""
 
     per_byte: dict[str, float]
 
@@ -52,7 +51,7 @@ class Measured(Cluster):
 
 
 def config_of() -> TrainConfig:
-    """A bfloat16 model of the debug config's width with more blocks, on few tokens, so that communication counts."""
+    """Return a bfloat16 model of the debug config's width, with more blocks and few tokens: communication matters."""
     return TrainConfig(
         model=Model(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, hidden_dim=768),
         training=Training(seq_len=128, local_batch_size=2, device="cpu", steps=1000),
@@ -62,7 +61,7 @@ def config_of() -> TrainConfig:
 
 
 def median_s(call: Callable[[], object]) -> float:
-    """The median of STEPS calls after WARM_UP ones, all ranks in step."""
+    """Return the median seconds of STEPS calls after WARM_UP calls, with a barrier before each."""
     times = []
     for number in range(WARM_UP + STEPS):
         dist.barrier()
@@ -74,7 +73,7 @@ def median_s(call: Callable[[], object]) -> float:
 
 
 def measure(rank: int, ranks: int, port: int, results: torch.multiprocessing.SimpleQueue) -> None:
-    """What one rank measures: a real step, and its parts alone."""
+    """Measure a real step and its parts on one rank. Rank 0 puts the results into `results`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     config = config_of()
@@ -92,7 +91,7 @@ def measure(rank: int, ranks: int, port: int, results: torch.multiprocessing.Sim
 
 
 def _per_byte(gathered_bytes: int, parameters: int, ranks: int) -> dict[str, float]:
-    """Seconds of each collective of a block, for each of its bytes; of an all-reduce those of a number."""
+    """Return the seconds per byte of the collectives of a block, and of an all-reduce of one number."""
     whole = torch.empty(gathered_bytes // ranks * ranks, dtype=torch.uint8)
     gradients, number = torch.empty(parameters // ranks * ranks), torch.zeros(1)
     part, sums = whole[: len(whole) // ranks].clone(), gradients[: len(gradients) // ranks].clone()
@@ -113,7 +112,7 @@ def _trained(config: TrainConfig, layout, mesh, rank: int, ranks: int) -> Callab
 
 
 def _parts_s(config: TrainConfig, layout) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """Seconds of a step of the unsharded model, and of one with fewer blocks: the difference is that of blocks."""
+    """Return the seconds of a step of the unsharded model, and of one with two blocks."""
     seconds = {}
     for blocks in (2, config.model.n_layers):
         changed = replace(config, model=replace(config.model, n_layers=blocks))

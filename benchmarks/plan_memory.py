@@ -1,7 +1,7 @@
-"""The memory of published runs as the trainer's own prediction has it: a table of docs/lab/published-runs.md.
+"""Predicts the memory of published runs as the trainer does: a table of docs/lab/published-runs.md.
 
-Each run is predicted twice: as the trainer would do it, and with what torchtitan did otherwise (`as_published`). Their
-figures are what the caching allocator reserved, ours what is live.
+Each run is predicted twice: as the trainer would run it, and with torchtitan's differences (`as_published`). The
+published figures are bytes that the caching allocator reserved; the predictions are live bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ CHECKPOINTING = {
 
 
 def not_in_the_trainer(row: Published) -> str:
-    """What a published run has that the trainer lacks; empty for a run that it could do."""
+    """Return the features of a published run that the trainer lacks, or "" if it supports the run."""
     lacks = {"pipeline stages": row.pp > 1, "context parallelism": row.cp > 1, "asynchronous TP": row.async_tp}
     return ", ".join(name for name, has in lacks.items() if has)
 
@@ -40,7 +40,7 @@ def not_in_the_trainer(row: Published) -> str:
 def config_of(row: Published) -> TrainConfig:
     """A published run as a config of the trainer: a residual stream in bfloat16, as torchtitan's activations are.
 
-    Eager code where the trainer compiles no blocks that are recomputed whole, which tensor parallelism splits.
+    The config is eager if the trainer cannot compile it: fully recomputed blocks under tensor parallelism.
     """
     is_compiled = row.compiled and not (row.tp > 1 and row.checkpointing == "full")
     is_float8 = row.recipe != "bfloat16"
@@ -67,17 +67,16 @@ def config_of(row: Published) -> TrainConfig:
 
 @contextmanager
 def as_published(row: Published) -> Iterator[None]:
-    """Train as torchtitan did, inside the block: its loss, and its FSDP2 groups.
+    """Use torchtitan's loss and FSDP2 groups inside the block.
 
-    Its cross entropy converts all logits to float32, in eager code until it compiled the loss (April 2025); of tensor
-    parallel ranks those of their parts of the vocabulary. Until July 2025 the output projection was in the root's
-    group, whose weights stay gathered from the forward on.
+    Its cross entropy converts all logits of a rank to float32. It was eager until April 2025 and is compiled since.
+    Until July 2025 the output projection was in the root's group, whose weights stay gathered after the forward.
     """
     loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(_loss) if row.loss == "compiled" else _loss
     with ExitStack() as stack:
         stack.enter_context(patch.object(trained_model, "next_token_loss", loss))
         if row.root_has_head:
-            fully_shard = patch.object(parallelize, "fully_shard", _but_for_linears(parallelize.fully_shard))
+            fully_shard = patch.object(parallelize, "fully_shard", _skip_linears(parallelize.fully_shard))
             stack.enter_context(fully_shard)
         yield
 
@@ -88,22 +87,22 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _but_for_linears(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_linears(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
     def shard(module: nn.Module, **options: Any) -> Any:
         return module if isinstance(module, nn.Linear) else fully_shard(module, **options)
 
     return shard
 
 
-def alike(row: Published) -> tuple[object, ...]:
-    """What tells runs apart, but for their recipe: that changes a peak by less than 1%."""
+def key_without_recipe(row: Published) -> tuple[object, ...]:
+    """Return the fields that distinguish runs, without the recipe, which changes a peak by less than 1%."""
     return row.name.partition(" ")[0], row.model, row.gpus, row.tp, row.seq_len, row.local_batch, row.compiled
 
 
 def predict() -> dict[str, Any]:
-    """The predicted live peaks of every run with a published figure that the trainer could do.
+    """Predict the live peaks of the runs with published memory that the trainer supports.
 
-    Of runs that differ in their recipe only, the first is predicted as published.
+    Of runs that differ only in their recipe, the first is predicted as published.
     """
     known: dict[TrainConfig, int] = {}
     seen: set[tuple[object, ...]] = set()
@@ -114,8 +113,8 @@ def predict() -> dict[str, Any]:
         config, as_theirs = config_of(row), None
         if config not in known:
             known[config] = peak_bytes(config, row.gpus)
-        if alike(row) not in seen:
-            seen.add(alike(row))
+        if key_without_recipe(row) not in seen:
+            seen.add(key_without_recipe(row))
             with as_published(row):
                 as_theirs = peak_bytes(config, row.gpus)
         rows.append({"name": row.name, "trainer": known[config], "as_published": as_theirs})
@@ -123,16 +122,17 @@ def predict() -> dict[str, Any]:
 
 
 def peak_bytes(config: TrainConfig, ranks: int) -> int:
-    """The predicted live peak of the first rank, on a GPU."""
+    """Return the predicted live peak of the first rank, on a GPU."""
     with predicting_for("cuda"):
         return predict_memory(config, ranks).prediction.peak_bytes
 
 
 def counted_bytes(row: Published) -> int:
-    """Bytes that torchtitan needs besides `as_published`.
+    """Return the bytes that torchtitan needs in addition to `as_published`.
 
-    The bfloat16 logits: eager cross entropy frees them before the backward, and no block of theirs is large enough for
-    logits in float32. In eager code its policy also saves the last matmul's result of each block, which nothing reads.
+    These are the bfloat16 logits: eager cross entropy frees them before the backward, but the allocator cannot reuse
+    their memory for the larger float32 logits. In eager code selective checkpointing also saves the result of the last
+    matmul of each block, which nothing reads.
     """
     tokens = row.local_batch * row.seq_len
     logits = 2 * tokens * row.shape.vocab_size // row.tp if row.loss == "float32" else 0
@@ -141,13 +141,13 @@ def counted_bytes(row: Published) -> int:
 
 
 def with_memory() -> list[Published]:
-    """The runs whose memory was published."""
+    """Return the runs whose memory was published."""
     return [row for row in published() if row.memory_gib is not None]
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Published and predicted memory."""
-    by_name = {each["name"]: each for each in results["rows"]}
+    """Return the table of published and predicted memory."""
+    by_name = {row["name"]: row for row in results["rows"]}
     lines = []
     for row in with_memory():
         group, _, name = row.name.partition(" ")

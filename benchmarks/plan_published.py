@@ -1,6 +1,7 @@
 """The published runs as `quaver plan` predicts them: the table of docs/lab/published-runs.md.
 
-Each card's share of its best matmul rate is that at which one row is met (`calibrated`); nothing else is fitted.
+One row per card determines the share of the best matmul rate that the card sustains (`calibrated`). Nothing else is
+fitted.
 """
 
 from dataclasses import replace
@@ -19,9 +20,9 @@ from quaver.recipes.config import Float8LinearRecipeName
 PAGE = ROOT / "docs" / "lab" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_published.json"
 NETWORK_GBPS = 400.0
-"""Where a source does not state it."""
+"""The bandwidth of a network whose source does not state it."""
 OFF = 0.15
-"""A ratio further from 1 needs a reason."""
+"""A row whose ratio differs from 1 by more needs a reason."""
 NODE_LIMITED = (0.5 * 0.5 + 0.5) / 2
 """DeepSeek-V3 sends a token to 4 nodes at most for its 8 experts, in float8 there and in bfloat16 back (arXiv
 2412.19437, section 3.2.2)."""
@@ -33,7 +34,7 @@ REASONS = {
     "torchtitan-202506 llama3.1-8b 64gpu FSDP8 TP8 rowwise": "row-wise matmuls 128 to 1,792 features wide, of which no "
     "rate is known; torchtitan's gathers in bfloat16, casts on each rank and passes that scale are in the prediction",
 }
-"""By the beginning of their names: rows that are off by more than OFF."""
+"""Reasons for rows that differ by more than OFF, by the beginning of their names."""
 CHECKPOINTING = {"none": "none", "selective op": "op", "selective 2": "full", "full": "full"}
 
 
@@ -43,7 +44,7 @@ def is_megatron(row: Published) -> bool:
 
 
 def run_of(row: Published) -> PlannedRun:
-    """A published run as the model of time sees it."""
+    """Return a published run as input of the simulation."""
     model, megatron, mode = row.shape, is_megatron(row), CHECKPOINTING[row.checkpointing]
     if row.pp_schedule == "DualPipe":  # recomputes norms and up-projections of attention: no exchange, little compute
         mode = "none"
@@ -73,7 +74,7 @@ def run_of(row: Published) -> PlannedRun:
         exchanged_share=NODE_LIMITED if row.pp_schedule == "DualPipe" else 1.0,
         compiled=row.compiled or not row.name.startswith(("aws", "torchtitan")),
         casts_gathered=row.recipe == "rowwise",
-        rescales_rows=True,  # all row-wise ones are torchao's
+        rescales_rows=True,  # all row-wise runs used torchao
         attention="cudnn" if megatron or row.gpu.startswith("B200") else "flash",
     )
     if row.sharding == "zero1":
@@ -84,20 +85,20 @@ def run_of(row: Published) -> PlannedRun:
 
 
 def seconds(row: Published, card: Card) -> float:
-    """The simulated time of a step."""
+    """Return the simulated seconds of a step."""
     cluster = Cluster(card.spec, row.nodes_of, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
     run = run_of(row)
     return simulate(pipeline_step(run, cluster) if run.pipeline > 1 else training_step(run, cluster)).seconds
 
 
 def tokens_per_s(row: Published, card: Card | None = None) -> float:
-    """The predicted tokens/s of each GPU, on the row's card unless another is given."""
+    """Return the predicted tokens/s per GPU, on the row's card unless another is given."""
     run = run_of(row)
     return run.step_tokens / seconds(row, card or CARDS[row.gpu]) / run.ranks
 
 
 def calibrated(name: str) -> float:
-    """The share of a card at which the prediction of its row is what was published, by bisection."""
+    """Return the share of a card at which the prediction of its row equals the published figure, by bisection."""
     card = CARDS[name]
     row = next(row for row in published() if row.name == card.row)
     low, high = 0.1, 1.2
@@ -109,7 +110,7 @@ def calibrated(name: str) -> float:
 
 
 def predict() -> dict[str, Any]:
-    """The predicted tokens/s of every row."""
+    """Predict the tokens/s of every row."""
     rows = []
     for row in published():
         measured, predicted = row.tokens_per_s_per_gpu, tokens_per_s(row)
@@ -118,14 +119,14 @@ def predict() -> dict[str, Any]:
 
 
 def reason(name: str) -> str:
-    """Why a row is off by more than OFF, or that it fixed its card's share; empty for others."""
+    """Return the note of a row: that it fixes its card's share, or why it differs by more than OFF; else ""."""
     if name in {card.row for card in CARDS.values()}:
         return "fixes its card"
     return next((why for part, why in REASONS.items() if name.startswith(part)), "")
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The rows, and the shares of the cards."""
+    """Return the tables of the rows, of the cards' shares, and of the errors."""
     by_name, lines = {row.name: row for row in published()}, []
     for each in results["rows"]:
         row, ratio = by_name[each["name"]], each["predicted"] / each["published"]
@@ -143,7 +144,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """How many rows are how far off, those left out that fix a card."""
+    """Return a table of the errors of the rows that do not fix a card."""
     fixed = {card.row for card in CARDS.values()}
     errors = sorted(
         abs(each["predicted"] / each["published"] - 1) for each in results["rows"] if each["name"] not in fixed
@@ -154,4 +155,4 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """No picture."""
+    """Draw nothing: this part has no picture."""

@@ -1,8 +1,8 @@
-"""Tokens/s of each GPU from 8 to 100,352 H100s, simulated: the tables and the picture of docs/lab/scaling-curves.md.
+"""Simulates tokens/s per GPU on 8 to 100,352 H100s: the tables and the picture of docs/lab/scaling-curves.md.
 
-For each config of train_configs/, precision and number of GPUs the fastest of LAYOUTS that fits: FSDP2 and HSDP, each
-with tensor parallel degrees, and for experts with expert parallel ones. At a fixed number of tokens of each GPU, and at
-a fixed global batch, of which each data-parallel rank has at least a sequence.
+Tries the `layouts` that fit for each config of CONFIGS, precision and number of GPUs: FSDP2 and HSDP, each with tensor
+parallelism, and for mixtures with expert parallelism. Scaling is weak, with a fixed number of tokens per GPU, or at a
+fixed global batch, of which each data-parallel rank gets at least one sequence.
 """
 
 import itertools
@@ -38,15 +38,15 @@ CONFIGS = {  # checkpointing, and the global batch in tokens
     "mixture_30b_a3b": ("op", 2**22),
 }
 PRECISIONS = ("bfloat16", "float8, gather in bfloat16", "float8")
-"""Tensor-wise, and row-wise of the mixture, whose experts are gathered in bfloat16."""
+"""float8 is the recipe tensorwise, for the mixture rowwise, with experts gathered in bfloat16."""
 H100 = next(spec for spec in DEVICE_SPECS if spec.name == "H100")
 USABLE = 0.9
-"""Of a GPU's memory; NCCL, the CUDA context and fragments take the rest."""
+"""The usable share of a GPU's memory; NCCL, the CUDA context and fragments take the rest."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How GPUs divide a model: `shard` of 0 is all of them, without replicas."""
+    """How GPUs divide a model. `shard` 0 means all GPUs, without replicas."""
 
     shard: int
     tensor: int
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Such as "HSDP 64 x TP 8"."""
+        """The name in the tables, such as "HSDP 64 x TP 8"."""
         parts = [f"HSDP {self.shard}" if self.shard else "FSDP2"]
         parts += [f"TP {self.tensor}"] if self.tensor > 1 else []
         parts += [f"EP {self.expert}"] if self.expert > 1 else []
@@ -67,7 +67,7 @@ GATHER_SIZES = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 100_352)
 
 
 def layouts(config: str) -> Iterator[Layout]:
-    """All that are tried."""
+    """Yield all layouts to try for a config."""
     for shard, tensor in itertools.product((0, 8, 64, 512), (1, 2, 4, 8)):
         yield Layout(shard, tensor)
         if config.startswith("mixture") and shard != 8 and tensor == 1:
@@ -75,7 +75,7 @@ def layouts(config: str) -> Iterator[Layout]:
 
 
 def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: bool) -> PlannedRun | None:
-    """A run of a config, or None if the layout does not divide its GPUs or its batch, or does not fit."""
+    """Return a run of a config, or None if the layout does not divide the GPUs or the batch, or does not fit."""
     settings = load_config(TRAIN_CONFIGS / f"{config}.toml")
     checkpointing, batch = CONFIGS[config]
     model, seq_len = settings.model, settings.training.seq_len
@@ -107,9 +107,9 @@ def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: b
 
 
 def fitting(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRun | None:
-    """The run with the fewest micro-batches of equal size that fit into memory.
+    """Return `run` with the fewest micro-batches that fit into memory.
 
-    None if not even single sequences do, or if the trainer does not split such a model so.
+    Returns None if single sequences do not fit, or if the trainer refuses the layout.
     """
     try:
         config_of(run, settings, precision)
@@ -125,7 +125,7 @@ def fitting(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRu
 
 
 def config_of(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainConfig:
-    """The config of a run; eager where the trainer compiles no such recomputation of split blocks."""
+    """Return the config of a run, eager for fully recomputed blocks under tensor parallelism."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
     config = with_precision(settings, recipe, gathers_codes=run.float8_gather and run.has_one_cast and run.shard > 1)
     mode = {"op": "selective"}.get(run.checkpointing, run.checkpointing)
@@ -144,7 +144,7 @@ def config_of(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainCo
 
 
 def tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
-    """Tokens/s of each GPU. Micro-batches after the third take as long as the third, and blocks as those before."""
+    """Return tokens/s per GPU. Micro-batches after the third are taken to be as long as the third."""
     costs = Costs.of(run, cluster)
     took = seconds_of_few(run, min(run.micro_batches, 3), cluster, costs)
     if run.micro_batches > 3:
@@ -153,7 +153,7 @@ def tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
 
 
 def predict() -> dict[str, Any]:
-    """Tokens/s of every layout that fits, by config, precision, kind of scaling, layout and GPUs."""
+    """Predict tokens/s of every layout that fits, by config, precision, kind of scaling, layout and GPUs."""
     cluster = Cluster.of(H100)
     curves = []
     for config, precision, is_weak in itertools.product(CONFIGS, PRECISIONS, (True, False)):
@@ -171,16 +171,16 @@ def predict() -> dict[str, Any]:
 
 
 def _gathers() -> list[dict[str, Any]]:
-    """Tokens/s in float8 with the gather in bfloat16 and in float8, by network and GPUs."""
+    """Predict tokens/s in float8 with the gather in bfloat16 and in float8, by network and GPUs."""
     rows = []
     for (config, layout), gbps in itertools.product(GATHERS.items(), NETWORKS):
         cluster = replace(Cluster.of(H100), network_gbps=gbps)
-        found: dict[str, list[float]] = {}
+        rates: dict[str, list[float]] = {}
         for gpus in GATHER_SIZES:
             runs = [run_of(config, precision, layout, gpus, is_weak=True) for precision in PRECISIONS[1:]]
             if None not in runs:
-                found[str(gpus)] = [round(tokens_per_s(run, cluster), 1) for run in runs if run]
-        rows.append({"config": config, "layout": layout.name, "network_gbps": gbps, "tokens_per_s": found})
+                rates[str(gpus)] = [round(tokens_per_s(run, cluster), 1) for run in runs if run]
+        rows.append({"config": config, "layout": layout.name, "network_gbps": gbps, "tokens_per_s": rates})
     return rows
 
 
@@ -204,13 +204,13 @@ def _of(curves: Curves, config: str, precision: str, scaling: str) -> Curves:
 
 
 def points_of(curves: Curves, config: str, precision: str, scaling: str, layout: str) -> dict[int, float]:
-    """Tokens/s of one layout by GPUs."""
-    found = [curve for curve in _of(curves, config, precision, scaling) if curve["layout"] == layout]
-    return {int(gpus): value for curve in found for gpus, value in curve["tokens_per_s"].items()}
+    """Return the tokens/s of one layout by the number of GPUs."""
+    of_layout = [curve for curve in _of(curves, config, precision, scaling) if curve["layout"] == layout]
+    return {int(gpus): value for curve in of_layout for gpus, value in curve["tokens_per_s"].items()}
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The best layouts, where FSDP2 stops, and what the float8 gather buys."""
+    """Return the tables of the best layouts, of the limits of layouts, and of the gain of the float8 gather."""
     curves = results["curves"]
     return {
         "scaling weak": _best_table(curves, "weak"),
@@ -221,7 +221,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def _best_table(curves: Curves, scaling: str) -> str:
-    """In a cell: tokens/s in bfloat16 and in float8, the gain, and float8's layout."""
+    """Return a table whose cells have tokens/s in bfloat16 and in float8, the gain, and float8's layout."""
     lines = []
     for config in CONFIGS:
         cells = []
@@ -238,7 +238,7 @@ def _best_table(curves: Curves, scaling: str) -> str:
 
 
 def _stop_table(curves: Curves) -> str:
-    """By config and layout in float8: up to how many GPUs it has 95% and 50% of its best, and where it is the best."""
+    """Return a table of float8 layouts: up to how many GPUs each keeps 95% and 50% of its best, and where it wins."""
     lines = []
     for config in CONFIGS:
         for layout in dict.fromkeys(curve["layout"] for curve in _of(curves, config, "float8", "weak")):
@@ -248,13 +248,13 @@ def _stop_table(curves: Curves) -> str:
             wins = [gpus for gpus in points if (best(curves, config, "float8", "weak", gpus) or ("", ""))[1] == layout]
             if wins or layout == "FSDP2":
                 where = f"{min(wins):,} to {max(wins):,}" if wins else "nowhere"
-                lines.append([config, layout, f"{top:,.0f}", *(f"{each:,}" for each in most), where])
+                lines.append([config, layout, f"{top:,.0f}", *(f"{gpus:,}" for gpus in most), where])
     heads = ["config", "layout", "most tokens/s", "95% of it up to", "50% up to", "the best on (GPUs)"]
     return markdown(heads, lines)
 
 
 def _gather_table(rows: list[dict[str, Any]]) -> str:
-    """In a cell: tokens/s with the float8 gather over those with a gather in bfloat16."""
+    """Return a table of tokens/s with the float8 gather divided by those with the bfloat16 gather."""
     lines = []
     for row in rows:
         points = row["tokens_per_s"]
@@ -264,15 +264,15 @@ def _gather_table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """The curves: a column for each config, a row for each kind of scaling."""
+    """Draw the curves: a column for each config, a row for each kind of scaling."""
     curves, drawn = results["curves"], ("float8", "bfloat16")
     figure, axes = plt.subplots(2, len(CONFIGS), figsize=(17, 8), sharex=True, layout="constrained")
     colors = {"float8": "tab:blue", "bfloat16": "tab:orange"}
     for row, scaling in zip(axes, WORDS, strict=True):
         for axis, config in zip(row, CONFIGS, strict=True):
             for precision in drawn:
-                found = {gpus: best(curves, config, precision, scaling, gpus) for gpus in SIZES}
-                line = {gpus: point[0] for gpus, point in found.items() if point}
+                points_of_best = {gpus: best(curves, config, precision, scaling, gpus) for gpus in SIZES}
+                line = {gpus: point[0] for gpus, point in points_of_best.items() if point}
                 axis.plot(
                     line.keys(), line.values(), color=colors[precision], linewidth=2.5, label=f"{precision}, best"
                 )

@@ -1,4 +1,4 @@
-"""Training runs that others measured and published, as published_runs.toml has them: typed and checked.
+"""Training runs that others measured and published: reads and checks published_runs.toml.
 
 for run in published():
     print(run.name, run.tokens_per_s_per_gpu, run.source)
@@ -34,7 +34,7 @@ class Published:
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     name: str
-    """The group and what sets the run apart in it; no two runs share one."""
+    """The group, and what distinguishes the run in it. Names are unique."""
     source: str
     model: str
     """The key of `models`."""
@@ -45,19 +45,19 @@ class Published:
     """Sequences of one micro-batch of a data-parallel rank."""
     checkpointing: Literal["none", "selective op", "selective 2", "full"]
     recipe: str
-    """bfloat16, or the recipe of quaver whose casts these are."""
+    """bfloat16, or the recipe of quaver with the same casts."""
     tokens_per_s_per_gpu: float
     note: str = ""
-    """What else the source says, and what it does not."""
+    """Further facts that the source states or leaves out."""
     assumed: tuple[str, ...] = ()
     """Fields that the source does not state: defaults of its trainer."""
     nodes_of: int = 8
     """GPUs that NVLink connects."""
     network_gbps_per_gpu: float | None = None
-    """Gb/s between nodes; None where it is not stated."""
+    """Gb/s between nodes; None if the source does not state it."""
     seq_len: int = 8192
     global_batch: int | None = None
-    """Sequences of an optimizer step, over all ranks; None where it is not stated."""
+    """Sequences of an optimizer step, over all ranks; None if the source does not state it."""
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
@@ -73,19 +73,18 @@ class Published:
     async_tp: bool = False
     """Tensor parallel collectives overlap with the matmuls beside them."""
     compiled: bool = False
-    """By torch.compile."""
+    """The model is compiled by torch.compile."""
     float8_gather: bool = False
     """Weights are gathered in float8."""
     memory_gib: float | None = None
-    """The peak of the fullest GPU, where it is stated: what the allocator of PyTorch reserved."""
+    """The peak memory that PyTorch's allocator reserved on the fullest GPU; None if the source does not state it."""
     loss: Literal["", "float32", "compiled"] = ""
-    """Where memory is stated. float32: cross entropy in eager code, of all logits in float32; compiled: the same,
-    compiled."""
+    """Set if memory is stated. float32: eager cross entropy of all logits in float32. compiled: the same, compiled."""
     root_has_head: bool = False
     """The output projection is in FSDP2's group of the embedding, whose weights stay gathered."""
 
     def __post_init__(self) -> None:
-        """Check what holds between fields."""
+        """Check that the fields do not contradict each other."""
         degrees = self.dp_replicate, self.dp_shard, self.tp, self.cp, self.pp
         self._require(prod(degrees) == self.gpus, f"degrees {degrees} that multiply to {self.gpus} GPUs")
         self._require(self.model in models(), f"a model of {sorted(models())}")
@@ -97,7 +96,7 @@ class Published:
         divides = self.global_batch is None or self.global_batch % (self.local_batch * self.data_parallel) == 0
         self._require(divides, f"a global_batch of whole micro-batches of {self.data_parallel} ranks")
         self._require(self.memory_gib is None or bool(self.loss), "a loss where memory is stated")
-        self._require(set(self.assumed) <= {each.name for each in fields(self)}, "assumed: names of fields")
+        self._require(set(self.assumed) <= {field.name for field in fields(self)}, "assumed: names of fields")
 
     def _require(self, holds: bool, expected: str) -> None:
         if not holds:
@@ -105,33 +104,33 @@ class Published:
 
     @property
     def shape(self) -> Model:
-        """The shape of its model."""
+        """The shape of the model."""
         return models()[self.model]
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with different sequences."""
+        """The number of ranks with different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on each rank; 1 where the global batch is not stated."""
+        """Micro-batches of a step on each rank; 1 if the global batch is not stated."""
         return 1 if self.global_batch is None else self.global_batch // (self.local_batch * self.data_parallel)
 
 
 @cache
 def models() -> dict[str, Model]:
-    """The shapes of the published models: those of train_configs/, and those of the file."""
+    """Return the shapes of the published models, from train_configs/ and from the file."""
     ours = {path.stem: load_config(path).model for path in TRAIN_CONFIGS.glob("llama3_*b.toml")}
     return ours | {name: Model(**shape) for name, shape in _content()["models"].items()}
 
 
 @cache
 def published() -> tuple[Published, ...]:
-    """All runs, sorted by group.
+    """Return all runs, in the order of the file.
 
     Raises:
-        ValueError: one of them has a field that is unknown, missing, of another type, or contradicts another.
+        ValueError: a field of a run is unknown, missing, has a wrong type, or contradicts another field.
     """
     runs = []
     for group in _content()["group"]:
@@ -142,7 +141,7 @@ def published() -> tuple[Published, ...]:
 
 def _run(values: dict[str, Any]) -> Published:
     try:
-        # Strict, but for what JSON lacks: tuples.
+        # From JSON, because strict validation then accepts a list as a tuple.
         return TypeAdapter(Published).validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]

@@ -1,4 +1,4 @@
-"""Shared by the benchmark scripts: processes that serve as ranks, the provenance of figures, tables in a page."""
+"""Helpers of the benchmark scripts: run a function on ranks, record the provenance of figures, fill tables in pages."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device_type: str = "cpu") -> list[Any]:
-    """What `function(mesh, *arguments)` returns on each of so many processes; the mesh is None on a single one."""
+    """Call `function(mesh, *arguments)` on each rank in a new process, and return the results. One rank has no mesh."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_on_rank, (ranks, folder, device_type, function, arguments), nprocs=ranks)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -53,12 +53,12 @@ def run_quaver(words: list[str]) -> int:
 
 
 def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, Any]:
-    """Where figures come from: the machine, versions, the commit and whether the package differs from it, the command.
+    """Return the origin of figures: machine, versions, command, commit, and whether the package differs from it.
 
     Args:
-        script: the module below `benchmarks` that runs.
-        device_type: what the figures were measured on.
-        more: replaces or adds fields.
+        script: the name of the running module in `benchmarks`.
+        device_type: the type of the device that was measured.
+        more: further fields, or replacements.
     """
     command = shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]])
     about = environment(torch.device(device_type)) | {"command": command}
@@ -66,12 +66,12 @@ def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, 
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found = {}
+    """Return the versions of the installed ones among `packages`."""
+    installed = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def has_changed(folder: str) -> bool | None:
@@ -84,13 +84,13 @@ def has_changed(folder: str) -> bool | None:
 
 
 def markdown(head: list[str], rows: list[list[Any]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def fill(page: str, tables: dict[str, str]) -> str:
-    """The page with each table between its `<!-- table: name -->` and the next `<!-- end -->`.
+    """Return the page with each table put between its `<!-- table: name -->` and the next `<!-- end -->`.
 
     Raises:
         ValueError: the page lacks these comments.
@@ -105,7 +105,7 @@ def fill(page: str, tables: dict[str, str]) -> str:
 
 
 def show(tables: dict[str, str], page: Path, *, update: bool) -> None:
-    """Print tables, and write them into the page if it is to be updated."""
+    """Print tables, and write them into the page if `update`."""
     for name, table in tables.items():
         print(f"{name}\n{table}\n")
     if update:
@@ -113,7 +113,7 @@ def show(tables: dict[str, str], page: Path, *, update: bool) -> None:
 
 
 def page_parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options of a script that measures, records its figures and fills the tables of a page."""
+    """Return a parser with the options of a script that measures, records figures and fills the tables of a page."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", action="store_true", help="take the recorded figures; measure nothing")
     parser.add_argument("--update-docs", action="store_true", help="record what was measured, and rewrite the page")
@@ -127,7 +127,7 @@ def make_page(
     tables: Callable[[dict[str, Any]], dict[str, str]],
     page: Path,
 ) -> dict[str, Any]:
-    """Measure, or read the record; show the tables; record and fill the page as `page_parser`'s options say."""
+    """Measure, or read the record, and print the tables. With --update-docs also write the record and the page."""
     results: dict[str, Any] = json.loads(record.read_text()) if options.recorded else measure()
     if options.update_docs and not options.recorded:
         write_results(record, results)
@@ -139,4 +139,4 @@ def write_results(file: Path, results: dict[str, Any]) -> None:
     """Write indented JSON, with each list or object that holds no other on one line."""
     innermost = re.compile(r"[\[{][^][{}]*[]}]")
     text = json.dumps(results, indent=2)
-    file.write_text(innermost.sub(lambda found: " ".join(found.group().split()), text) + "\n")
+    file.write_text(innermost.sub(lambda match: " ".join(match.group().split()), text) + "\n")

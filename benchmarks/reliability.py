@@ -1,12 +1,13 @@
-"""What `quaver train` survives: kills, full disks and bad inputs. Prints the table of docs/reliability.md.
+"""Tests what `quaver train` survives: kills, full disks and bad inputs. Prints the table of docs/reliability.md.
 
     python -m benchmarks.reliability                  # some 15 minutes on two cores
     python -m benchmarks.reliability --part phases --tries 11
     python -m benchmarks.reliability --part soak --minutes 60
-    python -m benchmarks.reliability --part cost      # what the manifest adds to a save
+    python -m benchmarks.reliability --part cost      # the time that the manifest adds to a save
 
-Every run is a fork of this process, which has imported everything and has one thread. A try counts as survived if what
-the line says holds; the first one that does not ends the script with a line that says why, and exit code 1.
+Every run is a fork of this process, which has imported everything and has one thread; the part `ranks` starts torchrun.
+A try is survived if the statement in its line of the table holds. The first failure ends the script with a line that
+says why, and exit code 1.
 """
 
 import argparse
@@ -69,7 +70,7 @@ EXIT_NOT_WRITTEN = 4
 
 
 class Runs:
-    """Runs on one text, in a folder of their own."""
+    """Starts runs on one text in a folder, and checks their files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +107,7 @@ class Runs:
 
     @property
     def errors(self) -> list[str]:
-        """The lines that the last run wrote to stderr, without its warnings of takeovers."""
+        """The lines that the last run wrote to stderr, without warnings that it took over a lock."""
         lines = (self.folder / "stderr").read_text(errors="replace").splitlines()
         return [line for line in lines if "took over the lock" not in line]
 
@@ -121,7 +122,7 @@ class Runs:
         return newest
 
     def check_same(self, name: str, newest: int) -> None:
-        """Resume `name` and compare it, to the bit, with a run that was never interrupted."""
+        """Resume `name`, and require numbers bit-identical to those of a run that was never interrupted."""
         last = f"--training.steps={newest + 3}"
         require(self.run(self.words(name, last)) == 0, f"the last resume failed: {self.errors}")
         require(self.run(self.words("whole", last)) == 0, f"the whole run failed: {self.errors}")
@@ -130,7 +131,7 @@ class Runs:
 
     def numbers(self, name: str) -> list[tuple[object, ...]]:
         records = read_metrics(self.path(name) / "metrics.jsonl")
-        return [(each["step"], each["loss"], each["grad_norm"]) for each in records if "loss" in each]
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in records if "loss" in line]
 
 
 def _content(path: Path) -> bytes:
@@ -138,7 +139,7 @@ def _content(path: Path) -> bytes:
 
 
 def require(holds: bool, what: str) -> None:
-    """Report a failure."""
+    """Exit with the message `what` unless `holds`."""
     if not holds:
         raise SystemExit(f"benchmarks.reliability: {what}")
 
@@ -238,7 +239,7 @@ def _damaged(content: bytes, kind: int, chance: random.Random) -> bytes:
 
 
 def bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
-    """Settings on the command line and in TOML, and files of a run, in turns."""
+    """Alternate between bad settings on the command line, bad settings in TOML, and damaged files of a run."""
     require(runs.run(runs.words("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
     settings = [name for name in _strict_settings() if not any(word.startswith(f"--{name}=") for word in WORDS)]
     bad_values = ("", "x", "1 2", "[[", "0x", "--", "1e", "{}", "none at all", "\u2460")
@@ -279,10 +280,10 @@ def bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
 
 
 def _strict_settings() -> Iterator[str]:
-    """The settings that are numbers, booleans or one of a few words, as section.field."""
+    """Yield the settings, as section.field, that are numbers, booleans or one of a few words."""
     for section in dataclasses.fields(TrainConfig):
         for field in dataclasses.fields(type(getattr(TrainConfig(), section.name))):
-            is_word = any(isinstance(each, OneOf) for each in getattr(field.type, "__metadata__", ()))
+            is_word = any(isinstance(item, OneOf) for item in getattr(field.type, "__metadata__", ()))
             if is_word or isinstance(field.default, bool | int | float):
                 yield f"{section.name}.{field.name}"
 
@@ -293,7 +294,7 @@ def _with_bytes(content: bytes, more: bytes, chance: random.Random) -> bytes:
 
 
 def soak(minutes: float) -> Iterator[str]:
-    """Run for `minutes`, with a save every 20 steps; the process after a tenth of that time and at the end."""
+    """Run for `minutes` with a save every 20 steps. Yields memory, files and threads after 10%, 50% and 100% of it."""
     yield "| | seconds | steps | saves | MB in memory | most so far | open files | threads |"
     yield "|---|---|---|---|---|---|---|---|"
     with tempfile.TemporaryDirectory() as folder:
@@ -333,7 +334,7 @@ def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
             os.kill(pid, signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + 120
-        while any(map(_is_running, ranks)):  # each ends when another rank or torchrun ends
+        while any(map(_is_running, ranks)):  # a rank ends when another rank or torchrun ends
             require(time.monotonic() < deadline, "a rank still runs, two minutes after its launcher was killed")
             time.sleep(0.05)
         newest = runs.check_checkpoints("ranks", newest)
@@ -356,7 +357,7 @@ _LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST}, _READ_BACK, {
 
 
 def manifest_costs(saves: int) -> Iterator[str]:
-    """Time saves without a manifest, with one, and with one and reading back, in turns; lower quartiles."""
+    """Time saves without a manifest, with one, and with one and reading back, in turns. Yields lower quartiles."""
     yield "| a save | MB | seconds | with a manifest | and read back |"
     yield "|---|---|---|---|---|"
     large = Model(dim=640, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=1664, vocab_size=2048)
@@ -375,8 +376,8 @@ def manifest_costs(saves: int) -> Iterator[str]:
                     saver._write(step + 1, {"model": state}, {"format": 1})
                     seconds[step % 3].append(time.perf_counter() - begin)
         size = sum(3 * 4 * math.prod(shape) for shape in shapes.values()) / 1e6
-        low = [statistics.quantiles(each, n=4)[0] for each in seconds]
-        cells = [f"{each:.3f} ({each / low[0] - 1:+.1%})" for each in low[1:]]
+        low = [statistics.quantiles(samples, n=4)[0] for samples in seconds]
+        cells = [f"{quartile:.3f} ({quartile / low[0] - 1:+.1%})" for quartile in low[1:]]
         yield f"| {title} | {size:.0f} | {low[0]:.3f} | {' | '.join(cells)} |"
 
 
@@ -396,7 +397,7 @@ PARTS = {
 
 
 def rows(parts: list[str], tries: int | None, seed: int) -> Iterator[str]:
-    """Run the parts and yield the lines of the table."""
+    """Run the parts, and yield the lines of the table."""
     yield "| what happens, and what must hold | held / tried |"
     yield "|---|---|"
     for part in parts:

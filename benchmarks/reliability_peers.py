@@ -1,13 +1,13 @@
-"""What other trainers do in six scenarios. Prints a table of docs/lab/reliability.md.
+"""Tests other trainers in six scenarios. Prints a table of docs/lab/reliability.md.
 
     python -m benchmarks.reliability_peers            # a minute
 
 transformers' Trainer, Lightning's Trainer, and torchtitan's CheckpointManager if torchtitan 0.2 can be imported: its
-trainer needs a GPU, so a loop drives the manager. torchtitan pins an older `datasets`; install it apart with
+trainer needs a GPU, so a loop drives the manager. torchtitan pins an older `datasets`; install it separately with
 `pip install --no-deps --target DIR torchtitan==0.2.2 torchdata==0.11.0 tomli einops` and set PYTHONPATH=DIR.
 
-Each trains a small network with a checkpoint every two steps and one kept (torchtitan keeps at least two), in forks of
-this process. Nothing is configured against the scenario: the table says what happens by default.
+Each trains a small network in forks of this process. It saves a checkpoint every two steps and keeps one (torchtitan
+keeps at least two). Everything else is the default: no option protects against a scenario.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ SAME = "resumes"
 
 
 class Network(torch.nn.Module):
-    """What both train."""
+    """The network that all of them train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Network(torch.nn.Module):
 
 
 class Samples(torch.utils.data.Dataset):
-    """A million of them, the same in each run."""
+    """A million samples, the same in each run."""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -147,13 +147,13 @@ def train_with_torchtitan(folder: Path, steps: int) -> torch.nn.Module:
 
 
 class Peer:
-    """Runs of one trainer in a folder of its own."""
+    """Runs one trainer in a folder."""
 
     def __init__(self, train: Callable[[Path, int], torch.nn.Module], folder: Path) -> None:
         self.train, self.folder, self.starts = train, folder, 0
         self.run("stopped", 2)
         self.stopped = self.digest("stopped", 6)
-        """The weights after a stop between two steps, which the scenarios are compared with."""
+        """The digest of the weights after a stop between two steps and a resume, the reference of the scenarios."""
 
     def start(self, run: str, steps: int, prepare: Callable[[], object] = lambda: None) -> int:
         self.starts += 1
@@ -178,23 +178,23 @@ class Peer:
         return os.waitstatus_to_exitcode(os.waitpid(self.start(run, steps, prepare), 0)[1])
 
     def digest(self, run: str, steps: int) -> str:
-        """Run to `steps`; the weights' hash, or the error."""
+        """Run to `steps`, and return the digest of the weights, or the error."""
         if self.run(run, steps):
             return self.error(self.starts)
         return (self.folder / f"{run}.digest").read_text()
 
     def error(self, start: int) -> str:
-        """The last line on stderr of a run, by its number."""
+        """Return the last line on stderr of the run with the number `start`."""
         return "error: " + (self.folder / f"stderr{start}").read_text().splitlines()[-1].replace(str(self.folder), "")
 
     def resumes(self, run: str) -> str:
-        found = self.digest(run, 6)
-        if found.startswith("error"):
-            return found
-        return SAME if found == self.stopped else "resumes with other weights"
+        digest = self.digest(run, 6)
+        if digest.startswith("error"):
+            return digest
+        return SAME if digest == self.stopped else "resumes with other weights"
 
     def files(self, run: str) -> list[Path]:
-        """The files of a run, the largest last."""
+        """Return the files of a run, the largest last."""
         files = [path for path in (self.folder / run).rglob("*") if path.is_file()]
         return sorted(files, key=lambda path: path.stat().st_size)
 
@@ -204,7 +204,7 @@ def stopped(peer: Peer) -> str:
 
 
 def limited(peer: Peer, run: str, action: signal.Handlers) -> str:
-    """A run of two steps, then two with files of half the size that a checkpoint needs; what a third run does."""
+    """Run two steps, then two more with files limited to half of a checkpoint. Returns the outcome of a third run."""
     peer.run(run, 2)
     limit = peer.files(run)[-1].stat().st_size // 2
 

@@ -1,10 +1,10 @@
-"""How dynamic, delayed and static scales fit tensors that grow, jump and drift, with the pictures of docs/scaling.md.
+"""Measures how dynamic, delayed and static scales fit tensors that grow, jump and drift; draws docs/scaling.md's plots.
 
     python -m benchmarks.scaling                 measure again, in seconds, and draw
     python -m benchmarks.scaling --recorded      draw from benchmarks/results/scaling.json
 
-Each contestant is a real linear on a CPU. Its inputs are Gaussian, with a standard deviation that follows the scenario;
-all contestants get the same ones. SQNR is 20 log10(norm(exact) / norm(exact - result)), in dB. Inputs are seeded and
+Each contestant is a linear on a CPU. Its inputs are Gaussian, with a standard deviation that follows the scenario; all
+contestants get the same inputs. SQNR is 20 log10(norm(exact) / norm(exact - result)), in dB. Inputs are seeded and
 nothing is timed, so the figures do not depend on the machine.
 """
 
@@ -50,7 +50,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEPS, EVENT, GROWING_STEPS = 40, 10, 10
 DRIFT_STEPS, DRIFT_UP, DRIFT_DOWN = 60, 1.08, 0.75
 POWERS = [step / 2 for step in range(-60, 17)]
-OUTLIERS = 1000  # one element in so many is 64 times as large
+OUTLIERS = 1000  # one element in 1000 is 64 times as large
 
 _STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 STATIC = Float8LinearConfig(cast_config_input=_STATIC, cast_config_weight=_STATIC, cast_config_grad_output=_STATIC)
@@ -58,20 +58,20 @@ STATIC = Float8LinearConfig(cast_config_input=_STATIC, cast_config_weight=_STATI
 
 @dataclass(frozen=True)
 class Scenario:
-    """The standard deviation of the input at each step, and the contestants: a name, and a config."""
+    """The standard deviation of the input at each step, and the configs of the contestants by name."""
 
     deviations: list[float]
     contestants: dict[str, Float8LinearConfig]
 
 
 def delayed(**options: Any) -> Float8LinearConfig:
-    """The delayed recipe with other options of its rule."""
+    """Return the recipe delayed with other options of its rule."""
     rule = DelayedScalingConfig(**options)
     return replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=rule)
 
 
 def scenarios() -> dict[str, Scenario]:
-    """The scenarios by name."""
+    """Return the scenarios by name."""
     both = {"dynamic": Float8LinearConfig(), "delayed, max": delayed()}
     most_recent = {"delayed, most_recent": delayed(scale_fn_name="most_recent")}
     headroom = {"delayed, headroom 2": delayed(headroom=2.0)}
@@ -88,12 +88,12 @@ def scenarios() -> dict[str, Scenario]:
 
 
 def gaussian(seed: int, *shape: int) -> Tensor:
-    """The same numbers for the same seed, whatever was drawn before."""
+    """Return normal numbers that depend on the seed alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sqnr(exact: Tensor, result: Tensor) -> float:
-    """In dB."""
+    """Return the SQNR of `result` in dB."""
     exact, result = exact.double(), result.double()
     return 20 * math.log10(float(exact.norm() / (exact - result).norm()))
 
@@ -110,8 +110,8 @@ def _linear(config: Float8LinearConfig) -> nn.Sequential:
     return model
 
 
-def fare(deviations: list[float], config: Float8LinearConfig) -> dict[str, list[float]]:
-    """The casts of the input at each step: SQNR, the saturated share, and `used_over_ideal`."""
+def measure_casts(deviations: list[float], config: Float8LinearConfig) -> dict[str, list[float]]:
+    """Return three figures of the input's cast at each step: SQNR, the saturated share, and `used_over_ideal`."""
     model = _linear(config)
     state = float8_scaling_state(model)
     series: dict[str, list[float]] = {"sqnr_db": [], "saturated": [], "used_over_ideal": []}
@@ -121,11 +121,11 @@ def fare(deviations: list[float], config: Float8LinearConfig) -> dict[str, list[
         codes, quant, _, seen = cast_with_persistent_scale(x, scale, E4M3)
         model(x)
         sync_float8_amax_and_scale_history(model)
-        fared = next((tensor for tensor in state.report() if tensor.name == "0.input"), None)
-        assert fared is None or fared.saturated == int(seen[1])  # the linear's own cast is this one
+        report = next((tensor for tensor in state.report() if tensor.name == "0.input"), None)
+        assert report is None or report.saturated == int(seen[1])  # the linear's own cast is this one
         series["sqnr_db"].append(sqnr(x, codes.double() / quant.double()))
         series["saturated"].append(float(seen[1]) / x.numel())
-        series["used_over_ideal"].append(1.0 if fared is None else fared.used_over_ideal)
+        series["used_over_ideal"].append(1.0 if report is None else report.used_over_ideal)
     return {name: [_rounded(value) for value in values] for name, values in series.items()}
 
 
@@ -134,7 +134,7 @@ def _rounded(value: float) -> float:
 
 
 def wrong_scales() -> dict[str, dict[str, list[float]]]:
-    """The cast of a tensor with 2**power times the ideal scale: SQNR, and the shares that saturate and vanish."""
+    """Return the SQNR of casts with 2**power times the ideal scale, and the shares that saturate and become zero."""
     plain = gaussian(0, 1024, 1024)
     with_outliers = plain.clone()
     with_outliers.view(-1)[::OUTLIERS] *= 64
@@ -159,14 +159,22 @@ def wrong_scales() -> dict[str, dict[str, list[float]]]:
 
 
 def measure() -> dict[str, Any]:
-    """All series, by scenario and contestant, on one thread."""
+    """Measure all series, by scenario and contestant, on one thread."""
     torch.set_num_threads(1)
-    fared = {
-        name: {contestant: fare(scenario.deviations, config) for contestant, config in scenario.contestants.items()}
+    series = {
+        name: {
+            contestant: measure_casts(scenario.deviations, config)
+            for contestant, config in scenario.contestants.items()
+        }
         for name, scenario in scenarios().items()
     }
     shape = {"tokens": TOKENS, "dim": DIM}
-    return {"environment": provenance("scaling"), "linear": shape, "scenarios": fared, "wrong_scales": wrong_scales()}
+    return {
+        "environment": provenance("scaling"),
+        "linear": shape,
+        "scenarios": series,
+        "wrong_scales": wrong_scales(),
+    }
 
 
 _STYLE: dict[str, dict[str, Any]] = {
@@ -184,7 +192,7 @@ _LABELS["used_over_ideal"] = "used_over_ideal"
 
 
 def _columns(results: dict[str, Any], columns: dict[str, str], title: str) -> Figure:
-    """One column a scenario, one row a measure."""
+    """Draw a column for each scenario, and a row for each measure."""
     figure, axes = plt.subplots(
         len(_LABELS), len(columns), figsize=(11, 8.2), layout="constrained", sharex="col", sharey="row", squeeze=False
     )

@@ -1,9 +1,9 @@
-"""Bytes and time of Llama blocks that store their activations in float8, against blocks that keep them.
+"""Measures bytes and time of Llama blocks that store activations in float8, against blocks that keep them as they are.
 
     python -m benchmarks.stored_activations --update-docs
     python -m benchmarks.stored_activations --recorded --update-docs
 
-The blocks and the step are those of the memory table (memory_modules.py). Steps alternate in one process on one thread.
+The blocks and the step are the memory table's (memory_modules.py). Contestants alternate in one process on one thread.
 """
 
 import argparse
@@ -32,25 +32,25 @@ CPU = torch.device("cpu")
 
 
 def subject(case: Case, size: Size, store: bool) -> memory_modules.Subject:
-    """The blocks of a case, which store or not."""
-    made = memory_modules.build(Case(case.module, case.precision), size, CPU, None)
+    """Return the blocks of a case, which store activations in float8 if `store`."""
+    blocks = memory_modules.build(Case(case.module, case.precision), size, CPU, None)
     if store:
-        store_activations_in_float8(made)
+        store_activations_in_float8(blocks)
     if case.compiled:
-        for part in made.parts:
+        for part in blocks.parts:
             part.compile(fullgraph=True)
-    return made
+    return blocks
 
 
 def bytes_of(case: Case, store: bool) -> dict[str, int]:
-    """What is alive between forward and backward of ten blocks, and what the step adds at its highest point."""
+    """Return the bytes alive between forward and backward of ten blocks, and those that the step adds at its peak."""
     torch.compiler.reset()
     _, usage = memory_modules.measure(case, Size(), CPU, subject=subject(case, Size(), store))
     return {"saved": usage.saved_bytes, "peak": usage.tensor_peak_bytes or usage.peak_bytes}
 
 
 def times_of(compiled: bool) -> dict[str, dict[str, float]]:
-    """Median milliseconds of CPU time of a step of two blocks: of those that keep, and of those that store."""
+    """Return the median milliseconds of CPU time of a step of two blocks, kept and stored, by recipe."""
     torch.compiler.reset()
     steps, samples = {}, {}
     for recipe in RECIPES:
@@ -75,7 +75,7 @@ KINDS = {"kept": False, "stored": True}
 
 
 def measure() -> dict[str, Any]:
-    """Bytes and milliseconds of each recipe, eager and compiled."""
+    """Measure bytes and milliseconds of each recipe, eager and compiled."""
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     rows = []
@@ -90,26 +90,26 @@ def measure() -> dict[str, Any]:
 
 
 def of_memory_table(recipe: str, compiled: bool) -> dict[str, int]:
-    """The bytes that such blocks save by their activation checkpointing, as recorded by the memory table."""
+    """Return the saved bytes of the same blocks in the memory table, by activation checkpointing."""
     rows = json.loads(MEMORY_RECORD.read_text())["rows"]
     case = (f"{BLOCKS} blocks", recipe, compiled, 1)
     fields = ("module", "precision", "compiled", "ranks")
-    return {row["checkpointing"]: row["saved_bytes"] for row in rows if tuple(row[each] for each in fields) == case}
+    return {row["checkpointing"]: row["saved_bytes"] for row in rows if tuple(row[field] for field in fields) == case}
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Shares of bfloat16's bytes and times, and bytes per token of a block, in Markdown."""
+    """Return the tables of ratios to bfloat16's bytes and times, and of bytes per token of a block."""
     lines = []
     per_token: dict[str, list[str]] = {recipe: [recipe] for recipe in RECIPES}
     for row in results["rows"]:
-        base = next(each for each in results["rows"] if each["compiled"] == row["compiled"])  # bfloat16 is first
+        base = next(first for first in results["rows"] if first["compiled"] == row["compiled"])  # bfloat16 is first
         shares = [row[kind][what] / base["kept"][what] for what in ("saved", "peak") for kind in KINDS]
         shares += [row["ms"][kind] / base["ms"]["kept"] for kind in KINDS]
         how = "compiled" if row["compiled"] else "eager"
         lines.append([f"{row['recipe']}, {how}", *(f"{share:.2f}" for share in shares)])
         checkpointed = of_memory_table(row["recipe"], row["compiled"])
         saved = [*(row[kind]["saved"] for kind in KINDS), checkpointed["op"], checkpointed["full"]]
-        per_token[row["recipe"]] += [f"{each / BLOCKS / Size().tokens:,.0f}" for each in saved]
+        per_token[row["recipe"]] += [f"{size / BLOCKS / Size().tokens:,.0f}" for size in saved]
     head = ["", "saved, kept", "stored", "peak, kept", "stored", "time, kept", "stored"]
     of_tokens = ["", *(cell for how in ("eager", "compiled") for cell in (f"{how}, kept", "stored", "op", "full"))]
     return {

@@ -35,11 +35,11 @@ INTERRUPTED = 130
 
 
 def main(words: list[str]) -> int:
-    """Run a part; 0, 1 if a row failed, `WRONG`, or `INTERRUPTED` with the rows so far in the file."""
+    """Run a part. Returns 0, 1 if a row failed, 2 without a GPU, `WRONG` for wrong gradients, or `INTERRUPTED`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_parts", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=600.0, help="what the part has")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the part")
     parser.add_argument("--dry", action="store_true", help="small sizes on a CPU; times mean nothing")
     options = parser.parse_args(words)
     if not options.dry and not torch.cuda.is_available():

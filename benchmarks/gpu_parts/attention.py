@@ -1,4 +1,4 @@
-"""Attention by each kernel that torch has for it: which one is faster decides the largest part that is not float8."""
+"""Times torch's kernels of attention, the largest part of a block that is not float8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
 
 
 def attention(lab: Lab) -> Iterator[Row]:
-    """Forward, and forward with backward, causal, of the model's heads: flash, cuDNN, and torch's own choice."""
+    """Time causal attention with the model's heads, forward and forward with backward: flash, cuDNN, torch's choice."""
     model = lab.model
     sizes = lab.tokens // lab.seq_len, model.n_heads, lab.seq_len, model.head_dim
     query, key, value = (lab.randn(*sizes).requires_grad_() for _ in range(3))
@@ -36,15 +36,14 @@ def _of_backend(
             return F.scaled_dot_product_attention(*operands, is_causal=True)
 
     def both() -> None:
-        for each in operands:
-            each.grad = None
+        for operand in operands:
+            operand.grad = None
         forward().backward(direction)
 
     calls: dict[str, Call] = {"forward": forward, "forward and backward": both}
     batch, heads, length, width = operands[0].shape
     products = 2 * batch * heads * length * length * width  # of both matmuls, half of which the mask leaves out
-    for name, each in lab.time(calls, rounds=10).items():
-        flops = (
-            products if name == "forward" else 3.5 * products
-        )  # the backward has five matmuls, for it recomputes one
-        yield {"calls": name, "timing": timing(each), "tflops": 1e-6 * flops / each.median_us}
+    for name, measured in lab.time(calls, rounds=10).items():
+        # The forward has two matmuls. The backward has five, one of them recomputed.
+        flops = products if name == "forward" else 3.5 * products
+        yield {"calls": name, "timing": timing(measured), "tflops": 1e-6 * flops / measured.median_us}

@@ -1,8 +1,8 @@
-"""One block's forward and backward, all contestants in one process and in turns; then a profile of each by kernel.
+"""Times forward and backward of one block, for contestants in turns in one process; then profiles each by kernel.
 
-Compiled, the question is what the kernels take, one step at a time and in one second of steps back to back, when the
-card is as hot and as slow as in training. Eager, the time of a captured CUDA graph is that of the device alone,
-and what is above it is the host.
+Compiled blocks are timed one step at a time, and in one second of steps back to back, when the card is as hot and as
+slow as in training. Eager blocks are also timed as a captured CUDA graph, which is the time of the device alone; the
+rest of an eager step is the host's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
 
 ROUNDS = 15
 SHARE_OF_COMPILING = 0.7
-"""Of the part's time; contestants that are not compiled by then are left out, and said to be."""
+"""The share of the part's time for compiling. Contestants that are not compiled by then get a row with an error."""
 
 
 def compiled_blocks(lab: Lab) -> Iterator[Row]:
-    """The compiled blocks."""
+    """Time and profile the compiled blocks."""
     yield from _blocks(lab, compiled=True)
 
 
 def eager_blocks(lab: Lab) -> Iterator[Row]:
-    """The eager blocks, and replays of each as one CUDA graph."""
+    """Time and profile the eager blocks, and replays of each as one CUDA graph."""
     yield from _blocks(lab, compiled=False)
 
 
@@ -50,12 +50,12 @@ def _blocks(lab: Lab, *, compiled: bool) -> Iterator[Row]:
             yield row
             if "error" in row:
                 steps.pop(name, None)
-    found = lab.time(dict(steps), rounds=ROUNDS, with_host=not compiled)
-    first = next(iter(found.values()), None)
-    for name, each in found.items():
+    timings = lab.time(dict(steps), rounds=ROUNDS, with_host=not compiled)
+    first = next(iter(timings.values()), None)
+    for name, measured in timings.items():
         assert first is not None
-        ratio = each.median_us / first.median_us
-        yield {"what": f"{name}, time", "timing": timing(each), "over_bfloat16": ratio}
+        ratio = measured.median_us / first.median_us
+        yield {"what": f"{name}, time", "timing": timing(measured), "over_bfloat16": ratio}
     for name, step in steps.items() if compiled else ():
         yield {"what": f"{name}, back to back", "ms": 1e3 * lab.back_to_back(step), "state_after": lab.state()}
     if not compiled:
@@ -72,7 +72,7 @@ def _graph(lab: Lab, step: Step) -> Iterator[Row]:
 
 
 def captured(lab: Lab, step: Step) -> Call:
-    """Calls of the step, recorded once; on a CPU the step itself."""
+    """Return the replay of a CUDA graph of the step; on a CPU the step itself."""
     if lab.dry:
         return step
     stream = torch.cuda.Stream()
@@ -89,10 +89,10 @@ def captured(lab: Lab, step: Step) -> Call:
 
 def _profile(lab: Lab, name: str, step: Step, compiled: bool) -> Iterator[Row]:
     kernels = profiled(lab, step)
-    total = sum(each["us"] for each in kernels)
+    total = sum(kernel["us"] for kernel in kernels)
     yield {
         "device_ms": total / 1e3,
-        "launches": sum(each["count"] for each in kernels),
+        "launches": sum(kernel["count"] for kernel in kernels),
         "by_category": by_category(kernels, name if compiled else ""),
         "kernels": kernels,
     }

@@ -1,9 +1,8 @@
-"""A profile by kernel, and its kernels by the categories of a ledger, beside what the ledger predicts for each.
+"""Profiles a step by kernel, and sums its kernels by the categories of a ledger, beside the ledger's predictions.
 
-`quaver bench ledger` counts what a compiled block launches on a GPU, without one, and writes `LEDGER`: for each
-contestant the names of Inductor's kernels in each category, its launches and its modelled milliseconds. PyTorch 2.11
-and 2.13 give nearly all kernels the same names. Those that a ledger lacks, and all without a file, are a category of
-their own.
+`quaver bench ledger` counts the kernels of a compiled block without a GPU, and writes `LEDGER`: for each contestant and
+category the names of Inductor's kernels, the launches and the modeled milliseconds. PyTorch 2.11 and 2.13 give nearly
+all kernels the same names. Kernels of Inductor that are not in a ledger have a separate category.
 """
 
 from __future__ import annotations
@@ -32,59 +31,59 @@ CATEGORIES = (
     ("float8 matmul", r"nvjet_[qr]|e4m3|e5m2|fp8|scaled_mm|f8f8|qgmma|native_block|float8_mm"),
     ("bfloat16 matmul", r"gemm|nvjet|cutlass|cublas|wgmma|::mm$|::bmm$|splitk|xmma"),
 )
-"""The ledger's and one more, for Inductor's kernels without a ledger; the first that is found in a kernel's name.
+"""The ledger's categories, and one for Inductor's kernels without a ledger. The first pattern in a name decides.
 
-Inductor's names list what a kernel fuses, which tells no category: transposes and amaxes are in many. cuBLAS names its
-kernels by the dtypes of operands, q for e4m3, t for bfloat16; CUTLASS says them late in a long name, and so do kernels
-of aten that read or write float8.
+Inductor's names list the fused operations, which do not determine the category: many have transposes and amaxes. cuBLAS
+names its kernels by the dtypes of operands, q for e4m3, t for bfloat16. CUTLASS puts the dtypes late in
+a long name, as aten does for kernels on float8.
 """
 
 
 def category_of(kernel: str) -> str:
-    """By its name, in small letters; "other" of what no pattern knows."""
+    """Return the category of a kernel by its name in lower case, or "other"."""
     name = kernel.lower()
     return next((category for category, pattern in CATEGORIES if re.search(pattern, name)), "other")
 
 
 def profiled(lab: Lab, step: Call) -> list[dict[str, Any]]:
-    """The kernels of one step, those that take longest first: name, microseconds of all, and how often each ran.
+    """Profile one step. Returns name, total microseconds and count of each kernel, the longest first.
 
-    A dry run has the operators of the CPU in their place.
+    A dry run has operators of the CPU instead of kernels.
     """
     step()
     activities = [ProfilerActivity.CPU] if lab.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities) as made:
+    with profile(activities=activities) as profiler:
         step()
         synchronize(lab.device)
     wanted = DeviceType.CPU if lab.dry else DeviceType.CUDA
-    found = []
-    for event in made.key_averages():
+    kernels = []
+    for event in profiler.key_averages():
         us = event.self_cpu_time_total if lab.dry else event.self_device_time_total
         if event.device_type == wanted and us > 0:
-            found.append({"name": event.key, "us": round(float(us), 1), "count": event.count})
-    return sorted(found, key=lambda each: -each["us"])
+            kernels.append({"name": event.key, "us": round(float(us), 1), "count": event.count})
+    return sorted(kernels, key=lambda kernel: -kernel["us"])
 
 
 def by_category(kernels: list[dict[str, Any]], contestant: str = "") -> dict[str, dict[str, Any]]:
-    """Milliseconds and launches of each category, the longest first; with a ledger, what it predicts."""
+    """Return the milliseconds and launches of each category, the longest first, with the ledger's predictions."""
     ledger = ledger_of(contestant)
     categories = ledger.get("categories", {})
     known = {name: category for category, counted in categories.items() for name in counted["kernels"]}
-    found: dict[str, dict[str, Any]] = {}
-    for each in kernels:
-        category = known.get(each["name"]) or category_of(each["name"])
-        of_category = found.setdefault(category, {"ms": 0.0, "launches": 0})
-        of_category["ms"] += each["us"] / 1e3
-        of_category["launches"] += each["count"]
+    totals: dict[str, dict[str, Any]] = {}
+    for kernel in kernels:
+        category = known.get(kernel["name"]) or category_of(kernel["name"])
+        total = totals.setdefault(category, {"ms": 0.0, "launches": 0})
+        total["ms"] += kernel["us"] / 1e3
+        total["launches"] += kernel["count"]
     for category, milliseconds in ledger.get("milliseconds", {}).items():
-        of_category = found.setdefault(category, {"ms": 0.0, "launches": 0})
-        of_category |= {"predicted_ms": milliseconds, "predicted_launches": categories[category]["launches"]}
-    return dict(sorted(found.items(), key=lambda item: -item[1]["ms"]))
+        total = totals.setdefault(category, {"ms": 0.0, "launches": 0})
+        total |= {"predicted_ms": milliseconds, "predicted_launches": categories[category]["launches"]}
+    return dict(sorted(totals.items(), key=lambda item: -item[1]["ms"]))
 
 
 def ledger_of(contestant: str) -> dict[str, Any]:
-    """That of a contestant; empty without one."""
+    """Return the ledger of a contestant, empty if there is none."""
     if not contestant or not LEDGER.is_file():
         return {}
     ledgers = json.loads(LEDGER.read_text())["ledgers"]
-    return next((each for each in ledgers if each["name"] == contestant), {})
+    return next((ledger for ledger in ledgers if ledger["name"] == contestant), {})

@@ -35,7 +35,7 @@ ORDER = (
 
 @dataclass
 class Step:
-    """Forward and backward of a block; each call is one. The gradients of one call are there until the next."""
+    """Runs forward and backward of a block when called. Gradients stay until the next call."""
 
     subject: Subject
     hidden: Tensor
@@ -48,7 +48,7 @@ class Step:
         self.subject(self.hidden).backward(self.direction)
 
     def settle(self) -> None:
-        """Three steps, between which delayed scales become known: compiles, and tries the hardware."""
+        """Run three steps with syncs of delayed scales between them, which compiles and probes the hardware."""
         for _ in range(2):
             self()
             if float8_scaling_state(self.subject):
@@ -56,9 +56,9 @@ class Step:
         self()
 
     def gradients(self) -> list[Tensor]:
-        """Those of the input and of every parameter, float32."""
-        found = [self.hidden.grad, *(each.grad for each in self.subject.parameters())]
-        return [each.float().clone() for each in found if each is not None]
+        """Return the gradients of the input and of all parameters in float32."""
+        gradients = [self.hidden.grad, *(parameter.grad for parameter in self.subject.parameters())]
+        return [gradient.float().clone() for gradient in gradients if gradient is not None]
 
 
 def inputs_of(lab: Lab) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def step_of(
     mode: str | None = None,
     change: Callable[[Subject], object] = lambda subject: None,
 ) -> Step:
-    """The block of a contestant; all have the same weights. `change` sees it before it is compiled."""
+    """Return the step of a contestant. All have the same weights. `change` is applied to the block before compiling."""
     torch.manual_seed(0)
     with lab.device:
         subject = Subject(lab.model, lab.seq_len).to(lab.device)  # its rotary tables are made on the CPU
@@ -96,6 +96,6 @@ def step_of(
 
 
 def of_lab(lab: Lab, names: Sequence[str]) -> Sequence[str]:
-    """All on a GPU; a dry run has one of each library, and delayed scaling."""
+    """Return all `names` on a GPU; in a dry run one per library, and delayed scaling."""
     kept = (BFLOAT16, "quaver tensorwise", "torchao tensorwise", "quaver delayed")
     return [name for name in names if not lab.dry or name in kept]

@@ -1,7 +1,7 @@
-"""Whether compiled code is right: gradients of compiled blocks and experts beside those of eager code and of bfloat16.
+"""Checks compiled code: gradients of compiled blocks and experts against those of eager code and of bfloat16.
 
 Compiled code keeps float32 inside a fused chain, where eager code rounds to bfloat16, so some codes differ by a step.
-A wrong layout, scale or kernel leaves no signal. `LEAST_DB` is between the two: noise of a fifth of the signal.
+A wrong layout, scale or kernel destroys the signal. `LEAST_DB` lies between: noise of a fifth of the signal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECIPES_OF_EXPERTS = ("rowwise", "tensorwise", "blockwise")
 
 
 def gradients(lab: Lab) -> Iterator[Row]:
-    """A row for each recipe; `is_wrong` stops the timings."""
+    """Yield a row for each recipe; `is_wrong` stops the timings."""
     inputs = inputs_of(lab)
     exact = _gradients(lab, BFLOAT16, inputs, compiled=False)
     names = of_lab(lab, QUAVER)
@@ -57,7 +57,7 @@ def _gradients(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], *, compiled: 
 
 
 def _of_experts(lab: Lab, recipe: str | None, *, compiled: bool) -> list[Tensor]:
-    """The gradients of ragged experts of the model's width; in bfloat16 without a recipe."""
+    """Return the gradients of ragged experts of the model's width; in bfloat16 without a recipe."""
     torch.compiler.reset()
     multiply = F.grouped_mm if recipe is None else partial(float8_grouped_mm, config=recipe)
     if compiled:
@@ -65,15 +65,15 @@ def _of_experts(lab: Lab, recipe: str | None, *, compiled: bool) -> list[Tensor]
     dim, hidden = lab.model.dim, lab.model.hidden_dim
     step, tensors = grouped_step(lab, dim, hidden, lambda a, b_t, ends: multiply(a, b_t, offs=ends))
     step()
-    return [each.grad.float().clone() for each in tensors if each.grad is not None]
+    return [tensor.grad.float().clone() for tensor in tensors if tensor.grad is not None]
 
 
-def lowest_db(expected: list[Tensor], found: list[Tensor]) -> float:
-    """The lowest SQNR of pairs of gradients; NaN where one is not finite, or where there are not as many."""
-    if len(expected) != len(found) or not expected:
+def lowest_db(expected: list[Tensor], actual_gradients: list[Tensor]) -> float:
+    """Return the lowest SQNR of pairs of gradients; NaN if a gradient is not finite or the numbers differ."""
+    if len(expected) != len(actual_gradients) or not expected:
         return math.nan
     decibels = []
-    for reference, actual in zip(expected, found, strict=True):
+    for reference, actual in zip(expected, actual_gradients, strict=True):
         noise = (reference.double() - actual.double()).norm()
         decibels.append(float(20 * torch.log10(reference.double().norm() / noise.clamp(min=1e-300))))
-    return math.nan if any(math.isnan(each) for each in decibels) else min(decibels)
+    return math.nan if any(map(math.isnan, decibels)) else min(decibels)

@@ -1,4 +1,4 @@
-"""Each cast and copy alone, in GB/s of the bytes that it must move: a number near the copy's is as fast as can be."""
+"""Times each cast and copy alone, in GB/s of the bytes that it must move. The rate of a plain copy is the limit."""
 
 from __future__ import annotations
 
@@ -24,33 +24,35 @@ RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 
 
 def kernels(lab: Lab) -> Iterator[Row]:
-    """A row for each matrix and kernel."""
+    """Yield a row for each matrix and kernel."""
     model = lab.model
     sizes = ((lab.tokens, model.dim), (lab.tokens, model.hidden_dim), (model.dim, model.hidden_dim))
     for rows, columns in sizes:
         hp = lab.randn(rows, columns)
         about = {"size": f"{rows} x {columns}"}
         for kind in (_copies, _casts):
-            made = kind(hp).items()
-            yield from failures_as_rows((about | {"what": what}, partial(_row, lab, hp, *each)) for what, each in made)
+            named = kind(hp).items()
+            yield from failures_as_rows(
+                (about | {"what": name}, partial(_row, lab, hp, *kernel)) for name, kernel in named
+            )
 
 
 Kernel = tuple[Call, float]
-"""What to call, and the bytes that each element must move: read once, written once."""
+"""The call, and the bytes per element that it must read and write."""
 
 
 def _row(lab: Lab, hp: Tensor, call: Call, bytes_each: float) -> Iterator[Row]:
-    found = lab.time({"it": call}, rounds=20)["it"]
+    measured = lab.time({"it": call}, rounds=20)["it"]
     moved = bytes_each * hp.numel()
     yield {
-        "timing": timing(found),
-        "gb_per_s": moved / (1e3 * found.median_us),
-        "ps_per_element": 1e6 * found.median_us / hp.numel(),
+        "timing": timing(measured),
+        "gb_per_s": moved / (1e3 * measured.median_us),
+        "ps_per_element": 1e6 * measured.median_us / hp.numel(),
     }
 
 
 def _copies(hp: Tensor) -> dict[str, Kernel]:
-    """Plain copies, and a transposing copy of codes: ours, aten's, and Inductor's."""
+    """Return plain copies, and transposing copies of codes by quaver, aten and Inductor."""
     codes = hp.to(E4M3)
     of_bytes, target = codes.view(torch.uint8), torch.empty_like(hp)
     inductor = _compiled(lambda matrix: matrix.t().contiguous(), hp.device)
@@ -70,8 +72,8 @@ def _compiled(function: Callable[[Tensor], Tensor], device: torch.device) -> Cal
 
 
 def _casts(hp: Tensor) -> dict[str, Kernel]:
-    """Casts of an input by each recipe, eager, in each direction; with a known scale; and the first by Inductor."""
-    made: dict[str, Kernel] = {}
+    """Return eager casts by each recipe and direction, with square blocks, with known scales, and grouped amaxes."""
+    kernel_of: dict[str, Kernel] = {}
     one = torch.ones((), device=hp.device)
     for recipe in RECIPES:
         casts = Float8LinearConfig.from_recipe_name(recipe).casts.input
@@ -79,15 +81,18 @@ def _casts(hp: Tensor) -> dict[str, Kernel]:
         for name, (row, column) in DIRECTIONS.items():
             reads = 1 if casts.row.is_persistent or (casts.row.block_size and name != "both") else 2
             bytes_each = 2 * reads + row + column
-            made[f"{recipe}, {name}"] = (partial(quantizer, hp, row=row, column=column), bytes_each)
+            kernel_of[f"{recipe}, {name}"] = (partial(quantizer, hp, row=row, column=column), bytes_each)
     for recipe in ("blockwise", "mxfp8"):
         casts = Float8LinearConfig.from_recipe_name(recipe).casts.weight
-        made[f"{recipe}, square blocks"] = (partial(Quantizer(casts, hp.dtype, None), hp, row=True, column=True), 3)
+        kernel_of[f"{recipe}, square blocks"] = (
+            partial(Quantizer(casts, hp.dtype, None), hp, row=True, column=True),
+            3,
+        )
     groups = torch.arange(hp.shape[0], device=hp.device) * EXPERTS // hp.shape[0]
-    made[f"amax of columns in {EXPERTS} groups of rows"] = (partial(group_amax, hp, groups, EXPERTS), 2)
-    made["known scale, both"] = (lambda: cast_with_scale(hp, E4M3, one, one), 4)
-    made["known scale, column"] = (lambda: cast_with_scale(hp, E4M3, None, one), 3)
-    return made
+    kernel_of[f"amax of columns in {EXPERTS} groups of rows"] = (partial(group_amax, hp, groups, EXPERTS), 2)
+    kernel_of["known scale, both"] = (lambda: cast_with_scale(hp, E4M3, one, one), 4)
+    kernel_of["known scale, column"] = (lambda: cast_with_scale(hp, E4M3, None, one), 3)
+    return kernel_of
 
 
 def _persistent(casts: OperandCasts, hp: Tensor) -> PersistentScale | None:

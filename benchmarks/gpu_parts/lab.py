@@ -1,4 +1,4 @@
-"""What all parts share: sizes, a timer with CUDA events and a cold cache, and the rows of a part in its file."""
+"""Shared by all parts: sizes, a timer with CUDA events and a cold cache, and the file with the rows of a part."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STATE = (
     *("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active"),
     *("clocks_event_reasons.sw_power_cap", "clocks_event_reasons.hw_thermal_slowdown"),
 )
-"""What nvidia-smi is asked."""
+"""The fields that nvidia-smi is queried for."""
 CYCLES_PER_S = 2e9
-"""Of an H100 or H200 at its highest clock, 1.98 GHz: a slower clock spins longer."""
+"""About the highest clock of an H100 or H200, 1.98 GHz. At a slower clock the kernel spins longer."""
 
 Row = dict[str, Any]
 Call = Callable[[], object]
@@ -33,11 +33,11 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Lab:
-    """Where and how large: a GPU at Llama 3 8B's sizes, or a CPU at sixteenths of them."""
+    """The device, sizes and time of a part: Llama 3 8B's sizes on a GPU, or a sixteenth of its width on a CPU."""
 
     dry: bool
     seconds: float = 600.0
-    """What the part has, from now."""
+    """The time limit of the part, from `started`."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -62,7 +62,7 @@ class Lab:
         return 600.0 if self.dry else self.started + self.seconds - time.monotonic()
 
     def randn(self, *sizes: int) -> Tensor:
-        """bfloat16, Gaussian: a GPU's clock depends on the data, and zeros are faster than what training has."""
+        """Return Gaussian bfloat16 numbers: a GPU's clock depends on the data, and zeros would run faster."""
         return torch.randn(*sizes, device=self.device, dtype=torch.bfloat16)
 
     def time(
@@ -74,7 +74,7 @@ class Lab:
         kernels of a cast take. The read leaves no line in the cache that the call would have to write back.
 
         Args:
-            with_host: no kernel spins: a call whose host is slower than the device is timed with it.
+            with_host: leave out the spinning kernel, so that the time includes a host that is slower than the device.
         """
         hosts: dict[str, float] = {}
         for name, function in contestants.items():
@@ -120,50 +120,52 @@ class Lab:
     def state(self) -> Row:
         """The card's clocks (MHz), power (W), temperature (degrees Celsius) and reasons of throttling, as it reports.
 
-        Empty on a CPU; an "error" where nvidia-smi does not answer.
+        Empty on a CPU; has an "error" if nvidia-smi fails.
         """
         if self.dry:
             return {}
         command = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader,nounits", "--id=0"]
         try:
-            said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+            output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
         except (OSError, subprocess.SubprocessError) as error:
             return {"error": f"{type(error).__name__}: {error}"[:200]}
-        return dict(zip(STATE, (each.strip() for each in said.split(",")), strict=False))
+        return dict(zip(STATE, (value.strip() for value in output.split(",")), strict=False))
 
 
-def timing(found: Timing) -> Row:
-    """For a row."""
-    return {name: round(value, 2) for name, value in asdict(found).items()}
+def timing(measured: Timing) -> Row:
+    """Return a timing as part of a row, in microseconds."""
+    return {name: round(value, 2) for name, value in asdict(measured).items()}
 
 
 def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
-    """Write each row when it is there; the file says whether all are. Returns the rows.
+    """Write each row to the file at once, and return all rows. The file says whether it is complete.
 
     Raises:
         KeyboardInterrupt: the part was interrupted; the file has the rows so far.
     """
-    found: list[Row] = []
+    written: list[Row] = []
     more = versions("triton", "torchao")
     about = {"part": part, "dry": lab.dry, "environment": provenance("gpu_parts", lab.device.type, **more)}
     about["state_before"] = lab.state()
 
     def save(complete: bool) -> None:
         seconds = round(time.monotonic() - lab.started, 1)
-        path.write_text(json.dumps(about | {"complete": complete, "seconds": seconds, "rows": found}, indent=1) + "\n")
+        path.write_text(
+            json.dumps(about | {"complete": complete, "seconds": seconds, "rows": written}, indent=1) + "\n"
+        )
 
     save(False)
     for row in rows:
-        found.append(row)
-        print(said(row), flush=True)
+        written.append(row)
+        print(format_row(row), flush=True)
         save(False)
     about["state_after"] = lab.state()
     save(True)
-    return found
+    return written
 
 
-def said(row: Row) -> str:
-    """A row on one line, without tables."""
+def format_row(row: Row) -> str:
+    """Return a row as one line, without lists and dicts other than timings."""
     shown: list[str] = []
     for name, value in row.items():
         if isinstance(value, dict) and "median_us" in value:
@@ -179,10 +181,10 @@ def said(row: Row) -> str:
 
 
 def failures_as_rows(named: Iterable[tuple[Row, Callable[[], Iterator[Row]]]]) -> Iterator[Row]:
-    """The rows of each; one that fails gives a row with its error, and the others run."""
+    """Yield the rows of each generator, preceded by its fields. A failure becomes a row with the error."""
     for about, rows in named:
         try:
             for row in rows():
                 yield about | row
-        except Exception as error:  # noqa: BLE001 - the row says so, and the next one counts as much
+        except Exception as error:  # noqa: BLE001 - recorded in the row
             yield about | {"error": f"{type(error).__name__}: {error}"[:600]}

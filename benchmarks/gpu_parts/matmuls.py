@@ -1,8 +1,8 @@
-"""Matmuls alone: row-wise kernels beside tensor-wise ones with scales afterwards, and both with both kinds of sums.
+"""Times matmuls: row-wise kernels, and tensor-wise kernels with scales applied afterwards, by kind of accumulation.
 
-Two decisions hang on it: whether `use_fast_accum` earns its place, for each kind of scales; and whether matmuls with
-row-wise scales should run the tensor-wise kernel and multiply by powers of two afterwards, which is exact. A last row
-says whether the sums of this card are those of quaver/numerics/accumulation.py.
+Two decisions depend on it: whether `use_fast_accum` pays off for each kind of scales, and whether matmuls with row-wise
+scales should run the tensor-wise kernel and multiply by powers of two afterwards, which is exact. The last rows compare
+the sums of this card with quaver/numerics/accumulation.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def shapes(lab: Lab) -> list[tuple[int, int, int]]:
-    """M, K, N of the forward (k or v, both, q or o, gate or up, down), then of the backward of down and of k."""
+    """Return M, K, N of the forward (k or v, both, q or o, gate or up, down), then of the backward."""
     dim, hidden, kv = lab.model.dim, lab.model.hidden_dim, lab.model.n_kv_heads * lab.model.head_dim
     tokens = lab.tokens
     forward = [
@@ -36,7 +36,7 @@ def shapes(lab: Lab) -> list[tuple[int, int, int]]:
 
 
 def matmuls(lab: Lab) -> Iterator[Row]:
-    """A row for each shape and kernel; then one for each kind of sums."""
+    """Yield a row for each shape and kernel, then one for each kind of accumulation."""
     named = [({"size": f"{m} x {k} x {n}"}, partial(_of_shape, lab, m, k, n)) for m, k, n in shapes(lab)]
     yield from failures_as_rows(named)
     yield from failures_as_rows(
@@ -65,19 +65,19 @@ def _of_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
     multiply = partial(float8_mm, *codes, out_dtype=torch.bfloat16, a_dequant_scale=of_a, scales_are_powers_of_2=True)
     calls["1 x 128 by 128 x 128"] = partial(multiply, b_dequant_scale=of_squares)
     calls["1 x 128 by 1 x 128"] = partial(multiply, b_dequant_scale=of_rows.t())
-    for name, each in lab.time(calls, rounds=10).items():
-        yield {"what": name, "timing": timing(each), "tflops": 2e-6 * m * k * n / each.median_us}
+    for name, measured in lab.time(calls, rounds=10).items():
+        yield {"what": name, "timing": timing(measured), "tflops": 2e-6 * m * k * n / measured.median_us}
 
 
 def _scaled_after(multiply: Call, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """Powers of two change no mantissa: the result in bfloat16 is that of scales inside, but for subnormals."""
+    """Apply the scales after the matmul. Powers of two change no mantissa, so only subnormal results can differ."""
     product = multiply()
     assert isinstance(product, Tensor)
     return product.mul_(a_scale).mul_(b_scale)
 
 
 def _sums(lab: Lab, fast: bool) -> Iterator[Row]:
-    """The card's float32 sums of a few rows beside the rule's and beside exact ones, where K is not split."""
+    """Compare the card's float32 sums of a few rows with the rule's and with exact sums; K is not split."""
     rows, columns, k = (16, 16, 256) if lab.dry else (4096, 4096, 4096)
     a, b = lab.randn(rows, k).abs(), lab.randn(columns, k).abs()
     left, right = a.to(E4M3), b.to(E4M3)

@@ -1,4 +1,4 @@
-"""The card's two ceilings: a copy in memory, and matmuls in bfloat16 and float8."""
+"""Measures the limits of the card: a copy in memory, and matmuls in bfloat16 and float8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quaver.roofline.device_specs import device_spec
 
 
 def rates(lab: Lab) -> Iterator[Row]:
-    """GB/s read and written of a copy, TFLOP/s of 8192 x 8192 x 8192; all twice: a quiet card gives the same again."""
+    """Yield GB/s of a copy and TFLOP/s of 8192 x 8192 x 8192, twice each: on a quiet card both are equal."""
     spec = device_spec(lab.device)
     yield {"what": "data sheet", "known": spec is not None, **(asdict(spec) if spec else {})}
     for turn in ("first", "again"):
@@ -25,8 +25,8 @@ def rates(lab: Lab) -> Iterator[Row]:
 def _copy(lab: Lab) -> Row:
     source = lab.randn(1 << (15 if lab.dry else 31))
     target = torch.empty_like(source)
-    found = lab.time({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
-    return {"timing": timing(found), "gb_per_s": 2e-3 * source.nbytes / found.median_us}
+    measured = lab.time({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
+    return {"timing": timing(measured), "gb_per_s": 2e-3 * source.nbytes / measured.median_us}
 
 
 def _matmuls(lab: Lab) -> dict[str, Row]:
@@ -38,6 +38,6 @@ def _matmuls(lab: Lab) -> dict[str, Row]:
         "float8": lambda: float8_mm(*codes, one, one, out_dtype=torch.bfloat16, scales_are_powers_of_2=True),
     }
     return {
-        name: {"timing": timing(each), "tflops": 2e-6 * size**3 / each.median_us}
-        for name, each in lab.time(calls, rounds=10).items()
+        name: {"timing": timing(measured), "tflops": 2e-6 * size**3 / measured.median_us}
+        for name, measured in lab.time(calls, rounds=10).items()
     }

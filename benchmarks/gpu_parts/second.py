@@ -1,4 +1,4 @@
-"""Parts of another time on a card: experts, the optimizer, stored activations, CUDA graphs, FSDP2 on one rank."""
+"""The parts of the group `second`: experts, the optimizer, stored activations, CUDA graphs, FSDP2 on one rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPERTS = 8
 
 
 def experts(lab: Lab) -> Iterator[Row]:
-    """Forward and backward of grouped matmuls of eight ragged experts, gate and down; every contestant by itself."""
+    """Time forward and backward of grouped matmuls of eight ragged experts, gate and down, one contestant at a time."""
     dim, hidden = lab.model.dim, lab.model.hidden_dim
     multiply: dict[str, Multiply] = {BFLOAT16: lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
     for recipe in ("rowwise", "tensorwise", "blockwise"):
@@ -34,7 +34,7 @@ def experts(lab: Lab) -> Iterator[Row]:
     multiply["torchao rowwise"] = _torchao_grouped
     for k, n in ((dim, hidden), (hidden, dim)):
         size = f"{lab.tokens} x {k} x {n}"
-        steps = {name: grouped_step(lab, k, n, each)[0] for name, each in multiply.items()}
+        steps = {name: grouped_step(lab, k, n, function)[0] for name, function in multiply.items()}
         yield from failures_as_rows(
             ({"what": name, "size": size}, partial(_timed, lab, step)) for name, step in steps.items()
         )
@@ -44,7 +44,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> tuple[Call, list[Tensor]]:
-    """Forward and backward of a grouped matmul of ragged experts, and the tensors that get gradients."""
+    """Return a step of a grouped matmul of ragged experts, and the tensors that get gradients."""
     torch.manual_seed(0)
     a, direction = lab.randn(lab.tokens, k).requires_grad_(), lab.randn(lab.tokens, n)
     weight = nn.Parameter(lab.randn(EXPERTS, n, k))
@@ -69,7 +69,7 @@ def _timed(lab: Lab, call: Call) -> Iterator[Row]:
 
 
 def optimizers(lab: Lab) -> Iterator[Row]:
-    """One update of a block's parameters: fused AdamW, and Float8AdamW with and without compiled arithmetic."""
+    """Time an update of a block's parameters by fused AdamW, and by Float8AdamW with and without `compile`."""
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
         "Float8AdamW": lambda parameters: Float8AdamW(parameters),
@@ -85,7 +85,7 @@ def optimizers(lab: Lab) -> Iterator[Row]:
 
 
 def stored(lab: Lab) -> Iterator[Row]:
-    """The block with activations stored in float8, beside one that keeps them, eager and compiled."""
+    """Time the block with and without activations stored in float8, eager and compiled."""
     for name in (BFLOAT16, "quaver rowwise"):
         for compiled in (False, True):
             for change in (None, store_activations_in_float8):
@@ -104,7 +104,7 @@ def _step_rows(lab: Lab, name: str, **options: object) -> Iterator[Row]:
 
 
 def graphs(lab: Lab) -> Iterator[Row]:
-    """Compiled blocks by mode="reduce-overhead", which replays CUDA graphs, beside the default mode."""
+    """Time compiled blocks in the default mode and in mode="reduce-overhead", which replays CUDA graphs."""
     for name in (BFLOAT16, "quaver tensorwise", "quaver rowwise"):
         for mode in (None, "reduce-overhead"):
             options = {"compiled": True, "mode": None if lab.dry else mode}
@@ -113,9 +113,10 @@ def graphs(lab: Lab) -> Iterator[Row]:
 
 
 def fsdp(lab: Lab) -> Iterator[Row]:
-    """Blocks that FSDP2 shards over one NCCL rank, with and without the float8 all-gather; then under the sanitizer.
+    """Time blocks that FSDP2 shards over one NCCL rank, with and without the float8 all-gather; then run the sanitizer.
 
-    One rank sends nothing, but runs every copy, cast, event and stream that several would: the sanitizer reads those.
+    One rank sends nothing, but runs the same copies, casts, events and streams as several ranks, which the sanitizer
+    checks.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}

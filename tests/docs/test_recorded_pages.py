@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import ledger, performance, scaling, stored_activations
 from benchmarks.record import ROOT, fill
-from benchmarks.scaling import PICTURES, fare, scenarios
+from benchmarks.scaling import PICTURES, measure_casts, scenarios
 from quaver.lab.cli.bench import VERBS
 from tests.ranks import run
 from tests.steps import assert_same
@@ -97,7 +97,7 @@ def test_every_picture_is_there_and_shown():
 )
 def test_series_are_those_of_the_recorded_run(scenario, contestant):
     planned = scenarios()[scenario]
-    measured = fare(planned.deviations, planned.contestants[contestant])
+    measured = measure_casts(planned.deviations, planned.contestants[contestant])
     recorded = json.loads(scaling.RECORD.read_text())["scenarios"][scenario][contestant]
     assert measured["sqnr_db"] == pytest.approx(recorded["sqnr_db"], abs=0.05)
     assert measured["used_over_ideal"] == pytest.approx(recorded["used_over_ideal"], rel=1e-3)
