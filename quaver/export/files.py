@@ -226,7 +226,7 @@ def _open(file: Path) -> Any:
 class SafetensorsWriter:
     """Writes tensors into files of at most `max_bytes` (or one larger tensor), and an index. Memory holds one file.
 
-    With `max_bytes=None` it writes one file. The header of a file gets `metadata` as it is when the file is written.
+    With `max_bytes=None` it writes one file. Each file is written with the `metadata` of that moment.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:

@@ -47,7 +47,7 @@ def load_float8(
         dtype: float32, bfloat16 or float16.
         model: return tensors under the names and in the stacks of this model, converted or not, on any device; None for
             the stored names. The result keeps the names of tensors that the model lacks. It leaves out tensors that
-            the model's class ignores in transformers, and those of other models or of other parts of a larger model.
+            the model's class ignores in transformers, and tensors of other models or of other parts of a larger one.
     Raises:
         OSError: a file is missing, or the index names one outside of the folder.
         ValueError: a file is damaged; a scale is missing, not finite or has a wrong shape; a matrix of an expert is
