@@ -227,6 +227,5 @@ def _peak_bytes(blocks: list[MemoryBlock]) -> int:
 
 
 def _alive(blocks: list[MemoryBlock], time_ns: float) -> list[MemoryBlock]:
-    return [
-        block for block in blocks if block.born_ns <= time_ns and (time_ns < block.dies_ns or block.dies_ns == math.inf)
-    ]
+    born = [block for block in blocks if block.born_ns <= time_ns]
+    return [block for block in born if time_ns < block.dies_ns or block.dies_ns == math.inf]
