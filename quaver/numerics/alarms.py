@@ -11,7 +11,7 @@ It reads dictionaries in the form of `numerics.jsonl`, so a run and its record g
 in one sample, only the first in the order of a step raises an alarm: weights, the forward, the backward. The other
 tensors, and tensors that turn bad in the next `FOLLOWS` samples, follow it and raise no alarm while they are bad. An
 alarm is cleared when no rule is bad on its tensor any more. A jump also clears if the tensor stays at its new level
-(`Cleared.stays`). A value that is not finite always raises an alarm.
+(`Cleared.stays`). A value that is not finite raises an alarm unless it follows another such value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Alarm:
     action: str = "log"
 
     def to_dict(self) -> dict[str, Any]:
-        """The line of a record."""
+        """Return the alarm as a line of a record."""
         return {"kind": "alarm", **vars(self), "remedies": list(self.remedies)}
 
 
@@ -66,12 +66,12 @@ class Cleared:
 
     @property
     def message(self) -> str:
-        """One line, like an alarm's."""
+        """A sentence like an alarm's."""
         how = "has not come back; this is its new level" if self.stays else "has ended"
         return f"{self.layer} {self.operand}: {self.rule} {how}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The line of a record."""
+        """Return the event as a line of a record."""
         return {"kind": "cleared", **vars(self)}
 
 
@@ -211,7 +211,7 @@ class Alarms:
             turned = [finding for finding in rest if finding not in followers]
 
     def _find_cause(self, finding: _Finding) -> Key | None:
-        """Return the recent alarm that explains a tensor that turns bad now."""
+        """Return the recent alarm that explains why a tensor turns bad now, or None."""
         if self._recent is None or self._count - self._recent[1] > FOLLOWS:
             return None
         key = self._recent[0]

@@ -1,4 +1,4 @@
-"""Bounds on the error of a correct float8 cast, which alarms compare with: decibels, and shares of elements.
+"""Bounds on the error of a correct float8 cast, with which alarms compare it: in decibels, and in shares of elements.
 
 In a format with `m` mantissa bits, rounding changes a normal value by at most u = 2^-(m+1) of the value. It changes a
 subnormal value by at most h, half of the smallest subnormal. Without saturation, any tensor therefore satisfies
@@ -34,12 +34,15 @@ def parse_format(dtype: str | None) -> Float8Format | None:
 
 
 def rounding_bound_db(fmt: Float8Format) -> float:
-    """The lowest SQNR of rounding in the normal range."""
+    """The lowest SQNR of rounding, if all values are in the normal range."""
     return -20 * math.log10(fmt.max_relative_error)
 
 
 def cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -> float:
-    """The lowest SQNR of a correct cast without saturation whose largest dequant scale is given; (1) above."""
+    """The lowest SQNR of a correct cast without saturation, by (1) above.
+
+    `rms` is the tensor's, and `dequant_scale` is the largest of its scales.
+    """
     subnormal = fmt.smallest_subnormal / 2 * dequant_scale / rms if rms > 0 else math.inf
     return -10 * math.log10(fmt.max_relative_error**2 + subnormal**2) if math.isfinite(subnormal) else -math.inf
 

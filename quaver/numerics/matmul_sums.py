@@ -78,7 +78,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Sums | None:
-        """Compute the ratios of `WIDTH` numbers. None if nothing was observed."""
+        """Compute the ratios from `WIDTH` numbers. None if nothing was observed."""
         hp_signal, casts_noise, codes_signal, *sums_noise = values
         if not hp_signal or not codes_signal:
             return None
@@ -101,7 +101,10 @@ def observe_sums(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
 
 
 def _emulate_sums(left: Rows, right: Rows, rule: Accumulation) -> tuple[Tensor, Tensor] | None:
-    """Return the results with and without fast accumulation. With scales of blocks both are the same."""
+    """Return the results with and without fast accumulation, or None if the GPU does not multiply such scales.
+
+    With block scales both results are the same.
+    """
     lengths = {_block_length(left), _block_length(right)}
     if lengths == {None}:
         scale = left.dequant_scale.double() * _transpose(right.dequant_scale.double())

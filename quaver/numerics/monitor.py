@@ -196,8 +196,8 @@ class Monitor:
     def mismatch(self, measured: Mismatch) -> None:
         """Record how far the trainer of this step is from its rollout (mismatch.py).
 
-        The next sample has the first rank's largest `token_mult_prob_error` since the sample before, and the rule
-        "mismatch" judges it.
+        Of the first rank's figures since the last sample, the next one has those with the largest
+        `token_mult_prob_error`, and the rule "mismatch" judges them.
         """
         if self._mismatch is None or measured.token_mult_prob_error > self._mismatch.token_mult_prob_error:
             self._mismatch = measured

@@ -115,7 +115,7 @@ class Sampling:
         self.weight_sizes.clear()
 
     def take_number(self) -> int:
-        """Return the number of another weight that this observes until `close`."""
+        """Return a new number for a weight that this observes until `close`."""
         number = next(_numbers)
         _samplings[number] = self
         return number
@@ -171,7 +171,7 @@ def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int,
 
 
 def _is_compared(group: int, groups: int) -> bool:
-    """Whether to compare a group's results with high precision: at most `COMPARED` groups, evenly spread."""
+    """Whether a group's results are compared with high precision: at most `COMPARED` groups are, evenly spread."""
     return group % max(-(-groups // COMPARED), 1) == 0
 
 
@@ -219,8 +219,8 @@ def _observe_operand(
         else:
             observed = observe_matrix(group_hp, group_cast)
         if groups:
-            expand_quant_scales = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
-            observed[SlotIndex.WORST_INDEX] += find_first_scale(cast.layout.rows, group, start) * expand_quant_scales
+            scales_per_row = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
+            observed[SlotIndex.WORST_INDEX] += find_first_scale(cast.layout.rows, group, start) * scales_per_row
         merge(slot, observed)
 
 
@@ -375,7 +375,7 @@ def _observe_result(
 
 
 def _widen(matrix: Tensor) -> Tensor:
-    """To float64, or on a CPU to float32, whose products are rounded 2^16 times finer than float8's."""
+    """Convert to float64, or on a CPU to float32, which rounds 2^16 times finer than bfloat16."""
     return matrix.float() if is_cpu(matrix) else matrix.double()
 
 

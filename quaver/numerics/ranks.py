@@ -1,8 +1,8 @@
 """Merges the slots of all ranks on the first rank, in one collective, and finds ranks whose weights differ.
 
 Ranks that multiply by a whole weight must have the same weight: replicas of DDP and HSDP, and what FSDP gathers. Their
-slots for its casts show whether they do, by counts and sums per observation, extremes and scales. Slots do not see a
-permutation of elements, nor a change of less than `CLOSE` of the sum of squares.
+slots for its casts show whether they do: by counts and sums per scale, and by the extremes of elements and of scales.
+Slots do not see a permutation of elements, nor a change of less than `CLOSE` of the sum of squares.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gathered(NamedTuple):
     extras: Tensor | None
     """[rows, extras.WIDTH], summed over the ranks."""
     by_rank: list[Tensor]
-    """The slots of each rank."""
+    """The slots of each rank, [rows, WIDTH], before the merge."""
 
 
 def gather(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> Gathered | None:
@@ -55,7 +55,7 @@ def gather(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None
 
 
 def find_disagreements(by_rank: Sequence[Tensor], rows: Iterable[int]) -> dict[int, int]:
-    """Return the rows whose slots differ between ranks, with the first rank that differs from the majority.
+    """Return the rows whose slots differ between ranks, each with the first rank that differs from the majority.
 
     On a tie, the side with the lowest rank wins. A rank without observations agrees.
     """

@@ -96,7 +96,7 @@ def _encode(value: Any) -> Any:
 class Histogram:
     """The numbers of elements with a magnitude in [2^(low + i), 2^(low + i + 1)), by tensor and bin i.
 
-    The first and last bins include smaller and larger magnitudes. Zeros and non-finite elements are not counted.
+    The bins cover all counted magnitudes. Zeros, subnormals of float32 and non-finite elements are not counted.
     """
 
     low: int

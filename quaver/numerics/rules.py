@@ -32,7 +32,7 @@ JUMP_BITS = 4.0
 2^-4 of the amax is about a third of one."""
 
 GRADIENT_JUMP_BITS = 6.0
-"""`JUMP_BITS` with a margin of 4 for the rms of gradients, which also depends on the batch; not derived."""
+"""`JUMP_BITS` with a margin of a factor of 4 for the rms of gradients, which depends on the batch; not derived."""
 
 GROWTH_BITS = 8.0
 """The powers of two between 1 and the largest value of e4m3."""
@@ -209,9 +209,10 @@ def _list_operands(result: TensorStatistics, sample: Sample) -> list[TensorStati
 
 
 def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The powers of two between a level and all of its last four, which are bad beyond six of its deviations.
+    """The powers of two between a level and all of its last four.
 
-    The level of a weight or an activation is its amax. The level of a gradient is its rms, and the sample before must
+    They are bad beyond `JUMP_BITS` and beyond six standard deviations of the level's changes. The level of a weight or
+    an activation is its amax. The level of a gradient is its rms, with `GRADIENT_JUMP_BITS`, and the sample before must
     have jumped too, because gradients depend on the batch. A weight with fewer than three earlier samples is compared
     with those and jumps by `GROWTH_BITS`: a learning rate that is far too high acts in the first step.
     """

@@ -282,13 +282,13 @@ def spread_indices(length: int, count: int, device: torch.device) -> Tensor:
 
 
 def normalize(slot: Tensor) -> Values | None:
-    """Return a slot's sums per cast and its extremes, which do not depend on how often equal casts were made.
+    """Return a slot's sums per scale and its extremes, which do not depend on how often equal casts were made.
 
-    None for a slot without casts.
+    None for a slot without scales.
     """
     values = slot[:_FIXED].cpu().numpy()
-    casts = values[SlotIndex.SCALES]
-    return np.concatenate([values[_SUMS] / casts, values[SlotIndex.AMAX : SlotIndex.FOURTH]]) if casts else None
+    scales = values[SlotIndex.SCALES]
+    return np.concatenate([values[_SUMS] / scales, values[SlotIndex.AMAX : SlotIndex.FOURTH]]) if scales else None
 
 
 # ---- the end of a step -----------------------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ def normalize(slot: Tensor) -> Values | None:
 def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
     """Compute the statistics of slots [rows, WIDTH] on a CPU: a value per row, or None where one does not apply.
 
-    `weight_numel` has the elements of the weight for casts of weights. Every rank and micro-batch casts the weight
-    again, but its elements count once.
+    `weight_numel` has the size of the whole weight for each row of a weight's cast, else None. Every rank and
+    micro-batch casts the weight again, but its elements count once.
     """
     table = slots.numpy().copy()
     at = {index.name: table[:, index] for index in SlotIndex}

@@ -3,12 +3,12 @@
 A training step ends when all optimizers that step in every training step have stepped. No rank decides alone by what
 ran on it: a rank may have had no batch, and gathering a sampled step is a collective. The cases are:
 
-    an optimizer of other parameters     ends nothing, such as a discriminator's beside the model
+    an optimizer of other parameters     ends nothing once one of the model's has stepped, as a discriminator's
     the model's, in the first step       ends it, unless other trained parameters have no gradients yet on any rank:
                                          then a backward and another optimizer follow
-    the model's, in later steps          the last optimizer of the first step ends them; wrappers do not
+    the model's, in later steps          the last optimizer of the first step ends them; a wrapper of it ends nothing
     an optimizer that steps twice        ends both steps: the optimizers that it waited for no longer step
-    an optimizer with copies             its parameters are outside the model; ends a step if any rank ran a backward
+    an optimizer with copies             none of the model's ever steps; it ends a step if any rank ran a backward
 
 Where the ranks must exchange what they know, they reduce 4 bytes: in the first step, after `Monitor.step()`, and for
 optimizers with copies.

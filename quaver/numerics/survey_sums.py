@@ -49,7 +49,7 @@ def survey_sums(
     get_config: Callable[[str], Float8LinearConfig | None],
     rule: Accumulation,
 ) -> list[MatmulSums]:
-    """Run `forward_backward` once and return each float8 matmul of each `nn.Linear`, the smallest margin first.
+    """Run `forward_backward` once and return the sums of every float8 matmul, the smallest margin first.
 
     The model computes in high precision, and its operands are cast for the comparison. The calls of a linear add up.
     Matmuls that the GPU does not run in float8 are omitted.

@@ -37,8 +37,8 @@ class AlarmSink:
     Args:
         sink: the other sink, or the path of a record; None to write nothing.
         on_event: called with each `Alarm` and `Cleared` after it was written. Its exceptions end the step.
-        post_mortem: the file for the samples before a value that is not finite.
-        keep: how many samples the post-mortem has.
+        post_mortem: the file for the last samples up to a value that is not finite, and its alarm.
+        keep: the most samples in the post-mortem.
         recalls: the record of a run that resumes. Its last samples count like samples of this run, so bad tensors stay
             bad and no alarm is raised twice.
     """
@@ -61,7 +61,7 @@ class AlarmSink:
         self._header: dict[str, Any] = {}
         self._last: deque[dict[str, Any]] = deque(maxlen=keep)
         self.raised_by_callback: BaseException | None = None
-        """The last exception of `on_event`, not of a sink."""
+        """The last exception that `on_event` raised, as opposed to a sink's."""
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a header or a sample. Raises OSError if a file cannot be written, and what `on_event` raises."""
