@@ -113,7 +113,7 @@ class Float8Optimizer(Optimizer):
         return loss
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Name parameters in the log as in `model`. State dicts have no names, like AdamW's."""
+        """Name parameters in the log as in `model`. As with AdamW, state dicts have no names."""
         self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def _advance(self, parameter: Tensor, group: dict[str, Any]) -> int:

@@ -29,7 +29,7 @@ BUCKET = 1 << 22
 """The most elements of a bucket. An update in PyTorch temporarily takes about 60 bytes per element."""
 
 SHARE = 4
-"""A bucket has at most 1 / `SHARE` of all elements. Otherwise the step of a small model would be its memory peak."""
+"""A bucket has at most 1 / `SHARE` of all elements, so that the step of a small model is not its memory peak."""
 
 
 class Update(NamedTuple):

@@ -57,7 +57,7 @@ class CombinedOptimizer(Optimizer):
             replace_states(self.state, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a new group, because no optimizer would step it.
+        """Refuse a group of none of the optimizers, because none would step it.
 
         Raises:
             ValueError: the group is not in one of the optimizers.
@@ -77,7 +77,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Merge the state dicts of the optimizers, with parameters numbered in the order of the optimizers."""
+        """Return one state dict for all the optimizers, with parameters numbered in their order."""
         return save_with_hooks(self, self._pack)
 
     def _pack(self) -> dict[str, Any]:

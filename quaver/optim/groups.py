@@ -33,7 +33,7 @@ def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]
 
 
 def fill_options(loaded: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fill in the options of loaded param groups without parameters from the optimizer's own groups.
+    """Fill in the missing options of loaded param groups that have no parameters, from the optimizer's own groups.
 
     torch.distributed.checkpoint.state_dict loses their options unless the group is the last one (torch 2.13).
     """

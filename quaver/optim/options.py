@@ -12,7 +12,7 @@ from quaver.optim.state import STORAGES
 
 
 def check_common(group: dict[str, Any]) -> None:
-    """Raise ValueError for an invalid lr, eps, weight decay or seed, an unsupported option or a parameter's dtype."""
+    """Raise ValueError for an invalid lr, eps, weight decay or seed, an unsupported option, or an unsupported dtype."""
     rates = {"lr": float(group["lr"]), "eps": group["eps"], "weight_decay": group["weight_decay"]}
     for name, value in rates.items():
         if not 0 <= value < math.inf:

@@ -1,6 +1,6 @@
 """Stores float32 moments in 8 or 16 bits: counter-based random bits, stochastic rounding, one scale per block.
 
-All functions work on float32 [B, 256], whose rows are blocks of one or more parameters. csrc/adamw.h is bit-identical.
+Values are float32 [B, 256], whose rows are blocks of one or more parameters. csrc/adamw.h is bit-identical.
 
     random     = mix(block_key + lane * 0x9E3779B9)              32 bits per element
     block_key  = mix(key + block * 0x9E3779B1)                   `block` counts the blocks of the whole parameter
@@ -91,7 +91,10 @@ def high16(bits: Tensor) -> Tensor:
 
 
 def compute_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute quant_scale and scale from the amaxes of blocks, float32 [B]. All devices round float64 the same way."""
+    """Compute quant_scale and scale from the amaxes of blocks, all float32 of one shape.
+
+    The divisions are in float64, which all devices round alike.
+    """
     quant = (E4M3.max / amax.double()).float().clamp(max=LARGEST_QUANT_SCALE)
     return quant, (1.0 / quant.double()).float()
 

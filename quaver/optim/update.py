@@ -5,8 +5,9 @@
     root      = sqrt(root^2 * beta2 + grad^2 * (1 - beta2))
     parameter = parameter - step_size * (exp_avg / (root / correction + eps))
 
-Each operation is rounded to float32. If the gradient or a new moment of a block is not finite, the block and its
-parameters do not change, and the block is counted. This needs no extra pass over the gradients and no communication.
+Each operation is rounded to float32. If the gradient or a new moment of a block is not finite, the parameters and
+moments of the block do not change, and the block is counted. This needs no extra pass over the gradients and no
+communication.
 """
 
 from __future__ import annotations
