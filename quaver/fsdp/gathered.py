@@ -117,7 +117,7 @@ AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
 class Float8AllGatherWeight(WrappedTensor):
     """A weight, or a shard of one, that FSDP2 all-gathers in float8.
 
-    Ops run on the wrapped tensor, and `data_ptr`, `untyped_storage`, `numpy` and `tolist` answer for it.
+    Ops run on the wrapped tensor. `data_ptr`, `untyped_storage`, `numpy` and `tolist` return the wrapped tensor's.
 
     Attributes:
         wrapped: the plain tensor in high precision, [n, K] for a linear and [e, r, C] for experts.

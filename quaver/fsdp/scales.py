@@ -8,7 +8,7 @@ tensorwise scales, a fixed number of kernels, whatever the number of weights.
 and the maximum over the ranks completes them. Each row of a shard is quantized with its blocks' scales.
 
 [Note: two maxima] A scale that reduces a dim which tensor parallelism sharded needs a second maximum, over that mesh
-axis. If all scales do, one maximum over all ranks serves both.
+axis. If all scales do, and both axes together span all ranks, one maximum over all ranks serves both.
 
 [Note: experts] A weight [E, R, C] is E matrices that share no scales (experts/groups.py). Each row of a shard has a row
 among the scales, and a rank computes the amaxes of its shard's rows. The other ranks of expert parallelism hold other

@@ -1,7 +1,7 @@
 """Siblings: the weights of a model whose dynamic scales are computed in one collective, and when it runs.
 
 Every rank must enter the collective with the same weights. So the ranks compare their lists of weights before the first
-one (runtime/agreement.py), and an all-gather without scales computes the scales of all siblings that have none.
+one (runtime/agreement.py). If an all-gather finds no scales, it computes those of all siblings that have none.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Siblings:
 
 @dataclass
 class AllGatherState:
-    """The attribute `gathering` of a module. A copy of the module has no siblings, so it does not get this state."""
+    """The attribute `gathering` of a module. It is not copied with the module, because a copy has no siblings."""
 
     siblings: Siblings
     hooks: tuple[RemovableHandle, ...] = ()

@@ -128,7 +128,7 @@ class TokenDispatch:
 
 
 def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
-    """Whether a matrix that these operands are read of travels in float8; see [Note: what travels as codes]."""
+    """Whether a matrix travels as codes if these operands of it are read; see [Note: what travels as codes]."""
     if casts.is_dequantized:
         row, column = True, False
     cast = casts.row if row else casts.column
