@@ -14,8 +14,8 @@ is as large as the tensor, unsharded weights included, and float8 then needs mor
 `never_keep` change the policy and can cause that mistake; `quaver memory --vs` shows its cost.
 
 [Note: which matmuls] A recomputation ends before the last matmul, since the block's backward does not read its result.
-Saving it would waste memory: in a Llama block of seven matmuls, counted from the first, it is the widest result. So
-matmuls are counted from the last one. An eager block knows their number from its previous forward; its first forward
+Saving it would waste memory, as counting from the first does in a Llama block of seven matmuls. So matmuls are counted
+from the last one. An eager block knows their number from its previous forward; its first forward
 counts from the first. So does compiled code, where Inductor does not save results that nothing reads.
 
 [Note: what a policy counts] A policy finds a saved result by counting the calls of its op (torch.utils.checkpoint). A
