@@ -9,7 +9,7 @@ Inductor's, then replaces saved tensors by their codes and scales:
 It replaces results of the nodes inside a module that stores, which store.py annotates, and graph inputs that a storing
 module reads, for example the residual stream. The rules of hooks.py apply; the largest argument is the largest tensor
 that nodes of the module's class read from outside. Tensors that a matmul of the backward reads, directly or through a
-view, also stay unchanged: they are inputs of linears in high precision. A tensor that two graphs save is stored by each.
+view, stay unchanged too: they are inputs of linears in high precision. A tensor that two graphs save is stored by each.
 
 The backward recomputes what the partitioner chose to recompute, from the dequantized tensors. Backends other than
 Inductor do not partition this way and store nothing.

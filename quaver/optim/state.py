@@ -64,7 +64,7 @@ def is_small(parameter: Tensor) -> bool:
 
 
 def choose_storage(parameter: Tensor, wanted: str) -> str:
-    """Return how a moment is stored: as `wanted`, or in float32 if a parameter is small or its shards have no scales."""
+    """Return how a moment is stored: as `wanted`, or in float32 if the parameter is small or its shards lack scales."""
     if is_small(parameter):
         return "float32"
     return "float32" if wanted == "float8" and find_obstacle(parameter) else wanted
