@@ -1,1 +1,1 @@
-"""FSDP2 with float8: the all-gather of weights and the reduce-scatter of gradients."""
+"""Data parallelism with float8: FSDP2's all-gather of weights, and the reduction of gradients in FSDP2 and DDP."""

@@ -29,7 +29,7 @@ NOT_THE_MODELS = (
 
 
 class Caller(NamedTuple):
-    """The call of one operator."""
+    """The place of an operator's call, and the frames of torch around it."""
 
     line: str
     """The file's path from its outermost package on, as "quaver/linear/module.py:123"; empty if unknown."""

@@ -29,7 +29,7 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
     """The report of a recording.
 
     Args:
-        note: the reason why operators were invisible, if they were. The report then has no timeline and no peak.
+        note: the reason why the recording saw no operators, if so. The report then has no timeline and no peak.
         compiled: names of compiled modules, whose graphs hold the tensors that are saved in them.
     """
     timeline = list(_timeline(recorder))
@@ -96,7 +96,7 @@ def _state_at(recorder: Recorder, event: int) -> State:
 
 
 def added_bytes(recorder: Recorder, event: int) -> int:
-    """Bytes alive after an event in allocations that the recording saw from the start."""
+    """Bytes alive after an event in storages that were allocated during the recording."""
     alive = _state_at(recorder, event)
     return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
 

@@ -115,7 +115,7 @@ class StorageWatch(TorchDispatchMode):
             before_bytes = self._sizes.get(key)
             self._sizes[key] = size_bytes
             if before_bytes is None:
-                self._references[key] = weakref.ref(storage, partial(self._is_gone, key))
+                self._references[key] = weakref.ref(storage, partial(self._on_release, key))
                 self.storage_appeared(key, size_bytes, tensor, operator)
             elif before_bytes != size_bytes:
                 self.storage_resized(key, size_bytes, before_bytes)
@@ -143,22 +143,22 @@ class StorageWatch(TorchDispatchMode):
         def resize_and_report(storage: UntypedStorage, size: int) -> UntypedStorage:
             before_bytes = storage.nbytes()
             resize(storage, size)
-            self._was_resized(storage, before_bytes)
+            self._on_resize(storage, before_bytes)
             return storage
 
         return patch.object(UntypedStorage, "resize_", resize_and_report)
 
-    def _was_resized(self, storage: UntypedStorage, before_bytes: int) -> None:
+    def _on_resize(self, storage: UntypedStorage, before_bytes: int) -> None:
         if storage.device.type == "meta" and not self._among_fakes:
             return
         key = storage_key(storage)
         if key not in self._sizes:
             self._sizes[key] = before_bytes
-            self._references[key] = weakref.ref(storage, partial(self._is_gone, key))
+            self._references[key] = weakref.ref(storage, partial(self._on_release, key))
             self.storage_appeared(key, before_bytes, None, None)
         self._follow_storage(storage, None, None)
 
-    def _is_gone(self, key: int, _: weakref.ref[UntypedStorage]) -> None:
+    def _on_release(self, key: int, _: weakref.ref[UntypedStorage]) -> None:
         with self._lock:
             size_bytes = self._sizes.pop(key, None)
             if size_bytes is not None:
@@ -197,7 +197,8 @@ class TensorBytes(StorageWatch):
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors with a storage inside `tensor`: itself, or the parts of a wrapper subclass.
 
-    Unlike `quaver.lab.trainer.tensors`, this does not wait for collectives: a storage exists before its values do.
+    Unlike `plain_tensors` in quaver/runtime/ranks.py, this does not wait for collectives: a storage exists before its
+    values do.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:

@@ -3,8 +3,8 @@
 triton.compile needs no GPU: triton's wheel contains ptxas, nvdisasm and cuobjdump.
 
 [Note: config] Inductor times a kernel's configs on the GPU and keeps the fastest. Without a GPU, the config is chosen
-that moves the fewest bytes in sectors of 32 bytes and, among equals, issues the fewest instructions. Like Inductor, it
-excludes a config that spills more than spill_threshold.
+that issues the fewest instructions, of those that move at most 1% more bytes than the best in sectors of 32 bytes. As
+in Inductor, configs that spill more than spill_threshold are excluded, unless all do.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def compile_kernel(source: str, name: str, capability: int) -> MachineCode:
 
     Raises:
         ImportError: triton is not installed.
-        RuntimeError: its wheel has no tools.
+        RuntimeError: the tools of its wheel do not run, or print something else than expected.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,4 +1,4 @@
-"""Expert parallelism of fake tokens: each expert gets the same number of tokens.
+"""Expert parallelism of fake tokens: each rank's experts get the same number of tokens.
 
 In a real step the routers decide how many rows a rank gets. They are trained to balance the experts; a rank with more
 load than the mean needs more memory than predicted.
@@ -23,7 +23,7 @@ class _EvenDispatcher(ExpertDispatcher):
 
 
 def load_evenly(model: nn.Module) -> None:
-    """Give the same number of tokens to all experts that are split over ranks, whatever their routers choose."""
+    """Let experts that are split over ranks get equally many tokens on each rank, whatever their routers choose."""
     for module in model.modules():
         if isinstance(module, RoutedExperts) and isinstance(module.dispatcher, ExpertDispatcher):
             old = module.dispatcher

@@ -99,8 +99,8 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
             code.
         estimate: assume results that depend on values (values.py).
     Raises:
-        NotImplementedError: the shape of an operator's result depends on values, or the operator has no fake
-            implementation.
+        NotImplementedError: the shape of an operator's result depends on values, the operator has no fake
+            implementation, or the block fails after it has read an integer.
     """
     with ExitStack() as stack:
         stack.enter_context(kernels_left_out() if compiled else torch.compiler.set_stance("force_eager"))
