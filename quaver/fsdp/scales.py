@@ -79,8 +79,8 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
     casts.sort(key=is_over_tp)  # last, so that their amaxes are one slice
     shapes = [_scale_shape(layout, shards[i].size) for i, layout in casts]
     lengths = [math.prod(shape) for shape in shapes]
-    only_fsdp = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
-    amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
+    tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
+    amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
     parts = compute_scales_of_parts(amaxes, lengths, *rounding_rule(weights[0].config))
     scales: dict[WeightCast, Scales] = {}
     for cast, shape, part in zip(casts, shapes, parts, strict=True):
@@ -139,14 +139,14 @@ def _scale_row_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
     return compute_scale_row_amax(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
 
 
-def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
-    """The maximum over FSDP2's ranks; from index `only_fsdp` on also over the ranks of tensor parallelism."""
-    if shard.tp_group is not None and only_fsdp == 0:
+def _max_over_groups(amaxes: Tensor, tp_start: int, shard: Shard) -> Tensor:
+    """The maximum over FSDP2's ranks; from index `tp_start` on also over the ranks of tensor parallelism."""
+    if shard.tp_group is not None and tp_start == 0:
         world = dist.group.WORLD
         if world is not None and world.size() == shard.fsdp_group.size() * shard.tp_group.size():
             return max_over_ranks(amaxes, world)
     amaxes = max_over_ranks(amaxes, shard.fsdp_group)
-    if shard.tp_group is None or only_fsdp == amaxes.numel():
+    if shard.tp_group is None or tp_start == amaxes.numel():
         return amaxes
-    both = max_over_ranks(amaxes[only_fsdp:].contiguous(), shard.tp_group)
-    return torch.cat([amaxes[:only_fsdp], both])
+    both = max_over_ranks(amaxes[tp_start:].contiguous(), shard.tp_group)
+    return torch.cat([amaxes[:tp_start], both])

@@ -162,13 +162,13 @@ class Float8Optimizer(Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         if not any("state_version" in group for group in state_dict["param_groups"]):
-            theirs = self.torch_optimizer.__name__
+            torch_name = self.torch_optimizer.__name__
             shared = self.defaults.keys() & self._torch_defaults().keys() - {"differentiable"}
             if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
-                expected = f"a state dict of {type(self).__name__} or of torch.optim.{theirs}"
+                expected = f"a state dict of {type(self).__name__} or of torch.optim.{torch_name}"
                 raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
             self._load_torch_state_dict(state_dict)
-            logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", theirs)
+            logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", torch_name)
             return
         groups = fill_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
@@ -177,22 +177,22 @@ class Float8Optimizer(Optimizer):
             raise ValueError(f"expected a state dict with param groups of {own} parameters, got {loaded_counts}")
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         loaded = []
-        for mine, group in zip(self.param_groups, groups, strict=True):
-            for parameter, index in zip(mine["params"], group["params"], strict=True):
+        for own_group, group in zip(self.param_groups, groups, strict=True):
+            for parameter, index in zip(own_group["params"], group["params"], strict=True):
                 if state_dict["state"].get(index):  # torch.distributed.checkpoint has {} for a parameter without state
                     _check_state(parameter, state_dict["state"][index], group)
                     state[parameter] = _move(state_dict["state"][index], parameter.device)
-            names = {name: mine[name] for name in ("param_names",) if name in mine}
-            loaded.append({**names, **copy.deepcopy(group), "params": mine["params"]})
+            names = {name: own_group[name] for name in ("param_names",) if name in own_group}
+            loaded.append({**names, **copy.deepcopy(group), "params": own_group["params"]})
         self.__setstate__({"state": state, "param_groups": loaded})
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
-        theirs, name = self.torch_optimizer.__name__, type(self).__name__
+        torch_name, name = self.torch_optimizer.__name__, type(self).__name__
         for group in groups:
             if group.get("state_version") != STATE_VERSION:
                 raise ValueError(
-                    f"expected a state dict of {name} with state_version {STATE_VERSION}, or of torch.optim.{theirs}, "
-                    f"got state_version {group.get('state_version', 'none')}"
+                    f"expected a state dict of {name} with state_version {STATE_VERSION}, or of "
+                    f"torch.optim.{torch_name}, got state_version {group.get('state_version', 'none')}"
                 )
             # torch's Optimizer.__setstate__ adds "differentiable" to defaults
             if missing := sorted(self.defaults.keys() - group.keys() - {"differentiable"}):
@@ -225,11 +225,11 @@ class Float8Optimizer(Optimizer):
         Raises:
             ValueError: the algorithm differs, or a moment is missing or has another shape than its parameter.
         """
-        theirs = self.torch_optimizer.__name__
+        torch_name = self.torch_optimizer.__name__
         if [len(group["params"]) for group in self.param_groups] != [
             len(group["params"]) for group in state_dict["param_groups"]
         ]:
-            raise ValueError(f"expected an {theirs} state dict with the param groups of this optimizer, got others")
+            raise ValueError(f"expected an {torch_name} state dict with the param groups of this optimizer, got others")
         for loaded in state_dict["param_groups"]:
             check_same_algorithm(loaded)
         shared = self.defaults.keys() & self._torch_defaults().keys()
@@ -329,14 +329,14 @@ def _warn_of_float32(name: str, parameter: Tensor) -> None:
 
 
 def _convert_state(
-    parameter: Tensor, group: dict[str, Any], theirs: dict[str, Any], position: int
+    parameter: Tensor, group: dict[str, Any], torch_state: dict[str, Any], position: int
 ) -> dict[str, Tensor]:
     """Convert a parameter's state from torch's optimizer. torch's Muon counts no steps."""
     for name in get_layout(parameter, group).moments:
-        _check_moment(parameter, name, theirs.get(name))
+        _check_moment(parameter, name, torch_state.get(name))
     state = make_state(parameter, group)
-    state["step"].fill_(float(theirs.get("step", 0)))
-    write_moments(parameter, state, group, theirs, step_key(group["seed"], int(state["step"]), position))
+    state["step"].fill_(float(torch_state.get("step", 0)))
+    write_moments(parameter, state, group, torch_state, step_key(group["seed"], int(state["step"]), position))
     return state
 
 

@@ -86,13 +86,13 @@ class CombinedOptimizer(Optimizer):
         groups: list[dict[str, Any]] = []
         first = 0
         for optimizer in self.optimizers:
-            theirs = optimizer.state_dict()
-            state |= {first + number: value for number, value in theirs["state"].items()}
+            part = optimizer.state_dict()
+            state |= {first + number: value for number, value in part["state"].items()}
             groups += [
-                {**group, "params": [first + number for number in group["params"]]} for group in theirs["param_groups"]
+                {**group, "params": [first + number for number in group["params"]]} for group in part["param_groups"]
             ]
             first += sum(len(group["params"]) for group in optimizer.param_groups)
-            packed |= theirs
+            packed |= part
         return {**packed, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,9 +157,9 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
     states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
     for part in list_parts(source):
         packed = part._torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
-        for group, theirs in zip(part.param_groups, packed["param_groups"], strict=True):
-            for parameter, number in zip(group["params"], theirs["params"], strict=True):
-                states[parameter] = part, theirs, packed["state"].get(number)
+        for group, packed_group in zip(part.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], packed_group["params"], strict=True):
+                states[parameter] = part, packed_group, packed["state"].get(number)
     with _all_or_none(list_parts(target)):
         for part in list_parts(target):
             if isinstance(part, Float8Optimizer):
@@ -181,13 +181,14 @@ def _torch_state_dict(target: Optimizer, states: dict[Tensor, tuple[Optimizer, d
         for number in group["params"]:
             if numbered[number] not in states:
                 raise ValueError(f"no state of a parameter {list(numbered[number].shape)}")
-            source, theirs, values = states[numbered[number]]
-            theirs_kind, kind = _get_algorithm(source), _get_algorithm(target)
-            if theirs_kind is not kind:
-                raise ValueError(f"states of {theirs_kind.__name__} cannot become those of {kind.__name__}")
+            source, packed_group, values = states[numbered[number]]
+            source_algorithm, algorithm = _get_algorithm(source), _get_algorithm(target)
+            if source_algorithm is not algorithm:
+                raise ValueError(f"states of {source_algorithm.__name__} cannot become those of {algorithm.__name__}")
             if isinstance(target, Float8Optimizer):
-                check_same_algorithm(theirs)
-            options = {name: theirs[name] for name in source.defaults.keys() & target.defaults.keys() if name in theirs}
+                check_same_algorithm(packed_group)
+            shared = source.defaults.keys() & target.defaults.keys() & packed_group.keys()
+            options = {name: packed_group[name] for name in shared}
             if values and type(target) is torch.optim.Muon:  # a later load would read a step that Muon never advances
                 values = {name: value for name, value in values.items() if name != "step"}
             if values:

@@ -38,4 +38,4 @@ def fill_options(loaded: list[dict[str, Any]], own: list[dict[str, Any]]) -> lis
     torch.distributed.checkpoint.state_dict loses their options unless the group is the last one (torch 2.13).
     """
     groups = zip(loaded, own, strict=False)
-    return [group if group["params"] else {**mine, **group} for group, mine in groups] + loaded[len(own) :]
+    return [group if group["params"] else {**own_group, **group} for group, own_group in groups] + loaded[len(own) :]
