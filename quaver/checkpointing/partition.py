@@ -57,9 +57,10 @@ class StoringPartitioner(CustomPartitionerFn):
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         static = {inputs[index] for index in options.get("static_lifetime_input_indices") or ()}
         forward, backward = partition(gm, joint_inputs, **options)
-        with_gradient = {name for name, grad in zip(inputs, _results(backward.graph), strict=False) if grad is not None}
+        gradients = _get_results(backward.graph)
+        with_gradient = {name for name, grad in zip(inputs, gradients, strict=False) if grad is not None}
         saved = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        to_store = list(_nodes_to_store(forward.graph, saved, options["num_fwd_outputs"], static, with_gradient))
+        to_store = list(_find_nodes_to_store(forward.graph, saved, options["num_fwd_outputs"], static, with_gradient))
         for node, block_size in to_store:
             _store(forward.graph, backward.graph, node, saved[node.name], block_size)
         if to_store:
@@ -73,22 +74,22 @@ class StoringPartitioner(CustomPartitionerFn):
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _nodes_to_store(
+def _find_nodes_to_store(
     forward: Graph, saved: dict[str, Node], num_outputs: int, static: set[str], with_gradient: set[str]
 ) -> Iterable[tuple[Node, int]]:
     """The saved nodes of the forward graph to store, with their block sizes. `saved`: the inputs of the backward."""
-    outputs = _results(forward)
-    largest = _largest_arguments(forward, static)
-    differentiable = _differentiable_nodes(forward, with_gradient)
+    outputs = _get_results(forward)
+    largest = _measure_largest_arguments(forward, static)
+    differentiable = _find_differentiable(forward, with_gradient)
     for node in dict.fromkeys(outputs[num_outputs:]):
-        module = _storing_module(node)
+        module = _find_storing_module(node)
         if node.name in static or node in outputs[:num_outputs] or module not in largest or node not in differentiable:
             continue
         if _is_storable(node, largest[module]) and not _feeds_matmul(saved[node.name]):
             yield node, module[1]
 
 
-def _differentiable_nodes(graph: Graph, with_gradient: set[str]) -> set[Node]:
+def _find_differentiable(graph: Graph, with_gradient: set[str]) -> set[Node]:
     """The nodes that depend on an input with a gradient; masks and tables do not."""
     differentiable: set[Node] = set()
     for node in graph.nodes:
@@ -97,29 +98,29 @@ def _differentiable_nodes(graph: Graph, with_gradient: set[str]) -> set[Node]:
     return differentiable
 
 
-def _storing_module(node: Node) -> StoringModule | None:
+def _find_storing_module(node: Node) -> StoringModule | None:
     """The storing module that computes a saved node, or else that reads it: a graph input or a linear's result."""
-    module = _annotation(node)
+    module = _get_annotation(node)
     if module is not None:
         return module
-    readers = (_storing_module(user) if user.target in _VIEWS else _annotation(user) for user in node.users)
+    readers = (_find_storing_module(user) if user.target in _VIEWS else _get_annotation(user) for user in node.users)
     return next((module for module in readers if module is not None), None)
 
 
-def _annotation(node: Node) -> StoringModule | None:
+def _get_annotation(node: Node) -> StoringModule | None:
     module: StoringModule | None = node.meta.get("custom", {}).get(STORED_IN)
     return module if node.op != "placeholder" else None
 
 
-def _largest_arguments(graph: Graph, static: set[str]) -> dict[StoringModule, int]:
+def _measure_largest_arguments(graph: Graph, static: set[str]) -> dict[StoringModule, int]:
     """The number of elements of the largest tensor that the nodes of each class of modules read from outside it."""
     largest: dict[StoringModule, int] = {}
     for node in graph.nodes:
-        module = _annotation(node)
+        module = _get_annotation(node)
         if module is None:
             continue
         for argument in node.all_input_nodes:
-            if _annotation(argument) != module and argument.name not in static:
+            if _get_annotation(argument) != module and argument.name not in static:
                 largest[module] = max(largest.get(module, 0), _count_elements(argument))
     return largest
 
@@ -163,11 +164,11 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
     def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
         return layout.from_matrix(decode_in_graph(codes, scale, scale_layout, value.dtype))
 
-    stored = _insert(forward, quantize, [node], _node_after(forward, node))
+    stored = _insert(forward, quantize, [node], _get_next_node(forward, node))
     if node.meta.get("saved_tensor_with_no_vc_check", False):
         for result in stored:
             result.meta["saved_tensor_with_no_vc_check"] = True
-    outputs = _results(forward)
+    outputs = _get_results(forward)
     forward.output_node().args = (tuple(new for old in outputs for new in (stored if old is node else [old])),)
 
     users = list(saved.users)
@@ -183,7 +184,7 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
     backward.erase_node(saved)
 
 
-def _node_after(graph: Graph, node: Node) -> Node:
+def _get_next_node(graph: Graph, node: Node) -> Node:
     """The first node before which a reader of `node` may be inserted."""
     if node.op == "placeholder":
         return next(following for following in graph.nodes if following.op != "placeholder")
@@ -198,9 +199,9 @@ def _insert(graph: Graph, function: Callable[..., Any], arguments: list[Node], b
         for node in traced.graph.nodes:
             if node.op == "call_function":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-    return [copies[result] for result in _results(traced.graph)]
+    return [copies[result] for result in _get_results(traced.graph)]
 
 
-def _results(graph: Graph) -> list[Node]:
+def _get_results(graph: Graph) -> list[Node]:
     results: Any = graph.output_node().args[0]
     return list(results) if isinstance(results, tuple | list) else [results]

@@ -73,12 +73,12 @@ _KEPT_NAMES = (
 )
 
 
-def _operation(name: str) -> Any:
+def _get_operation(name: str) -> Any:
     namespace, _, packet = name.partition(".")
     return getattr(getattr(torch.ops, namespace), packet).default
 
 
-KEPT = frozenset(_operation(name) for name in _KEPT_NAMES)
+KEPT = frozenset(_get_operation(name) for name in _KEPT_NAMES)
 """Ops whose results are always saved: attention and reduce-scatters are expensive, amaxes are small."""
 
 
@@ -168,7 +168,7 @@ def named_operations(names: Iterable[str]) -> frozenset[Any]:
     Raises:
         ValueError: torch has no operator of a name.
     """
-    return frozenset(overload for name in names for overload in _overloads(name))
+    return frozenset(overload for name in names for overload in _find_overloads(name))
 
 
 def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
@@ -181,7 +181,7 @@ def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
     """
     kept: set[Any] = set()
     for name in names:
-        reasons = {overload: _obstacle(overload) for overload in _overloads(name) if has_kernel(overload)}
+        reasons = {overload: _explain_refusal(overload) for overload in _find_overloads(name) if has_kernel(overload)}
         kept.update(overload for overload, reason in reasons.items() if not reason)
         if all(reasons.values()):
             raise ValueError(
@@ -191,7 +191,7 @@ def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(kept)
 
 
-def _obstacle(operation: Any) -> str:
+def _explain_refusal(operation: Any) -> str:
     """The reason why a policy cannot save the result of an operator, or ""."""
     schema = operation._schema
     if has_kernel(operation, "CompositeImplicitAutograd"):
@@ -207,7 +207,7 @@ def _obstacle(operation: Any) -> str:
     return ""
 
 
-def _overloads(name: str) -> list[Any]:
+def _find_overloads(name: str) -> list[Any]:
     operator: Any = torch.ops
     parts = name.split(".")
     for part in parts:
@@ -238,16 +238,16 @@ def selective_checkpoint_contexts(
         count: the matmul count of the checkpointed module, the same object for each forward; see [Note: which matmuls].
     """
     hide_from_policies()
-    return policy_contexts(_policy(changes, count or MatmulCount()))
+    return policy_contexts(_make_policy(changes, count or MatmulCount()))
 
 
-def _recompute_contexts() -> tuple[Any, Any]:
+def _make_recompute_contexts() -> tuple[Any, Any]:
     """A policy that saves nothing. It can go with torch 2.11, which without one recomputes no autograd.Function."""
     hide_from_policies()
     return policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
+def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
     """The policy of one forward of one block, which counts its matmuls."""
     calls = {False: 0, True: 0}  # by is_recompute: torch 2.11 also calls the policy in the recomputation
     matmuls_before = count.matmuls
@@ -269,12 +269,12 @@ def _has_dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     It must be recomputed, so that it draws random numbers again and later dropouts get the masks of the forward.
     """
-    index = _dropout_index(operation)
+    index = _find_dropout_index(operation)
     return index is not None and bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 @functools.cache
-def _dropout_index(operation: Any) -> int | None:
+def _find_dropout_index(operation: Any) -> int | None:
     names = [argument.name for argument in operation._schema.arguments] if isinstance(operation, OpOverload) else []
     return names.index("dropout_p") if "dropout_p" in names else None
 
@@ -311,7 +311,7 @@ def _checkpointed_class(
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
 
     def compiled_contexts() -> tuple[Any, Any]:  # not inside `forward`: torch 2.11 cannot trace its closure there
-        return selective_checkpoint_contexts(changes) if by_policy else _recompute_contexts()
+        return selective_checkpoint_contexts(changes) if by_policy else _make_recompute_contexts()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def block(*args: Any, **kwargs: Any) -> Any:

@@ -63,13 +63,13 @@ def store_activations_in_float8(
     lengths = sorted(columns for rows, columns in BLOCK_SIZES if rows == 1)
     if block_size not in lengths:
         raise ValueError(f"block_size must be one of {', '.join(map(str, lengths))}, got {block_size!r}")
-    chosen = default_modules(model) if modules is None else _matching(model, modules)
+    chosen = default_modules(model) if modules is None else _match_modules(model, modules)
     if not chosen:
         raise ValueError(
             f"expected norms, activation functions, attention or feed-forwards in {type(model).__name__}, got none; "
             'name the modules that store, for example modules=["encoder.*"]'
         )
-    matmuls = _matmuls_in(chosen.values())
+    matmuls = _find_matmuls(chosen.values())
     for name, module in chosen.items():
         if isinstance(module, _Storing):
             raise ValueError(f"{name or 'the model'} stores its activations in float8 already")
@@ -81,10 +81,10 @@ def store_activations_in_float8(
             )
     _prepare_compiler()
     for name, module in chosen.items():
-        module.__class__ = _storing_class(type(module))  # type: ignore[arg-type]
+        module.__class__ = _make_storing_class(type(module))  # type: ignore[arg-type]
         module._activation_storage = Storage(name, block_size)  # type: ignore[assignment]
     for matmul in matmuls:
-        matmul.__class__ = _leaving_class(type(matmul))  # type: ignore[arg-type]
+        matmul.__class__ = _make_leaving_class(type(matmul))  # type: ignore[arg-type]
     return list(chosen)
 
 
@@ -122,7 +122,7 @@ def default_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _matching(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+def _match_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     modules, chosen = dict(model.named_modules()), {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
@@ -159,7 +159,7 @@ def _is_matmul(module: nn.Module) -> bool:
     return _has_matrix(module) and not list(module.children())
 
 
-def _matmuls_in(modules: Iterable[nn.Module]) -> set[nn.Module]:
+def _find_matmuls(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The matmuls in `modules` that save inputs in high precision.
 
     Float8 linears are excluded, since they tell the hooks which tensors to leave (linear/saved_tensors.py).
@@ -181,7 +181,7 @@ library.impl("end_annotation", lambda: torch.empty(0), "CompositeExplicitAutogra
 
 
 @torch.library.register_fake("quaver::begin_annotation", lib=library)
-def _begin_traced(module: str, block_size: int) -> Tensor:
+def _fake_begin(module: str, block_size: int) -> Tensor:
     from quaver.torch_private.compiler import traced_backend
 
     backend = traced_backend()
@@ -194,7 +194,7 @@ def _begin_traced(module: str, block_size: int) -> Tensor:
 
 
 @torch.library.register_fake("quaver::end_annotation", lib=library)
-def _end_traced() -> Tensor:
+def _fake_end() -> Tensor:
     return torch.empty(0)
 
 
@@ -208,50 +208,50 @@ def _run_annotated(storing_module: StoringModule | None, forward: Callable[..., 
 
 
 class _Storing:
-    """Marks the classes that `_storing_class` makes."""
+    """Marks the classes that `_make_storing_class` makes."""
 
     _activation_storage: Storage | None
 
 
 @functools.cache
-def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _make_storing_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         storage = self._activation_storage
-        if storage is None or not torch.is_grad_enabled() or _makes_a_program():
+        if storage is None or not torch.is_grad_enabled() or _is_exporting_or_tracing():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _run_annotated((cls.__name__, storage.block_size), cls.forward, self, *args, **kwargs)
         with storing(storage, args, kwargs):
             return cls.forward(self, *args, **kwargs)
 
-    return _subclass(cls, _Storing, forward)
+    return _make_subclass(cls, _Storing, forward)
 
 
 class _Leaving:
-    """Marks the classes that `_leaving_class` makes."""
+    """Marks the classes that `_make_leaving_class` makes."""
 
 
 @functools.cache
-def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _make_leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _makes_a_program():
+        if _is_exporting_or_tracing():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _run_annotated(None, cls.forward, self, *args, **kwargs)
         with leaving():
             return cls.forward(self, *args, **kwargs)
 
-    return _subclass(cls, _Leaving, forward)
+    return _make_subclass(cls, _Leaving, forward)
 
 
-def _makes_a_program() -> bool:
+def _is_exporting_or_tracing() -> bool:
     """Whether torch.export or torch.jit.trace records the code, to run it without a backward and without quaver."""
     return is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
-def _subclass(cls: type[nn.Module], mark: type, forward: Callable[..., Any]) -> type[nn.Module]:
+def _make_subclass(cls: type[nn.Module], mark: type, forward: Callable[..., Any]) -> type[nn.Module]:
     """A class with the name and the signature of `cls`: libraries find blocks by name, and arguments by signature."""
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduce_ex}
     return type(cls.__name__, (mark, cls), {**namespace, "forward": functools.wraps(cls.forward)(forward)})
@@ -265,5 +265,5 @@ def _reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
 def _new(cls: type[nn.Module], stores: bool) -> Any:
     if stores:
         _prepare_compiler()
-    subclass: Any = (_storing_class if stores else _leaving_class)(cls)  # type: ignore[arg-type]
+    subclass: Any = (_make_storing_class if stores else _make_leaving_class)(cls)  # type: ignore[arg-type]
     return object.__new__(subclass)

@@ -55,7 +55,7 @@ class ActivationReport:
     def __str__(self) -> str:
         width = max((len(activation.module) for activation in self.saved), default=0)
         with_bytes = [activation for activation in self.saved if activation.bytes_before or activation.bytes_after]
-        lines = [_line(activation, width) for activation in with_bytes]
+        lines = [_format_line(activation, width) for activation in with_bytes]
         lines.append(f"{self.bytes_before:,} bytes are {self.bytes_after:,} in float8")
         lines += [f"gradients of {name or 'the rest'}: {db:.1f} dB" for name, db in self.gradient_sqnr_db.items()]
         return "\n".join(lines)
@@ -79,9 +79,9 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     saved: list[SavedActivation] = []
     try:
         with leaving():
-            exact = _gradients(parameters, step)
+            exact = _compute_gradients(parameters, step)
         with _recording(saved, parameters.values()):
-            stored = _gradients(parameters, step)
+            stored = _compute_gradients(parameters, step)
     finally:
         for name, parameter in parameters.items():
             parameter.grad = before[name]
@@ -91,10 +91,10 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
             "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints (compiled "
             "code is stored by Inductor alone, where shapes are static)"
         )
-    return ActivationReport(tuple(saved), _sqnr_by_block(exact, stored))
+    return ActivationReport(tuple(saved), _compare_by_block(exact, stored))
 
 
-def _gradients(parameters: dict[str, nn.Parameter], step: Callable[[], object]) -> dict[str, Tensor]:
+def _compute_gradients(parameters: dict[str, nn.Parameter], step: Callable[[], object]) -> dict[str, Tensor]:
     for parameter in parameters.values():
         parameter.grad = None
     devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
@@ -147,26 +147,26 @@ def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter])
         observer.report = None
 
 
-def _sqnr_by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, float]:
+def _compare_by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, float]:
     names_by_block = defaultdict(list)
     for name in exact:
         parts = name.split(".")
         number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
         names_by_block["" if number is None else ".".join(parts[: number + 1])].append(name)
-    signal = {name: _norm(gradient) for name, gradient in exact.items()}
-    noise = {name: _norm(gradient.double() - stored[name].double()) for name, gradient in exact.items()}
+    signal = {name: _compute_norm(gradient) for name, gradient in exact.items()}
+    noise = {name: _compute_norm(gradient.double() - stored[name].double()) for name, gradient in exact.items()}
     return {
         block: decibels(*(math.hypot(*(norms[name] for name in names)) for norms in (signal, noise)))
         for block, names in names_by_block.items()
     }
 
 
-def _norm(tensor: Tensor) -> float:
+def _compute_norm(tensor: Tensor) -> float:
     norm = tensor.detach().double().norm()
     return (norm.full_tensor() if is_dtensor(norm) else norm).item()
 
 
-def _line(saved: SavedActivation, width: int) -> str:
+def _format_line(saved: SavedActivation, width: int) -> str:
     shape = " x ".join(map(str, saved.shape))
     dtype = str(saved.dtype).removeprefix("torch.")
     error = "as it is" if saved.sqnr_db is None else f"{saved.sqnr_db:.1f} dB"

@@ -129,7 +129,7 @@ def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
     if group.size() > 1:
         _check_elements(elements // group.size(), group.size(), "the model")
     # A lambda, since DDP checks the annotations of a hook and expects classes, and this module's are strings.
-    model.register_comm_hook(_BucketStream(group), lambda state, bucket: _mean_of_bucket(state, bucket))
+    model.register_comm_hook(_BucketStream(group), lambda state, bucket: _average_bucket(state, bucket))
 
 
 class _BucketStream:
@@ -146,7 +146,7 @@ class _BucketStream:
         return self._stream
 
 
-def _mean_of_bucket(state: _BucketStream, bucket: Any) -> torch.futures.Future[Tensor]:
+def _average_bucket(state: _BucketStream, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's communication hook: the mean of the bucket over the ranks."""
     buffer = bucket.buffer()
     stream = state.stream_for(buffer.device)

@@ -44,7 +44,7 @@ WeightCast = tuple[int, ScaleLayout]
 """A cast of one of several weights: the weight's index, and the layout of the scales."""
 
 
-def _scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, ...]:
+def _get_scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, ...]:
     if len(size) == 3:
         return get_scale_shape(layout, size[0], size[0] * size[1], size[2])
     return layout.scale_shape(size[0], size[1])
@@ -77,10 +77,10 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
 
     casts = [(i, layout) for i, weight in enumerate(weights) for layout in layouts_of(weight)]
     casts.sort(key=is_over_tp)  # last, so that their amaxes are one slice
-    shapes = [_scale_shape(layout, shards[i].size) for i, layout in casts]
+    shapes = [_get_scale_shape(layout, shards[i].size) for i, layout in casts]
     lengths = [math.prod(shape) for shape in shapes]
     tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
-    amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
+    amaxes = _reduce_amaxes(_compute_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
     parts = compute_scales_of_parts(amaxes, lengths, *rounding_rule(weights[0].config))
     scales: dict[WeightCast, Scales] = {}
     for cast, shape, part in zip(casts, shapes, parts, strict=True):
@@ -94,7 +94,7 @@ def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, b
     return weight.row.float8_dtype, weight.power_of_2, weight.row.mode, weight.row.is_blockwise
 
 
-def _local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) -> Tensor:
+def _compute_local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) -> Tensor:
     """This rank's amaxes for `casts`, concatenated, float32; 0 for the elements of other ranks."""
     tensorwise = [(i, layout) for i, layout in casts if layout.is_tensorwise and len(shards[i].size) == 2]
     amax_of = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
@@ -102,16 +102,16 @@ def _local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) -> Tenso
     if with_elements:  # one multi-tensor kernel for all of them
         norms = torch._foreach_norm([shards[i].local for i, _ in with_elements], torch.inf)
         amax_of.update({cast: norm.view(1) for cast, norm in zip(with_elements, norms, strict=True)})
-    vectors = [amax_of[cast] if cast in amax_of else _local_vector(shards[cast[0]], cast[1]) for cast in casts]
+    vectors = [amax_of[cast] if cast in amax_of else _compute_local_vector(shards[cast[0]], cast[1]) for cast in casts]
     return torch.cat(vectors).float()
 
 
-def _local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
+def _compute_local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
     """The amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
     if len(shard.size) == 3:
-        return _scale_row_amaxes(shard, layout).flatten()
+        return _compute_scale_row_amaxes(shard, layout).flatten()
     if layout.is_blockwise:
-        return _block_amaxes(shard, layout).flatten()
+        return _compute_block_amaxes(shard, layout).flatten()
     dim = layout.index(ALL)
     amax = scaling.amax(shard.local, dim).flatten()
     if shard.dim == dim:
@@ -121,9 +121,9 @@ def _local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
     return amaxes
 
 
-def _block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
+def _compute_block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
     """The amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
-    amaxes = shard.local.new_zeros(_scale_shape(layout, shard.size))
+    amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.size))
     if shard.local.numel() == 0:
         return amaxes
     first, cut = divmod(shard.offset, layout[shard.dim])
@@ -133,13 +133,13 @@ def _block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
     return amaxes
 
 
-def _scale_row_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
+def _compute_scale_row_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
     """The amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
     count = count_scale_rows(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
     return compute_scale_row_amax(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
 
 
-def _max_over_groups(amaxes: Tensor, tp_start: int, shard: Shard) -> Tensor:
+def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: Shard) -> Tensor:
     """The maximum over FSDP2's ranks; from index `tp_start` on also over the ranks of tensor parallelism."""
     if shard.tp_group is not None and tp_start == 0:
         world = dist.group.WORLD

@@ -99,22 +99,22 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
         )
     tp_group = tp_dim = None
     if len(axes) == 2:
-        offset, chunk = _chunk(size[dims[1]], mesh, axes[1])
+        offset, chunk = _locate_chunk(size[dims[1]], mesh, axes[1])
         size[dims[1]] = min(chunk, size[dims[1]] - offset)
     if len(axes) == 2 and not are_experts:
         tp_group, tp_dim = mesh.get_group(axes[1]), dims[1]
-    offset, _ = _chunk(size[dims[0]], mesh, axes[0])
+    offset, _ = _locate_chunk(size[dims[0]], mesh, axes[0])
     device = torch.device(mesh.device_type)
     fsdp_group = mesh.get_group(axes[0])
-    ranks = _ranks(fsdp_group), _ranks(tp_group)
+    ranks = _list_ranks(fsdp_group), _list_ranks(tp_group)
     return Shard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
 
 
-def _ranks(group: ProcessGroup | None) -> Ranks:
+def _list_ranks(group: ProcessGroup | None) -> Ranks:
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def _chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
+def _locate_chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
     """The offset of this rank's chunk of `length`, and the chunks' length. As in torch.chunk, the last may be short."""
     chunk = -(-length // mesh.size(axis))
     return min(mesh.get_local_rank(axis) * chunk, length), chunk

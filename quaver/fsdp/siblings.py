@@ -74,7 +74,7 @@ class AllGatherState:
     """Payloads by name, filled while a `cast_weights_once` is open."""
 
 
-def _all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
+def _get_all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
     if not isinstance(weight.local, WrappedTensor):
         raise RuntimeError(
             f"a weight {list(weight.parameter.shape)} that FSDP2 all-gathers in float8 was replaced after fully_shard, "
@@ -91,7 +91,7 @@ def all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
 
 
 def current_shard(weight: ModuleWeight) -> Shard:
-    shards, parameter, local = all_gather_state(weight.module).shards, weight.parameter, _all_gather_weight(weight)
+    shards, parameter, local = all_gather_state(weight.module).shards, weight.parameter, _get_all_gather_weight(weight)
     if weight.name not in shards or shards[weight.name][0] is not parameter:
         shards[weight.name] = parameter, shard_of(parameter, local.wrapped.new_empty(0))  # keep no memory alive
     return shards[weight.name][1]._replace(local=local.wrapped)
@@ -125,25 +125,25 @@ def whole_scales(weight: ModuleWeight) -> WholeScales:
 
     If they are unknown, one collective computes the scales of all siblings that have none.
     """
-    known = _all_gather_weight(weight).scales(weight.parameter)
+    known = _get_all_gather_weight(weight).scales(weight.parameter)
     if known is not None:
         return known
     siblings = all_gather_state(weight.module).siblings
     unknown = [
         (name, sibling)
         for name, sibling in siblings.named
-        if _needs_scales(sibling) and _all_gather_weight(sibling).scales(sibling.parameter) is None
+        if _needs_scales(sibling) and _get_all_gather_weight(sibling).scales(sibling.parameter) is None
     ]
     own = current_shard(weight)
-    computed = _group_by_collective(unknown)[_collective_key(weight, own)]
+    computed = _group_by_collective(unknown)[_make_collective_key(weight, own)]
     if own.ranks[0] not in siblings.checked:
         _check_ranks_agree([(name, sibling) for name, sibling, _ in computed], own.fsdp_group, own.device)
         siblings.checked.add(own.ranks[0])
     _compute_and_remember(computed)
-    return typing.cast(WholeScales, _all_gather_weight(weight).scales(weight.parameter))
+    return typing.cast(WholeScales, _get_all_gather_weight(weight).scales(weight.parameter))
 
 
-def _collective_key(weight: ModuleWeight, shard: Shard) -> tuple[Any, ...]:
+def _make_collective_key(weight: ModuleWeight, shard: Shard) -> tuple[Any, ...]:
     """Equal for weights whose scales one collective computes; see [Note: equal groups] in shard.py."""
     return *shard.ranks, *rounding_rule(weight.config)
 
@@ -155,7 +155,7 @@ def _group_by_collective(named: NamedWeights) -> dict[tuple[Any, ...], NamedShar
     groups: dict[tuple[Any, ...], NamedShards] = {}
     for name, weight in named:
         shard = current_shard(weight)
-        groups.setdefault(_collective_key(weight, shard), []).append((name, weight, shard))
+        groups.setdefault(_make_collective_key(weight, shard), []).append((name, weight, shard))
     return groups
 
 
@@ -164,7 +164,7 @@ def _compute_and_remember(named: NamedShards) -> None:
     with torch.no_grad():
         scales = compute_whole_scales(shards, weights)
     for weight, weight_scales in zip(weights, scales, strict=True):
-        _all_gather_weight(weight).remember(weight_scales, weight.parameter)
+        _get_all_gather_weight(weight).remember(weight_scales, weight.parameter)
 
 
 def _check_ranks_agree(named: NamedWeights, group: ProcessGroup, device: torch.device) -> None:

@@ -139,7 +139,7 @@ class RowwiseSharding(_Sharding):
         if self.sequence_dim is None:
             return all_reduce(output, self.group)
         output = output.view(*leading, output.shape[-1])
-        return reduce_scatter(output, _checked_sequence_dim(output, self.sequence_dim, self.group), self.group)
+        return reduce_scatter(output, _check_sequence_dim(output, self.sequence_dim, self.group), self.group)
 
 
 class PartialSumSharding(RowwiseSharding):
@@ -252,7 +252,7 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _checked_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
+def _check_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
     dim %= tensor.dim()
     if tensor.shape[dim] % group.size():
         raise ValueError(
@@ -312,9 +312,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
         else:
-            grad = reduce_scatter(
-                grad, _checked_sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group()
-            )
+            grad = reduce_scatter(grad, _check_sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
         return grad, *[None] * 8
 
 

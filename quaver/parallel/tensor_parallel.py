@@ -43,7 +43,7 @@ from quaver.parallel.linear_sharding import (
 )
 
 
-def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
+def _check_linear(style: object, module: nn.Module) -> Float8Linear:
     if isinstance(module, Float8Linear) and isinstance(module.weight, Float8Tensor):
         raise NotImplementedError(
             f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
@@ -67,7 +67,7 @@ def _check_one_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def _shard(linear: Float8Linear, sharding: LinearSharding) -> None:
+def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
     linear.sharding = sharding
     if linear.scaling is not None:
         linear.scaling.let_host_decide()
@@ -86,14 +86,14 @@ class Float8ColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _float8_linear(self, module)
+        linear = _check_linear(self, module)
         mesh = _check_one_axis(device_mesh)
         check_can_be_sharded(linear, 0, mesh.size())
         super()._apply(linear, mesh)
         all_gather_input = None
         if self.input_layouts[0] != Replicate():
             all_gather_input = AllGatherInput(self.input_layouts[0], mesh, linear, as_dtensor=False)
-        _shard(linear, ColwiseSharding(mesh, all_gather_input))
+        _set_sharding(linear, ColwiseSharding(mesh, all_gather_input))
         return linear
 
     @staticmethod
@@ -123,7 +123,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _float8_linear(self, module)
+        linear = _check_linear(self, module)
         mesh = _check_one_axis(device_mesh)
         layout = self.output_layouts[0]
         if layout != Replicate() and (not isinstance(layout, Shard) or layout.dim == -1):
@@ -133,7 +133,7 @@ class Float8RowwiseParallel(RowwiseParallel):
         check_can_be_sharded(linear, 1, mesh.size())
         super()._apply(linear, mesh)
         sequence_dim = layout.dim if isinstance(layout, Shard) else None
-        _shard(linear, RowwiseSharding(mesh, sequence_dim))
+        _set_sharding(linear, RowwiseSharding(mesh, sequence_dim))
         return linear
 
 
@@ -177,7 +177,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     def _find_linear(self, module: nn.Module) -> Float8Linear:
         if self.fwd_config_submodule_fqn is not None:
-            linears = [_float8_linear(self, module.get_submodule(self.fwd_config_submodule_fqn))]
+            linears = [_check_linear(self, module.get_submodule(self.fwd_config_submodule_fqn))]
         else:
             linears = [child for child in module.modules() if isinstance(child, Float8Linear)]
         if not linears:

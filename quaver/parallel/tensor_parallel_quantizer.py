@@ -67,7 +67,7 @@ class TensorParallelQuantizer(Quantizer):
         if not layout.is_tensorwise:
             return self._cast_rowwise(cast, hp, row, column)
         if scales is not None or self.scale is None:
-            return super().cast(cast, hp, row, column, scales or self._agreed_scales(cast, hp, None))
+            return super().cast(cast, hp, row, column, scales or self._compute_agreed_scales(cast, hp, None))
         quantize = torch.ops.quaver.cast_with_agreed_scale if _is_traced(self.scale) else _cast_with_agreed_scale
         quant_scale, is_initialized = self.scale.quant_scale, self.scale.is_initialized
         dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
@@ -82,7 +82,7 @@ class TensorParallelQuantizer(Quantizer):
         agrees_on_rows, agrees_on_columns = row and self.sharded_dim == 1, column and self.sharded_dim == 0
         agreed = own = Operands(None, None)
         if agrees_on_rows or agrees_on_columns:
-            scales = self._agreed_scales(cast, hp, self.sharded_dim)
+            scales = self._compute_agreed_scales(cast, hp, self.sharded_dim)
             quant, dequant, _ = scales
             factor, division = choose_factor(scales, cast.mode)
             row_scale, column_scale = (factor, None) if agrees_on_rows else (None, factor)
@@ -95,7 +95,7 @@ class TensorParallelQuantizer(Quantizer):
             own = super().cast(cast, hp, row and not agrees_on_rows, column and not agrees_on_columns, None)
         return Operands(agreed.row or own.row, agreed.column or own.column)
 
-    def _agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
+    def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
         """The scales of the whole matrix that reduce `dim`, or both dims for None. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
         amax = amax.to(hp.dtype) if cast.mode else amax  # exact: an amax is an element of `hp`; see `compute_scales`
@@ -126,8 +126,8 @@ class GatheringQuantizer(TensorParallelQuantizer):
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
         """See `Quantizer`. `hp` is this rank's part [..., tokens, ..., K]; the operands are the whole's."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
-        row_tokens = _tokens_per_scale(casts.row, 0)
-        column_tokens = row_tokens if casts.is_dequantized else _tokens_per_scale(casts.column, 1)
+        row_tokens = _count_tokens_per_scale(casts.row, 0)
+        column_tokens = row_tokens if casts.is_dequantized else _count_tokens_per_scale(casts.column, 1)
         consecutive = math.prod(hp.shape[token_dim:-1])  # this rank's neighboring tokens in the whole
         needs_hp = (row and casts.row.is_disabled) or (column and casts.column_source.is_disabled)
         cuts_blocks = (row and consecutive % (row_tokens or 1)) or (column and consecutive % (column_tokens or 1))
@@ -169,7 +169,7 @@ def _lay_out_columns(codes: Tensor) -> Tensor:
     return codes if is_compiling() else lay_out_columns(codes)
 
 
-def _tokens_per_scale(cast: CastConfig, direction: int) -> int:
+def _count_tokens_per_scale(cast: CastConfig, direction: int) -> int:
     """The number of tokens that share a scale in row (0) or column (1) codes; 0 if all tokens do."""
     return cast.known_layout("tensor parallelism")[direction]
 

@@ -125,7 +125,7 @@ def _measure_cpu(may_leave: bool) -> Iterator[Measured]:
         yield measured
         gc.collect()
         torch.empty(1)  # logs a last event, which has the allocator's final sum
-    measured.usage = _usage_of(list(_walk(profiler.profiler.kineto_results.experimental_event_tree())), may_leave)
+    measured.usage = _compute_usage(list(_walk(profiler.profiler.kineto_results.experimental_event_tree())), may_leave)
 
 
 def _record_mark() -> None:
@@ -143,17 +143,17 @@ def _check_one_step(marks: int, left_bytes: int) -> None:
 # ---- the CPU allocator's log -----------------------------------------------------------------------------------------
 
 
-def _usage_of(nodes: list[Any], may_leave: bool) -> Usage:
-    blocks = _blocks(nodes)
+def _compute_usage(nodes: list[Any], may_leave: bool) -> Usage:
+    blocks = _read_blocks(nodes)
     marks = [node.start_time_ns for node in nodes if node.name == MARK]
     # Buffers of collectives are excluded, since a gloo thread holds its last one until its next work.
-    left = [block for block in _alive(blocks, math.inf) if not block.is_of_collective]
-    _check_one_step(len(marks), 0 if may_leave else _total_bytes(left))
+    left = [block for block in _select_alive(blocks, math.inf) if not block.is_of_collective]
+    _check_one_step(len(marks), 0 if may_leave else _sum_bytes(left))
     tensors = [block for block in blocks if not block.is_scratch]
-    return Usage(_peak_bytes(blocks), _peak_bytes(tensors), _total_bytes(_alive(blocks, marks[0])))
+    return Usage(_find_peak_bytes(blocks), _find_peak_bytes(tensors), _sum_bytes(_select_alive(blocks, marks[0])))
 
 
-def _total_bytes(blocks: list[MemoryBlock]) -> int:
+def _sum_bytes(blocks: list[MemoryBlock]) -> int:
     return sum(block.size_bytes for block in blocks)
 
 
@@ -163,7 +163,7 @@ def _walk(nodes: Iterable[Any]) -> Iterator[Any]:
         yield from _walk(node.children)
 
 
-def _blocks(nodes: list[Any]) -> list[MemoryBlock]:
+def _read_blocks(nodes: list[Any]) -> list[MemoryBlock]:
     """All CPU allocations in the log, which does not contain older memory.
 
     Threads of collectives may free a buffer without an event. The release is inferred from the allocator's total, which
@@ -219,13 +219,13 @@ def _find_requester(node: Any) -> tuple[float, bool]:
     return requesters[0].end_time_ns if requesters else -math.inf, is_of_collective
 
 
-def _peak_bytes(blocks: list[MemoryBlock]) -> int:
+def _find_peak_bytes(blocks: list[MemoryBlock]) -> int:
     steps: list[tuple[float, int]] = [(block.born_ns, block.size_bytes) for block in blocks]
     steps += [(block.dies_ns, -block.size_bytes) for block in blocks]
     sums = itertools.accumulate(size_bytes for _, size_bytes in sorted(steps))  # releases first at equal times
     return max(sums, default=0)
 
 
-def _alive(blocks: list[MemoryBlock], time_ns: float) -> list[MemoryBlock]:
+def _select_alive(blocks: list[MemoryBlock], time_ns: float) -> list[MemoryBlock]:
     born = [block for block in blocks if block.born_ns <= time_ns]
     return [block for block in born if time_ns < block.dies_ns or block.dies_ns == math.inf]

@@ -32,12 +32,12 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
         note: the reason why the recording saw no operators, if so. The report then has no timeline and no peak.
         compiled: names of compiled modules, whose graphs hold the tensors that are saved in them.
     """
-    timeline = list(_timeline(recorder))
+    timeline = list(_iter_timeline(recorder))
     totals = [sum(row[2:]) for row in timeline]
     saved_event = _find_saved_peak(recorder)
-    peak_event = _first_maximum(totals)
-    saved = [item for item in _state_at(recorder, saved_event).items() if _is_saved(item[0], item[1][1])]
-    rows = _rank(_saved_row(allocation, *state, compiled) for allocation, state in saved)
+    peak_event = _find_maximum(totals)
+    saved = [item for item in _replay(recorder, saved_event).items() if _is_saved(item[0], item[1][1])]
+    rows = _rank(_make_saved_row(allocation, *state, compiled) for allocation, state in saved)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "exact": not note,
@@ -45,11 +45,11 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
         "peak_bytes": totals[peak_event],
         "peak_event": peak_event,
         "resident_bytes": dict(zip(CATEGORIES, timeline[0][2:], strict=True)),
-        "at_peak": _rank(_row(allocation, *state) for allocation, state in _state_at(recorder, peak_event).items()),
+        "at_peak": _rank(_make_row(allocation, *state) for allocation, state in _replay(recorder, peak_event).items()),
         "saved_bytes": sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD),
         "saved_event": saved_event,
         "saved_for_backward": rows,
-        "spans": _spans(recorder),
+        "spans": _list_spans(recorder),
         "columns": ["event", "t_us", *CATEGORIES],
         "timeline": timeline,
     }
@@ -72,7 +72,7 @@ def _is_saved(allocation: Allocation, saved: int) -> bool:
     return saved > 0 or allocation.held_from_forward
 
 
-def _timeline(recorder: Recorder) -> Iterator[list[Any]]:
+def _iter_timeline(recorder: Recorder) -> Iterator[list[Any]]:
     """Yield [event, t_us, bytes of each category]. Event 0 is the beginning, event i follows the i-th log entry."""
     totals = dict.fromkeys(CATEGORIES, 0)
     state: State = {}
@@ -88,7 +88,7 @@ def _timeline(recorder: Recorder) -> Iterator[list[Any]]:
         yield [event, round(t_us, 1), *totals.values()]
 
 
-def _state_at(recorder: Recorder, event: int) -> State:
+def _replay(recorder: Recorder, event: int) -> State:
     state: State = {allocation: (size_bytes, 0) for allocation, size_bytes in recorder.initial.items()}
     for entry in recorder.log[:event]:
         state[entry.allocation] = (entry.size_bytes, entry.saved)
@@ -97,7 +97,7 @@ def _state_at(recorder: Recorder, event: int) -> State:
 
 def added_bytes(recorder: Recorder, event: int) -> int:
     """Bytes alive after an event in storages that were allocated during the recording."""
-    alive = _state_at(recorder, event)
+    alive = _replay(recorder, event)
     return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
 
 
@@ -108,20 +108,20 @@ def _find_saved_peak(recorder: Recorder) -> int:
         live_bytes += now - state.get(allocation, 0)
         state[allocation] = now
         by_event.append(live_bytes)
-    return _first_maximum(by_event)
+    return _find_maximum(by_event)
 
 
-def _first_maximum(values: list[int]) -> int:
+def _find_maximum(values: list[int]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
-def _row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
+def _make_row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
     return {
         "category": category_of(allocation, saved),
         "bytes": size_bytes,
         "count": 1,
         "operator": allocation.operator,
-        "of": "" if allocation.operand is None else _name_of(allocation.operand),
+        "of": "" if allocation.operand is None else _name_operand(allocation.operand),
         "module": allocation.module,
         "phase": allocation.phase,
         "shape": list(allocation.shape),
@@ -130,17 +130,17 @@ def _row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
     }
 
 
-def _saved_row(allocation: Allocation, size_bytes: int, saved: int, compiled: Collection[str]) -> dict[str, Any]:
+def _make_saved_row(allocation: Allocation, size_bytes: int, saved: int, compiled: Collection[str]) -> dict[str, Any]:
     use = allocation.first_use
     first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.line}
-    saved_by = _saved_by(allocation, saved)
+    saved_by = _name_saver(allocation, saved)
     if saved_by == "autograd" and allocation.saved_in in compiled:
         saved_by = COMPILED_GRAPH
     saver = {"saved_in": allocation.saved_in, "saved_by": saved_by, "first_use": first}
-    return {**_row(allocation, size_bytes, saved), **saver}
+    return {**_make_row(allocation, size_bytes, saved), **saver}
 
 
-def _saved_by(allocation: Allocation, saved: int) -> str:
+def _name_saver(allocation: Allocation, saved: int) -> str:
     """The mechanism that saved the allocation. If a recomputation is its first reader, it is a checkpoint."""
     if allocation.under_policy and not saved:
         return "selective policy"
@@ -150,7 +150,7 @@ def _saved_by(allocation: Allocation, saved: int) -> str:
     return "autograd" if saved else "other code"
 
 
-def _name_of(allocation: Allocation) -> str:
+def _name_operand(allocation: Allocation) -> str:
     if allocation.parameter:
         gathered = allocation.category == "gathered_weights"
         return f"{allocation.parameter}, unsharded" if gathered else allocation.parameter
@@ -175,7 +175,7 @@ def _merge(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return sorted(merged.values(), key=lambda row: -row["bytes"])
 
 
-def _spans(recorder: Recorder) -> list[list[Any]]:
+def _list_spans(recorder: Recorder) -> list[list[Any]]:
     """[phase, last event before it, its last event] for each phase, in order. Both are equal if it has no events."""
     ends = [*recorder.spans, ("", len(recorder.log))]
     return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
@@ -192,11 +192,11 @@ def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         New rows by bytes in descending order.
     """
-    folded = [{name: _without_numbers(name, value) for name, value in row.items()} for row in rows]
+    folded = [{name: _mask_numbers(name, value) for name, value in row.items()} for row in rows]
     return _merge((repr({**row, "bytes": 0, "count": 0}), row) for row in folded)
 
 
-def _without_numbers(name: str, value: Any) -> Any:
+def _mask_numbers(name: str, value: Any) -> Any:
     if name in ("module", "of", "saved_in"):
         return mask_layer_numbers(value)
     if name == "first_use" and value is not None:

@@ -450,7 +450,7 @@ def test_results_that_are_saved_can_be_written_to(kept, recipe):
 
 
 def test_attention_that_draws_random_numbers_is_not_saved():
-    decide = checkpointing._policy(checkpointing.NO_CHANGES, checkpointing.MatmulCount())
+    decide = checkpointing._make_policy(checkpointing.NO_CHANGES, checkpointing.MatmulCount())
     attention, query = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.empty(1)
     context = SelectiveCheckpointContext(is_recompute=False)
     decisions = [decide(context, attention, query, query, query, *dropout) for dropout in ((), (0.0,), (0.1,))]

@@ -97,16 +97,16 @@ def graph_of(graph: Any, kernels: Sequence[TritonKernel], source: str) -> Compil
     results: dict[str, list[Access]] = {}
     for node in nodes:
         if _is_result(node):
-            results.setdefault(node.node.inputs[0].get_name(), []).append(_access(node.node))
-    conversions = _conversions_for_operators(nodes)
+            results.setdefault(node.node.inputs[0].get_name(), []).append(_make_access(node.node))
+    conversions = _find_conversions_for_operators(nodes)
     launches = tuple(
-        _operator_launch(node, results)
+        _make_operator_launch(node, results)
         if isinstance(node, ExternKernelSchedulerNode)
-        else _kernel_launch(node, kernels, conversions)
+        else _make_kernel_launch(node, kernels, conversions)
         for node in nodes
         if not (isinstance(node, NopKernelSchedulerNode) or _is_result(node) or _launches_nothing(node))
     )
-    return CompiledGraph(graph.is_backward, launches, _saved(graph), source)
+    return CompiledGraph(graph.is_backward, launches, _list_saved(graph), source)
 
 
 def _is_result(node: Any) -> bool:
@@ -115,72 +115,72 @@ def _is_result(node: Any) -> bool:
 
 
 def _launches_nothing(node: Any) -> bool:
-    return isinstance(node, ExternKernelSchedulerNode) and "wait_for" in _operator_name(node.node)
+    return isinstance(node, ExternKernelSchedulerNode) and "wait_for" in _name_operator(node.node)
 
 
-def _kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions: Mapping[str, str]) -> Launch:
+def _make_kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions: Mapping[str, str]) -> Launch:
     reads, writes = (
         node.get_read_write_buffer_accesses(include_reads=reads, include_writes=not reads) for reads in (True, False)
     )
     parts = [part for part in node.get_nodes() if part.node is not None]
     written = {name: moved for name, moved in writes.items() if name not in V.graph.removed_buffers}
-    origins = [origin for part in parts for origin in _origins(part.node)]
+    origins = [origin for part in parts for origin in _list_origins(part.node)]
     return Launch(
         operator="",
         kernels=tuple(kernel for kernel in kernels if kernel.scheduled == id(node)),
         # A kernel loads its own results from a cache, which quaver/lab/bench/ledger counts separately.
-        reads=tuple(_accesses({name: moved for name, moved in reads.items() if name not in writes})),
-        writes=tuple(_accesses(written)),
-        fuses=tuple(dict.fromkeys(_name(origin) for origin in origins)),
+        reads=tuple(_iter_accesses({name: moved for name, moved in reads.items() if name not in writes})),
+        writes=tuple(_iter_accesses(written)),
+        fuses=tuple(dict.fromkeys(_shorten_name(origin) for origin in origins)),
         place=_find_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
         conversions={
-            part.node.get_name(): conversions.get(part.node.get_name()) or _conversion_in_kernel(part.node)
+            part.node.get_name(): conversions.get(part.node.get_name()) or _find_conversion_in_kernel(part.node)
             for part in parts
-            if _dtype(part.node) in FLOAT8
+            if _get_dtype(part.node) in FLOAT8
         },
         is_reduction=any(part.is_reduction() for part in parts),
     )
 
 
-def _operator_launch(node: Any, results: Mapping[str, list[Access]]) -> Launch:
+def _make_operator_launch(node: Any, results: Mapping[str, list[Access]]) -> Launch:
     operator, name = node.node, node.node.get_name()
-    reads = [_access(buffer) for buffer in _buffers(operator.inputs)]
-    written = results.get(name) or [_access(operator)]
+    reads = [_make_access(buffer) for buffer in _iter_buffers(operator.inputs)]
+    written = results.get(name) or [_make_access(operator)]
     return Launch(
-        operator=_operator_name(operator),
+        operator=_name_operator(operator),
         kernels=(),
         reads=tuple(reads),
         writes=tuple(access for access in written if access.elements),
-        fuses=tuple(dict.fromkeys(_name(origin) for origin in _origins(operator))),
+        fuses=tuple(dict.fromkeys(_shorten_name(origin) for origin in _list_origins(operator))),
         place=_find_place([operator]),
         conversions={},
         is_reduction=False,
     )
 
 
-def _buffers(inputs: Sequence[Any]) -> Iterator[Any]:
+def _iter_buffers(inputs: Sequence[Any]) -> Iterator[Any]:
     for value in inputs:
         if isinstance(value, list | tuple):
-            yield from _buffers(value)
-        elif _dtype(value) is not None:
+            yield from _iter_buffers(value)
+        elif _get_dtype(value) is not None:
             yield value
 
 
-def _dtype(buffer: Any) -> torch.dtype | None:
+def _get_dtype(buffer: Any) -> torch.dtype | None:
     layout = buffer.maybe_get_layout() if hasattr(buffer, "maybe_get_layout") else None
     return getattr(layout, "dtype", None) if hasattr(layout, "size") else None
 
 
-def _accesses(moved: Mapping[str, int]) -> Iterator[Access]:
+def _iter_accesses(moved: Mapping[str, int]) -> Iterator[Access]:
     for name, bytes_ in moved.items():  # `wait_for` seems to mutate its argument, under another name
         buffer = V.graph.try_get_buffer(V.graph.scheduler.mutation_real_name.get(name, name))
-        if buffer is not None and _dtype(buffer) is not None:
-            yield _access(buffer, int(bytes_))
+        if buffer is not None and _get_dtype(buffer) is not None:
+            yield _make_access(buffer, int(bytes_))
 
 
-def _access(buffer: Any, moved_bytes: int | None = None) -> Access:
+def _make_access(buffer: Any, moved_bytes: int | None = None) -> Access:
     """The access of a buffer, or of a view of one. By default all its bytes are moved."""
-    if _dtype(buffer) is None:  # an operator with several results, or without results
+    if _get_dtype(buffer) is None:  # an operator with several results, or without results
         return Access(buffer.get_name(), (0,), (1,), torch.uint8, 0)
     layout = buffer.get_layout()
     hint = V.graph.sizevars.optimization_hint
@@ -189,20 +189,20 @@ def _access(buffer: Any, moved_bytes: int | None = None) -> Access:
     return Access(buffer.get_name(), tuple(size), tuple(stride), layout.dtype, moved)
 
 
-def _origins(buffer: Any) -> list[fx.Node]:
+def _list_origins(buffer: Any) -> list[fx.Node]:
     return [origin for origin in getattr(buffer, "origins", ()) if origin.op == "call_function"]
 
 
-def _name(node: fx.Node) -> str:
+def _shorten_name(node: fx.Node) -> str:
     return str(node.target).removeprefix("aten.").removeprefix("prims.").removesuffix(".default")
 
 
-def _operator_name(operator: Any) -> str:
+def _name_operator(operator: Any) -> str:
     name = getattr(operator, "op_overload", None) or getattr(operator, "python_kernel_name", None) or type(operator)
     return str(name).removeprefix("torch.ops.").removeprefix("extern_kernels.").removesuffix(".default")
 
 
-def _conversions_for_operators(nodes: Sequence[Any]) -> dict[str, str]:
+def _find_conversions_for_operators(nodes: Sequence[Any]) -> dict[str, str]:
     """The operator in the graph that converts to the codes of each buffer that an operator reads.
 
     The origins of the buffer are ambiguous: if it is stored for an operator, they include all of its arguments.
@@ -213,7 +213,7 @@ def _conversions_for_operators(nodes: Sequence[Any]) -> dict[str, str]:
         origin = None if operator is None else operator.get_origin_node()
         if origin is not None:
             arguments = [leaf for leaf in tree_leaves(origin.args) if isinstance(leaf, fx.Node)]
-            for read, argument in zip(_buffers(operator.inputs), arguments, strict=False):
+            for read, argument in zip(_iter_buffers(operator.inputs), arguments, strict=False):
                 if _is_float8(argument):
                     conversions.setdefault(read.get_name(), _find_conversion(argument).name)
     return conversions
@@ -229,8 +229,8 @@ def _find_conversion(codes: fx.Node) -> fx.Node:
     return codes
 
 
-def _conversion_in_kernel(buffer: Any) -> str:
-    codes = [origin for origin in _origins(buffer) if _is_float8(origin)]
+def _find_conversion_in_kernel(buffer: Any) -> str:
+    codes = [origin for origin in _list_origins(buffer) if _is_float8(origin)]
     return _find_conversion(codes[0]).name if codes else str(buffer.get_name())
 
 
@@ -248,7 +248,7 @@ def _find_place(buffers: Sequence[Any]) -> str:
     return "unknown"
 
 
-def _saved(graph: Any) -> tuple[Access, ...]:
+def _list_saved(graph: Any) -> tuple[Access, ...]:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     if graph.is_backward or metadata is None:
@@ -260,6 +260,6 @@ def _saved(graph: Any) -> tuple[Access, ...]:
     for result in graph.graph_outputs[first:]:
         name = result.get_name() if hasattr(result, "get_name") else None
         buffer = None if name is None or name in resident else V.graph.try_get_buffer(name)
-        if buffer is not None and _dtype(buffer) is not None:
-            saved[buffer.get_name()] = _access(buffer)
+        if buffer is not None and _get_dtype(buffer) is not None:
+            saved[buffer.get_name()] = _make_access(buffer)
     return tuple(saved.values())

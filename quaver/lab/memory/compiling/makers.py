@@ -71,7 +71,7 @@ class Maker:
 
     def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node]) -> None:
         """`readers`: the first operator that reads each tensor, by the tensor's name."""
-        result = _operator_name(node)
+        result = _name_operator(node)
         self.operator = f"{operator} ({result})" if operator and result else operator or result or "compiled code"
         self.module = module_of_node(node)
         self._in_line = _make_frame(node)
@@ -120,25 +120,25 @@ def _inside(module: str) -> AbstractContextManager[None]:
 
 
 def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:
-    with _only_fakes() as watches:
+    with _keep_only_fakes() as watches:
         for watch in watches:
-            watch.operator_called(maker, _tensors(args))
+            watch.operator_called(maker, _list_tensors(args))
 
 
 def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    with _only_fakes():
+    with _keep_only_fakes():
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
-    with _only_fakes() as watches:
+    with _keep_only_fakes() as watches:
         for watch in watches:
-            watch.operator_called(maker, _tensors(reads))
+            watch.operator_called(maker, _list_tensors(reads))
             watch.follow(tensor, maker.operator)
 
 
 @contextmanager
-def _only_fakes() -> Iterator[list[StorageWatch]]:
+def _keep_only_fakes() -> Iterator[list[StorageWatch]]:
     """Turn off all dispatch modes except FakeTensorMode inside the block. Yields the StorageWatch modes among them."""
     modes = dispatch_modes()
     fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
@@ -146,7 +146,7 @@ def _only_fakes() -> Iterator[list[StorageWatch]]:
         yield [mode for mode in modes if isinstance(mode, StorageWatch)]
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def _list_tensors(values: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -190,7 +190,7 @@ def readers_of(graph: Any) -> dict[str, fx.Node]:
     return readers
 
 
-def _operator_name(node: fx.Node | None) -> str:
+def _name_operator(node: fx.Node | None) -> str:
     return "" if node is None else str(node.target).removesuffix(".default")
 
 
@@ -209,7 +209,7 @@ def place_of(node: fx.Node | None) -> tuple[str, int]:
     """The file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_LINE.findall(trace)):
-        if not _module_in(file).startswith(_NOT_THE_MODEL):
+        if not _find_module(file).startswith(_NOT_THE_MODEL):
             return file, int(line)
     return "", 0
 
@@ -219,10 +219,10 @@ def _make_frame(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[st
     if not file:
         return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
     code = _CALL.replace(co_filename=file, co_firstlineno=line, co_name="compiled")
-    return FunctionType(code, {"__name__": _module_in(file), "__builtins__": builtins})
+    return FunctionType(code, {"__name__": _find_module(file), "__builtins__": builtins})
 
 
 @cache
-def _module_in(file: str) -> str:
+def _find_module(file: str) -> str:
     names = (name for name, module in tuple(sys.modules.items()) if getattr(module, "__file__", None) == file)
     return next(names, "__main__")

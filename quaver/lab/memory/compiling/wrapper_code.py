@@ -46,7 +46,7 @@ def rewrite(source: str, maker_of: MakerOf) -> ast.Module:
     tree.body = [statement for statement in tree.body if not _imports_compiler(statement)]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name not in _NOT_RUN:
-            _Rewriter(_first_writes(node.body), maker_of, node.name == "call").visit_FunctionDef(node)
+            _Rewriter(_find_first_writes(node.body), maker_of, node.name == "call").visit_FunctionDef(node)
     return ast.fix_missing_locations(tree)
 
 
@@ -63,9 +63,9 @@ class _Rewriter(ast.NodeTransformer):
         self._assigned: set[str] = set()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        node.body = list(self._body(node.body))
+        node.body = list(self._rewrite_body(node.body))
         if self._is_entry:
-            node.body[:0] = _statements(f"{RECEIVED}({node.args.args[-1].arg})")
+            node.body[:0] = _parse_statements(f"{RECEIVED}({node.args.args[-1].arg})")
         return node
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr:
@@ -74,119 +74,120 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
-        target, value = _name(node.targets[0]), node.value
+        target, value = _get_id(node.targets[0]), node.value
         if isinstance(value, ast.Call) and _BUFFER.fullmatch(target):
-            if _name(value.func) == _ALLOCATE:
+            if _get_id(value.func) == _ALLOCATE:
                 layout = ", ".join(map(ast.unparse, value.args))
-                node.value = _expression(f"{self._maker(target)}.allocate({layout}, {self._read_for(target)})")
-            elif _name(value.func) != _REINTERPRET:
+                node.value = _parse_expression(f"{self._maker(target)}.allocate({layout}, {self._read_for(target)})")
+            elif _get_id(value.func) != _REINTERPRET:
                 node.value = self._rewrite_call(target, value)
         return node
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
         if self._is_entry and node.value is not None:
-            node.value = _expression(f"{RETURNED}({ast.unparse(node.value)})")
+            node.value = _parse_expression(f"{RETURNED}({ast.unparse(node.value)})")
         return node
 
-    def _body(self, statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    def _rewrite_body(self, statements: list[ast.stmt]) -> Iterator[ast.stmt]:
         is_deletion_of_reused = False
-        for statement, following in _with_next(statements):
-            old = _reused_buffer(statement, following)
+        for statement, following in _pair_with_next(statements):
+            old = _find_reused_buffer(statement, following)
             if old:
                 yield from self._reallocate(statement, old)
             elif not is_deletion_of_reused:
                 yield self.visit(statement)
-            self._assigned |= _targets(statement) - {old}
+            self._assigned |= _list_targets(statement) - {old}
             is_deletion_of_reused = bool(old)
 
     def _reallocate(self, statement: Any, old: str) -> list[ast.stmt]:
         """Statements that get the layout of the new buffer, delete the old one, and allocate the new one."""
-        new, view = _name(statement.targets[0]), ast.unparse(statement.value)
+        new, view = _get_id(statement.targets[0]), ast.unparse(statement.value)
         self._assigned.discard(old)
         allocation = f"{self._maker(new)}.allocate(*{new}, {self._read_for(new)})"
-        return _statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocation}")
+        return _parse_statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocation}")
 
     def _rewrite_call(self, written: str, call: ast.Call) -> ast.Call:
-        maker = self._maker_of(written, kernel_operator(_name(call.func)))
-        return ast.Call(_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
+        maker = self._maker_of(written, kernel_operator(_get_id(call.func)))
+        return ast.Call(_parse_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
 
     def _read_for(self, buffer: str) -> str:
         """The source of a dict of the arguments, if assigned before, of the first call that writes to `buffer`."""
         call = self._writes.get(buffer)
         arguments = [] if call is None else [*call.args, *(keyword.value for keyword in call.keywords)]
-        names = list(dict.fromkeys(name for name in _names(arguments) if name in self._assigned))
+        names = list(dict.fromkeys(name for name in _list_names(arguments) if name in self._assigned))
         return f"{{{', '.join(f'{name!r}: {name}' for name in names)}}}"
 
     def _maker(self, buffer: str) -> str:
         call = self._writes.get(buffer)
-        return self._maker_of(buffer, "" if call is None else kernel_operator(_name(call.func)))
+        return self._maker_of(buffer, "" if call is None else kernel_operator(_get_id(call.func)))
 
 
-def _first_writes(statements: list[ast.stmt]) -> dict[str, ast.Call]:
+def _find_first_writes(statements: list[ast.stmt]) -> dict[str, ast.Call]:
     writes: dict[str, ast.Call] = {}
     unwritten: dict[str, str] = {}  # by the name of the buffer or of a view of it
-    for statement, following in _with_next(statements):
+    for statement, following in _pair_with_next(statements):
         value = getattr(statement, "value", None)
         if isinstance(value, ast.Call) and _runs_on_buffers(value):
-            for buffer in {unwritten[name]: None for name in _buffers(value) if name in unwritten}:
+            for buffer in {unwritten[name]: None for name in _list_buffers(value) if name in unwritten}:
                 writes[buffer] = value
                 unwritten = {name: viewed for name, viewed in unwritten.items() if viewed != buffer}
         elif isinstance(statement, ast.Assign):
-            target = _name(statement.targets[0])
-            if _reused_buffer(statement, following) or (isinstance(value, ast.Call) and _name(value.func) == _ALLOCATE):
+            target = _get_id(statement.targets[0])
+            is_allocation = isinstance(value, ast.Call) and _get_id(value.func) == _ALLOCATE
+            if is_allocation or _find_reused_buffer(statement, following):
                 unwritten[target] = target
-            elif _is_view(value) and _buffers(statement.value)[0] in unwritten:
-                unwritten[target] = unwritten[_buffers(statement.value)[0]]
+            elif _is_view(value) and _list_buffers(statement.value)[0] in unwritten:
+                unwritten[target] = unwritten[_list_buffers(statement.value)[0]]
     return writes
 
 
-def _with_next(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
+def _pair_with_next(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
     return zip(statements, [*statements[1:], None], strict=True)
 
 
-def _reused_buffer(statement: ast.stmt, following: ast.stmt | None) -> str:
+def _find_reused_buffer(statement: ast.stmt, following: ast.stmt | None) -> str:
     """The buffer whose memory a line "new = old; del old" reuses; empty for any other line."""
     if not isinstance(statement, ast.Assign) or not isinstance(following, ast.Delete):
         return ""
-    new, old = _name(statement.targets[0]), _name(following.targets[0])
+    new, old = _get_id(statement.targets[0]), _get_id(following.targets[0])
     is_line = statement.lineno == following.lineno and bool(_BUFFER.fullmatch(new))
-    return old if is_line and _is_view(statement.value) and _buffers(statement.value) == [old] else ""
+    return old if is_line and _is_view(statement.value) and _list_buffers(statement.value) == [old] else ""
 
 
 def _is_view(value: Any) -> bool:
-    is_view = isinstance(value, ast.Name) or (isinstance(value, ast.Call) and _name(value.func) == _REINTERPRET)
-    return is_view and bool(_buffers(value))
+    is_view = isinstance(value, ast.Name) or (isinstance(value, ast.Call) and _get_id(value.func) == _REINTERPRET)
+    return is_view and bool(_list_buffers(value))
 
 
 def _runs_on_buffers(call: ast.Call) -> bool:
     """Whether this calls a kernel or an operator, and not a check or an allocation."""
-    return bool(kernel_operator(_name(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
+    return bool(kernel_operator(_get_id(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
 
 
-def _buffers(value: ast.AST) -> list[str]:
+def _list_buffers(value: ast.AST) -> list[str]:
     return [node.id for node in ast.walk(value) if isinstance(node, ast.Name) and _BUFFER.fullmatch(node.id)]
 
 
-def _names(values: list[ast.expr]) -> list[str]:
+def _list_names(values: list[ast.expr]) -> list[str]:
     return [node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)]
 
 
-def _targets(statement: ast.stmt) -> set[str]:
+def _list_targets(statement: ast.stmt) -> set[str]:
     targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return set(_names([target for target in targets if isinstance(target, ast.Name | ast.Tuple)]))
+    return set(_list_names([target for target in targets if isinstance(target, ast.Name | ast.Tuple)]))
 
 
 def _imports_compiler(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and any(alias.name == "AsyncCompile" for alias in statement.names)
 
 
-def _name(node: ast.AST) -> str:
+def _get_id(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _statements(source: str) -> list[ast.stmt]:
+def _parse_statements(source: str) -> list[ast.stmt]:
     return ast.parse(source).body
 
 
-def _expression(source: str) -> ast.expr:
+def _parse_expression(source: str) -> ast.expr:
     return ast.parse(source, mode="eval").body

@@ -22,7 +22,7 @@ from quaver.lab.recorder.callers import NOT_THE_MODELS, end_of_path, module_of
 
 def refusal(error: Exception) -> NotImplementedError:
     """The error for an operator that fake tensors do not support."""
-    place = _place(list(walk_tb(error.__traceback__)))
+    place = _describe_place(list(walk_tb(error.__traceback__)))
     operator = f"{error.args[0]} in {place}" if place else str(error.args[0])
     if isinstance(error, UnsupportedOperatorException):
         return NotImplementedError(
@@ -104,20 +104,20 @@ def place_here() -> str:
 
     An autograd node in C++ has no frame, so the place of code in backward is the call of `backward`.
     """
-    return _place(list(walk_stack(sys._getframe(1)))[::-1])
+    return _describe_place(list(walk_stack(sys._getframe(1)))[::-1])
 
 
-def _place(frames: list[tuple[FrameType, int]]) -> str:
+def _describe_place(frames: list[tuple[FrameType, int]]) -> str:
     model_frames = [(frame, line) for frame, line in frames if not module_of(frame).startswith(NOT_THE_MODELS)]
     if not model_frames:
         return ""
     innermost, line = model_frames[-1]
     source = f"{end_of_path(innermost.f_code.co_filename, module_of(innermost))}:{line}"
-    module = _module_name([frame.f_locals.get("self") for frame, _ in frames if frame.f_code.co_name == "forward"])
+    module = _name_module([frame.f_locals.get("self") for frame, _ in frames if frame.f_code.co_name == "forward"])
     return f"module {module} ({source})" if module else source
 
 
-def _module_name(owners: list[Any]) -> str:
+def _name_module(owners: list[Any]) -> str:
     """The name of the innermost module of `owners` in the outermost. The outermost is named by its class."""
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     named = modules[0].named_modules() if modules else ()

@@ -62,7 +62,7 @@ class TensorDifference:
     @property
     def sentence(self) -> str:
         """The row as one line of text."""
-        parts = [f"{self._amount()}: {self._subject()}", *self._details()]
+        parts = [f"{self._format_amount()}: {self._format_subject()}", *self._iter_details()]
         return ", ".join(parts) + (f"; {self.hint}" if self.hint else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,12 +70,12 @@ class TensorDifference:
         derived = {"difference_bytes": self.difference_bytes, "sentence": self.sentence}
         return {**asdict(self), "shape": list(self.shape), **derived}
 
-    def _amount(self) -> str:
+    def _format_amount(self) -> str:
         per_layer = self.per_layer_bytes
         layers = f" per layer x {self.layers}" if self.layers > 1 else ""
         return f"{'+' if per_layer > 0 else ''}{si(per_layer)} ({per_layer:+,} bytes){layers}"
 
-    def _subject(self) -> str:
+    def _format_subject(self) -> str:
         operator = short_operator(self.operator)
         subject = f"`{operator}`" if operator else self.category.replace("_", " ")
         if operator and self.of:
@@ -84,7 +84,7 @@ class TensorDifference:
             subject += f" in {self.module}"
         return subject
 
-    def _details(self) -> Iterator[str]:
+    def _iter_details(self) -> Iterator[str]:
         count = max(self.count_a, self.count_b)
         times = f"{count // self.layers} x " if self.dtype and count // self.layers > 1 else ""
         yield f"{times}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
@@ -136,13 +136,13 @@ def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comp
         [row for row in prediction.saved_for_backward if row["category"] not in NOT_FOR_BACKWARD]
         for prediction in (a, b)
     )
-    rows = [*_differences("saved", saved_a, saved_b), *_differences("peak", a.at_peak, b.at_peak)]
+    rows = [*_iter_differences("saved", saved_a, saved_b), *_iter_differences("peak", a.at_peak, b.at_peak)]
     rows.sort(key=lambda row: -abs(row.difference_bytes))
     peaks, saved_bytes = (a.peak_bytes, b.peak_bytes), (a.saved_by_forward_bytes, b.saved_by_forward_bytes)
-    return Comparison(label_a, label_b, *peaks, *saved_bytes, _peak_of(a), _peak_of(b), tuple(rows))
+    return Comparison(label_a, label_b, *peaks, *saved_bytes, _describe_peak(a), _describe_peak(b), tuple(rows))
 
 
-def _peak_of(prediction: Prediction) -> str:
+def _describe_peak(prediction: Prediction) -> str:
     module = prediction.module_of_peak or "no module"
     return f"{prediction.phase_of_peak} of {module}, by {short_operator(prediction.operator_of_peak) or 'no operator'}"
 
@@ -154,20 +154,20 @@ class _AlignedRows:
 
     @property
     def difference_bytes(self) -> int:
-        return _bytes(self.b) - _bytes(self.a)
+        return _sum_bytes(self.b) - _sum_bytes(self.a)
 
 
-def _parameter(operand: str) -> str:
+def _keep_parameter(operand: str) -> str:
     """The operand if it is a parameter. If two operands have equal sizes, a report may name either."""
     return "" if is_operator(operand) else operand
 
 
-def _typical(rows: list[Row]) -> Row:
+def _choose_typical(rows: list[Row]) -> Row:
     operands = [_fold(row).get("of") for row in rows]
     return rows[operands.index(Counter(operands).most_common(1)[0][0])]
 
 
-def _bytes(rows: list[Row]) -> int:
+def _sum_bytes(rows: list[Row]) -> int:
     return sum(row["bytes"] for row in rows)
 
 
@@ -175,11 +175,11 @@ def _fold(row: Row) -> Row:
     return merged_layers([row])[0]
 
 
-def _differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
+def _iter_differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
     for described, aligned in _align(rows_a, rows_b):
         if aligned.difference_bytes:
             runs = (rows_b, rows_a) if aligned.difference_bytes > 0 else (rows_a, rows_b)
-            yield _difference(at, described, aligned, SavedByRuns(*runs))
+            yield _make_difference(at, described, aligned, SavedByRuns(*runs))
 
 
 def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows, _AlignedRows]]:
@@ -189,7 +189,7 @@ def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows,
         for row in rows:
             folded = _fold(row)
             tensor = folded["category"], folded["module"], tuple(folded["shape"]), folded["dtype"]
-            origin = folded["operator"], _parameter(folded.get("of") or "")
+            origin = folded["operator"], _keep_parameter(folded.get("of") or "")
             getattr(groups.setdefault(tensor, {}).setdefault(origin, _AlignedRows()), side).append(row)
     for by_origin in groups.values():
         aligned = by_origin.values()
@@ -203,9 +203,9 @@ def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows,
         yield max(aligned, key=lambda rows: sign * rows.difference_bytes), merged
 
 
-def _difference(at: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns) -> TensorDifference:
+def _make_difference(at: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns) -> TensorDifference:
     layers = max(len({row["module"] for row in rows}) for rows in (aligned.a, aligned.b))
-    row = _typical(described.b if aligned.difference_bytes > 0 else described.a)
+    row = _choose_typical(described.b if aligned.difference_bytes > 0 else described.a)
     shown = _fold(row) if layers > 1 else row
     return TensorDifference(
         at=at,
@@ -213,8 +213,8 @@ def _difference(at: str, described: _AlignedRows, aligned: _AlignedRows, runs: S
         **{name: shown.get(name) or "" for name in ("of", "source", "saved_by")},
         shape=tuple(shown["shape"]),
         first_use=shown.get("first_use"),
-        bytes_a=_bytes(aligned.a),
-        bytes_b=_bytes(aligned.b),
+        bytes_a=_sum_bytes(aligned.a),
+        bytes_b=_sum_bytes(aligned.b),
         count_a=sum(row["count"] for row in aligned.a),
         count_b=sum(row["count"] for row in aligned.b),
         layers=layers,

@@ -43,34 +43,34 @@ def write_html(
         OSError: `path` cannot be written.
     """
     labels = comparison or {}
-    runs = [_run("prediction", prediction, labels.get("label_a", "this run"))]
+    runs = [_describe_run("prediction", prediction, labels.get("label_a", "this run"))]
     if other is not None:
-        runs.append(_run("other", other, labels.get("label_b", "the other run")))
+        runs.append(_describe_run("other", other, labels.get("label_b", "the other run")))
     data = {
         "title": title,
         "colors": COLORS,
         "runs": runs,
         "comparison": comparison,
         "advice": advice,
-        "measured": None if measured is None else _about(measured),
+        "measured": None if measured is None else _describe(measured),
     }
     write_page(path, _PARTS, title=title, data=data)
 
 
-def _run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
-    about = _about(prediction)
+def _describe_run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
+    about = _describe(prediction)
     report = prediction["report"]
-    tables = {name: _table(report[name]) for name in ("at_peak", "saved_for_backward")}
-    return {"label": label, **about, **tables, "timeline": _timeline(role, report)}
+    tables = {name: _make_table(report[name]) for name in ("at_peak", "saved_for_backward")}
+    return {"label": label, **about, **tables, "timeline": _reduce_timeline(role, report)}
 
 
-def _about(prediction: dict[str, Any]) -> dict[str, Any]:
+def _describe(prediction: dict[str, Any]) -> dict[str, Any]:
     report = prediction["report"]
     about = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
     return about | {name: report[name] for name in _OF_REPORT} | {"resident": report["resident_bytes"]}
 
 
-def _timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
+def _reduce_timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
     if "timeline" not in report:
         raise ValueError(f"{role}: expected a report with its timeline, got one without; use to_dict(timeline=True)")
     if not report["timeline"]:
@@ -82,6 +82,6 @@ def _timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
     return {"number": number, "events": rows[:, 0].tolist(), "series": series}
 
 
-def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _make_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}

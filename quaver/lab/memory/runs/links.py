@@ -99,7 +99,7 @@ def predict_links(config: TrainConfig, ranks: int) -> Links:
             run.step()
         traffic = counted.traffic(run.layout)
         state = (leaf for values in run.trained.optimizer.state.values() for leaf in tree_leaves(values))
-        checkpoint_bytes = sum(map(_whole_bytes, (*run.trained.model.parameters(), *state)))
+        checkpoint_bytes = sum(map(_count_whole_bytes, (*run.trained.model.parameters(), *state)))
     return Links(run.layout, run.trained.name, run.parameters, run.micro_batches, traffic, checkpoint_bytes)
 
 
@@ -118,12 +118,12 @@ class CountCollectives(TorchDispatchMode):
             return NotImplemented  # the ops on the tensors inside are dispatched here again
         result = func(*args, **(kwargs or {}))
         namespace, name = func.name().split("::")
-        kind = _kind(name) if "c10d" in namespace else None
+        kind = _find_kind(name) if "c10d" in namespace else None
         if kind is not None:
             written, read = (args[0], args[1:2]) if namespace == "c10d" else (result, args[0])
             counts_result = kind in ("all_gather", "all_to_all", "all_reduce")  # an all-reduce in c10d is in place
-            tensors = _tensors(written if counts_result else read)
-            key = _ranks_of((*args, *(kwargs or {}).values())), kind, str(tensors[0].dtype).removeprefix("torch.")
+            tensors = _list_tensors(written if counts_result else read)
+            key = _find_ranks((*args, *(kwargs or {}).values())), kind, str(tensors[0].dtype).removeprefix("torch.")
             self._number[key] += 1
             self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
@@ -149,16 +149,16 @@ def link_of(ranks: Iterable[int], layout: ParallelDims) -> str:
     return " x ".join(varying) or "none"
 
 
-def _kind(operator: str) -> str | None:
+def _find_kind(operator: str) -> str | None:
     plain = operator.replace("_", "")
     return next((kind for kind in KINDS if plain.startswith(kind.replace("_", ""))), None)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _ranks_of(arguments: Iterable[Any]) -> tuple[int, ...]:
+def _find_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
     """The ranks of a collective's group.
 
     In c10d the group is the first object among the arguments. In functional collectives the last string is its name.
@@ -172,7 +172,7 @@ def _ranks_of(arguments: Iterable[Any]) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group_of_name(name)))
 
 
-def _whole_bytes(value: Any) -> int:
+def _count_whole_bytes(value: Any) -> int:
     if isinstance(value, DTensor):
         return value.numel() * value.element_size()
     return (
