@@ -12,7 +12,7 @@ subnormal value by at most h, half of the smallest subnormal. Without saturation
 - `underflow_at`: an outlier has most of the signal, so the SQNR hides what its scale does to the other elements. The
   share of elements that become zero shows it. If their density is flat around zero, like a Gaussian's, with standard
   deviation s, a share p = 0.8 h / s underflows. Their SQNR on the subnormals' grid is s^2 / (h^2 / 3) = 1.92 / p^2. It
-  reaches `rounding_bound_db`, the format's guarantee, at p = 8.6% for e4m3 and 17% for e5m2.
+  reaches `rounding_bound_db`, the format's guarantee, at p = 8.7% for e4m3 and 17% for e5m2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares two predictions: the tensors of which one run saves more, or has more alive at its peak.
+"""Compares two predictions: the tensors that take more bytes in one run, saved for backward or alive at its peak.
 
     comparison = compare(explain(model, inputs), explain(other, inputs), label_a="bfloat16", label_b="rowwise")
     print(comparison.rows[0].sentence)
