@@ -9,9 +9,8 @@
 The parameters that FSDP2 holds and the optimizer updates stay in high precision. The payload of an all-gather is one
 uint8 tensor for each cast of the weight, in forward and backward:
 
-    one byte per element     both matmuls read one cast: tensorwise, rowwise_with_tensorwise_weight, delayed,
-                             blockwise, mxfp8
-    two bytes per element    each matmul reads its own: rowwise, rowwise_with_gw_hp
+    two bytes per element    each matmul reads its own cast: rowwise, rowwise_with_gw_hp
+    one byte per element     both matmuls read one cast: all other recipes
 
 The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an unsharded weight in high
 precision never exists. The 3-D weights of experts are gathered in the same way.

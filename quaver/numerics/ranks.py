@@ -36,7 +36,7 @@ class Gathered(NamedTuple):
 def gather(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> Gathered | None:
     """Gather the slots [rows, WIDTH] and extras [rows, extras.WIDTH] of all ranks. Returns None except on the first.
 
-    The first rank briefly holds the slots of every rank: 2.2 KB per row and rank, 6.5 KB with extras.
+    The first rank briefly holds the slots of every rank: 2.2 KB per row and rank, 6.4 KB with extras.
     """
     own = slots if extras is None else torch.cat([slots, extras], 1)
     parts = [own]
