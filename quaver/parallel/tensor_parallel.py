@@ -9,9 +9,9 @@ sums over ranks.
 
 The payloads over T ranks, for an activation of M tokens by K features:
 
-    forward      The all-gather of a sequence-sharded input sends M * K codes, and one scale or one per token. If
-                 grad_weight reads another cast than output does (rowwise, blocks), both casts are sent: two bytes per
-                 element, as in bfloat16.
+    forward      The all-gather of a sequence-sharded input sends M * K codes and their scales. If grad_weight reads
+                 another cast than output does (rowwise, blocks), both casts are sent: two bytes per element, as in
+                 bfloat16.
     backward     The same for a sequence-sharded grad_output of Float8RowwiseParallel.
     in bfloat16  Inputs that a recipe reads in high precision (those with _gw_hp). Sequences of a rank that are no
                  multiple of the rows of a block (128 or 32). Every sum over ranks.
