@@ -196,8 +196,8 @@ class Monitor:
     def mismatch(self, measured: Mismatch) -> None:
         """Record how far the trainer of this step is from its rollout (mismatch.py).
 
-        Of the first rank's figures since the last sample, the next one has those with the largest
-        `token_mult_prob_error`, and the rule "mismatch" judges them.
+        The next sample records the first rank's figures with the largest `token_mult_prob_error` since the last sample,
+        and the rule "mismatch" judges them.
         """
         if self._mismatch is None or measured.token_mult_prob_error > self._mismatch.token_mult_prob_error:
             self._mismatch = measured

@@ -57,7 +57,7 @@ class CombinedOptimizer(Optimizer):
             replace_states(self.state, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group of none of the optimizers, because none would step it.
+        """Refuse a group that is in none of the optimizers, because none would step it.
 
         Raises:
             ValueError: the group is not in one of the optimizers.
