@@ -100,7 +100,7 @@ def _sources(module: nn.Module) -> Iterator[tuple[object, tuple[str, ...]]]:
 
 
 def _configs(config: Any) -> Iterator[object]:
-    """Yields `config` and the configs inside, such as `text_config`."""
+    """Yield `config` and the configs inside, such as `text_config`."""
     if config is None or not hasattr(config, "__dict__"):
         return
     yield config

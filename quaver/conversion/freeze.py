@@ -201,7 +201,7 @@ def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | No
 
 
 def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Iterator[str]:
-    """Yields the reasons why weights cannot be frozen."""
+    """Yield the reasons why weights cannot be frozen."""
     weights: dict[str, Tensor] = {}
     for name, module in chosen.items():
         own = {"": module.weight} if isinstance(module, nn.Linear) else weights_of(module)

@@ -70,7 +70,7 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Collection[str] | Call
 
 
 def float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float8Experts]]:
-    """Yields the float8 linears and experts, by name."""
+    """Yield the float8 linears and experts, by name."""
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear | Float8Experts):
             yield name, module

@@ -45,7 +45,7 @@ def drop_false_quantization(model: nn.Module) -> None:
 
 
 def configs_of(config: object) -> Iterator[Any]:
-    """Yields the config of a transformers model and of its parts (text, vision and so on); nothing for other models."""
+    """Yield the config of a transformers model and of its parts (text, vision and so on); nothing for other models."""
     if hasattr(config, "__dict__"):
         yield config
         yield from (part for part in vars(config).values() if hasattr(part, "to_diff_dict"))

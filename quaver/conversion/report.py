@@ -224,14 +224,14 @@ def _describe_frozen(weight: Tensor) -> str:
 
 
 def unfinished(linear: Float8Linear) -> Iterator[str]:
-    """Yields the reasons why a Float8Linear does not run as its config says."""
+    """Yield the reasons why a Float8Linear does not run as its config says."""
     yield from _unprepared(linear)
     if linear.config.has_persistent_scales and linear.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
 def unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
-    """Yields the reasons why converted experts do not run as their config says."""
+    """Yield the reasons why converted experts do not run as their config says."""
     if isinstance(experts, Float8Experts):
         yield from _unprepared(experts)
 
@@ -275,7 +275,7 @@ _NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
 def _other_matmul_weights(
     module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str
 ) -> Iterator[LayerReport]:
-    """Yields the matmul weights of a module other than nn.Linear, judged by their shape and name.
+    """Yield the matmul weights of a module other than nn.Linear, judged by their shape and name.
 
     `idle`: why converted experts did not run, or "".
     """

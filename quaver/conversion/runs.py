@@ -40,7 +40,7 @@ def _why_idle(module: Float8Linear | Float8Grouped, reader: str) -> str:
 
 
 def read_weights(model: nn.Module) -> Iterator[str]:
-    """Yields a note for each parent that reads the weight of float8 linears that did not run and may never run."""
+    """Yield a note for each parent that reads the weight of float8 linears that did not run and may never run."""
     names: dict[str, list[str]] = {}
     idle, readers = idle_modules(model), readers_of_weights(model)
     for name, module in model.named_modules():

@@ -63,7 +63,7 @@ def _weights_read(cls: type, forward: CodeType | None) -> list[tuple[str, str]]:
 
 
 def _paths(code: CodeType) -> Iterator[str]:
-    """Yields the paths from `self` to modules whose `weight` a method reads, not only its `_FACTS`."""
+    """Yield the paths from `self` to modules whose `weight` a method reads, not only its `_FACTS`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):

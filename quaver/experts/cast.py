@@ -84,7 +84,7 @@ def _cast_groups(
 
 
 def _make_row_blocks(hp: Tensor, columns: int) -> ScaleLayout:
-    """Returns the layout with blocks of one row and `columns` columns; 0 is all columns."""
+    """Return the layout with blocks of one row and `columns` columns; 0 is all columns."""
     return ScaleLayout(1, columns or max(hp.shape[1], 1))
 
 
@@ -100,14 +100,14 @@ def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleL
 
 
 def compute_scale_row_amax(hp: Tensor, scale_row: Tensor, count: int, columns: int) -> Tensor:
-    """Returns the amax for each row of scales, float32 [count + 1, blocks of columns]; the last is of no group."""
+    """Return the amax for each row of scales, float32 [count + 1, blocks of columns]; the last is of no group."""
     if columns == 1:
         return group_amax(hp, scale_row, count + 1)
     return _largest_by(scale_row, count + 1, scaling.block_amax(hp, _make_row_blocks(hp, columns)))
 
 
 def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Returns the amax of each column of `hp` [R, C] in each group, float32 [groups, C]; `group` is int64 [R]."""
+    """Return the amax of each column of `hp` [R, C] in each group, float32 [groups, C]; `group` is int64 [R]."""
     return _largest_by(group, groups, scaling.block_amax(hp, ScaleLayout(1, 1)))
 
 
@@ -129,7 +129,7 @@ def _largest_by(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
 
 
 def expand_quant_scales(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, ScaleLayout]:
-    """Returns the scales of the rows of `hp`, and their layout, for `cast_blocks_with_scale`.
+    """Return the scales of the rows of `hp`, and their layout, for `cast_blocks_with_scale`.
 
     `quant_scale` has one or more numbers for each row of scales, one per `columns` columns.
     """

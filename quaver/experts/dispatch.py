@@ -29,7 +29,7 @@ class Dispatch(Protocol):
         """Send rows back to their ranks. Rows without an expert are 0."""
 
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
-        """Returns operands that are bit-identical to a cast of `dispatch(hp)`. Sends codes if possible."""
+        """Return operands that are bit-identical to a cast of `dispatch(hp)`. Sends codes if possible."""
 
 
 class Dispatcher(Protocol):
@@ -50,10 +50,10 @@ class Dispatcher(Protocol):
         """
 
     def note(self, experts: nn.Module) -> str:
-        """Returns a sentence for reports: in which precision training sends tokens and gradients to these experts."""
+        """Return a sentence for reports: in which precision training sends tokens and gradients to these experts."""
 
     def local_part(self, parameter: Tensor) -> Tensor:
-        """Returns this rank's part of a parameter, differentiably."""
+        """Return this rank's part of a parameter, differentiably."""
 
 
 class DispatchTokens(torch.autograd.Function):

@@ -98,7 +98,7 @@ def _grouped_mm(
 
 
 def find_grouped_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
-    """Returns the backend on `device` of a grouped matmul from its operands' casts."""
+    """Return the backend on `device` of a grouped matmul from its operands' casts."""
     fits = fits_grouped_matmul(left, right) and _has_native(device, emulate)
     return GemmBackend.NATIVE if fits else GemmBackend.EXACT
 
@@ -110,7 +110,7 @@ def fits_grouped_matmul(left: CastConfig, right: CastConfig) -> bool:
 
 
 def describe_grouped_backends(config: Float8LinearConfig, device: torch.device) -> str:
-    """Returns the backends of experts' grouped matmuls on `device`; see `gemm.describe_backends`."""
+    """Return the backends of experts' grouped matmuls on `device`; see `gemm.describe_backends`."""
     return describe_backends(config, device, find_grouped_backend)
 
 
@@ -195,7 +195,7 @@ def grouped_mm(
 
 
 def _dequantize(operand: Operand, ends: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
-    """Returns the values of tokens in GRAD_WEIGHT, else of weights, which may be in high precision already."""
+    """Return the values of tokens in GRAD_WEIGHT, else of weights, which may be in high precision already."""
     if operand.dequant_scale is None:
         return operand.data.to(dtype)
     scale, layout = expand_row_scales(operand, ends if form is Form.GRAD_WEIGHT else None, ends.shape[0])

@@ -65,7 +65,7 @@ def multiply_widened(a: Operand, b: Operand, ends: Tensor, form: Form, transpose
 
 
 def _select_b_ends(ends: Tensor, form: Form) -> Tensor | None:
-    """Returns the ends of the groups in b: in GRAD_WEIGHT b is tokens, else a stack of weights."""
+    """Return the ends of the groups in b: in GRAD_WEIGHT b is tokens, else a stack of weights."""
     return ends if form is Form.GRAD_WEIGHT else None
 
 
@@ -138,7 +138,7 @@ def _run_kernel(
 
 
 def _lay_out_contracted(matrices: Tensor) -> Tensor:
-    """Returns [..., contracted] in a layout that the matmul of this dtype supports."""
+    """Return [..., contracted] in a layout that the matmul of this dtype supports."""
     return row_major(matrices) if matrices.dtype is E4M3.dtype else matrices
 
 

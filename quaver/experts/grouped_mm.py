@@ -167,13 +167,13 @@ def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Op
 
 
 def get_stored_casts(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
-    """Returns the casts along stored rows and columns of weights; exchanged for [E, K, N]."""
+    """Return the casts along stored rows and columns of weights; exchanged for [E, K, N]."""
     casts = config.casts.weight
     return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.has_equal_casts) if transposed else casts
 
 
 def get_stored_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
-    """Returns the layouts of the row and column codes of stored weights."""
+    """Return the layouts of the row and column codes of stored weights."""
     casts = get_stored_casts(config, transposed)[:2]
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
     column = column.column_layout()
@@ -183,13 +183,13 @@ def get_stored_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[Sc
 
 
 def get_quantized_operands(weight: Float8Tensor, transposed: bool) -> Operands:
-    """Returns the operands of an all-gathered or primary weight, with codes [E, rows, columns]."""
+    """Return the operands of an all-gathered or primary weight, with codes [E, rows, columns]."""
     row, column = (expect(side)._replace(data=expect(side).data.view(-1, weight.shape[2])) for side in weight.stored())
     return Operands(column, row) if transposed else Operands(row, column)
 
 
 def get_frozen_operands(weight: FrozenFloat8Weight) -> Operands:
-    """Returns the operands of a frozen stack of weights; both matmuls read the same codes."""
+    """Return the operands of a frozen stack of weights; both matmuls read the same codes."""
     scale, (_, rows, columns) = weight.dequant_scale, weight.shape
     layout = weight.scale_layout
     if scale.dim() == 3 and layout.rows == ALL:

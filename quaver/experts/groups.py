@@ -41,7 +41,7 @@ class Form(enum.Enum):
 
 
 def find_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int]]:
-    """Returns where each group begins and ends. Reads `ends` on the host.
+    """Return where each group begins and ends. Reads `ends` on the host.
 
     Raises:
         ValueError: the ends descend, or exceed the rows of the matrix.
@@ -58,7 +58,7 @@ def find_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, 
 
 
 def find_groups(ends: Tensor | None, groups: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the group of each row, int64 [rows], and the first row of each group, int64 [groups].
+    """Return the group of each row, int64 [rows], and the first row of each group, int64 [groups].
 
     Rows past the last end have the number `groups`.
     """
@@ -71,12 +71,12 @@ def find_groups(ends: Tensor | None, groups: int, rows: int, device: torch.devic
 
 
 def count_scale_rows(block_rows: int, groups: int, rows: int) -> int:
-    """Returns the number of rows of the scales; see [Note: scale rows]."""
+    """Return the number of rows of the scales; see [Note: scale rows]."""
     return groups if block_rows == ALL else rows if block_rows == 1 else rows // block_rows + groups
 
 
 def get_scale_shape(layout: ScaleLayout, groups: int, rows: int, columns: int) -> tuple[int, ...]:
-    """Returns the shape of the scales of groups; see the table at the top of the file."""
+    """Return the shape of the scales of groups; see the table at the top of the file."""
     count = count_scale_rows(layout.rows, groups, rows)
     return (count,) if layout.is_tensorwise else (count, layout.scale_shape(1, columns)[1])
 
@@ -93,12 +93,12 @@ def arrange_scale_rows(scale: Tensor, rows: int, block_rows: int) -> Tensor:
 
 
 def find_first_scale(block_rows: int, group: int, start: int) -> int:
-    """Returns the row of the scale of a group's first block; see [Note: scale rows]."""
+    """Return the row of the scale of a group's first block; see [Note: scale rows]."""
     return group if block_rows == ALL else start if block_rows == 1 else start // block_rows + group
 
 
 def select_group(operand: Operand, group: int, start: int, stop: int) -> Operand:
-    """Returns the rows of one group as an operand of a matmul."""
+    """Return the rows of one group as an operand of a matmul."""
     scale, layout = operand.dequant_scale, operand.layout
     if scale is not None and scale.dim() == 1:
         scale = scale[group]
@@ -109,7 +109,7 @@ def select_group(operand: Operand, group: int, start: int, stop: int) -> Operand
 
 
 def get_cast_layout(granularity: str, block_options: Sequence[Any]) -> ScaleLayout:
-    """Returns the layout of row codes; see the table at the top of the file."""
+    """Return the layout of row codes; see the table at the top of the file."""
     layout = ScalingGranularity(granularity).layout(typing.cast("tuple[int, int]", tuple(block_options[:2])))
     if layout is None:
         raise NotImplementedError(f"experts: which elements of a {granularity} cast share a scale is not known")
@@ -117,7 +117,7 @@ def get_cast_layout(granularity: str, block_options: Sequence[Any]) -> ScaleLayo
 
 
 def expand_row_scales(operand: Operand, ends: Tensor | None, groups: int) -> tuple[Tensor, ScaleLayout]:
-    """Returns the dequant_scale of each row, [rows, blocks of columns], and its layout.
+    """Return the dequant_scale of each row, [rows, blocks of columns], and its layout.
 
     The scales of rows of no group are 0, except with a scale per row.
     """
@@ -128,7 +128,7 @@ def expand_row_scales(operand: Operand, ends: Tensor | None, groups: int) -> tup
 
 
 def find_scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
-    """Returns the row of the scales for each row, int64 [rows].
+    """Return the row of the scales for each row, int64 [rows].
 
     It is `count_scale_rows` for rows of no group, unless every row has its own scale (`block_rows` is 1).
     """

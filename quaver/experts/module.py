@@ -55,7 +55,7 @@ class RoutedExperts(nn.Module):
     """The dispatcher of experts that another library split, kept before and after a conversion."""
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
-        """Returns the weighted sum of its experts' outputs for each token.
+        """Return the weighted sum of its experts' outputs for each token.
 
         Args:
             hidden_states: [T, D]; if called without `routing` [E * T, D], T tokens of each expert.
@@ -190,7 +190,7 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the 3-D weights of a module of experts, by name."""
+    """Return the 3-D weights of a module of experts, by name."""
     return {name: weight for name, weight in experts.named_parameters(recurse=False) if name in _WEIGHTS}
 
 
@@ -209,7 +209,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
-    """Returns why experts cannot be converted to `config`, or "" if they can."""
+    """Return why experts cannot be converted to `config`, or "" if they can."""
     is_planned = getattr(module, "planned_dispatcher", None) is not None
     if "forward" in vars(module) and not is_planned and getattr(module, "_is_expert_parallel", False):
         return (

@@ -68,7 +68,7 @@ class ModuleWeight(NamedTuple):
 
 
 def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
-    """Yields the weights of a Float8Linear, unless its weight was deleted, or of a Float8Experts."""
+    """Yield the weights of a Float8Linear, unless its weight was deleted, or of a Float8Experts."""
     if isinstance(module, Float8Linear):
         if getattr(module, "weight", None) is not None:
             yield ModuleWeight(module)
@@ -77,7 +77,7 @@ def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
 
 
 def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
-    """Yields the weights of all float8 modules of `model`, named by their linear, or by experts and weight."""
+    """Yield the weights of all float8 modules of `model`, named by their linear, or by experts and weight."""
     for name, module in model.named_modules():
         for weight in weights_of_module(module):
             yield name if isinstance(module, Float8Linear) else f"{name}.{weight.name}".lstrip("."), weight

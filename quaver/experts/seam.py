@@ -41,7 +41,7 @@ class Float8GroupedMM(Float8Grouped):
 
 
 def match_arguments(experts: type[nn.Module]) -> tuple[str, str, str]:
-    """Returns the names of the tokens, the weight and the ends in the signature of `experts._grouped_mm`.
+    """Return the names of the tokens, the weight and the ends in the signature of `experts._grouped_mm`.
 
     Raises:
         ValueError: the signature has other names.

@@ -150,7 +150,7 @@ def _compare_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[
 
 
 def _expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
-    """Yields the weight's name, the stored name, the codes in the forward and the stored scale of each float8 matrix.
+    """Yield the weight's name, the stored name, the codes in the forward and the stored scale of each float8 matrix.
 
     There is no scale if the blocks of the format and of the forward differ.
     """
@@ -178,7 +178,7 @@ def _equal_share(actual: Tensor, expected: Tensor) -> float:
 
 
 def _stored_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
-    """Yields the stored operand of each linear's weight, by its name in the model."""
+    """Yield the stored operand of each linear's weight, by its name in the model."""
     format = tensors.plan.format
     for name, weight in tensors.plan.float8.items():
         if isinstance(weight.module, Float8Linear):

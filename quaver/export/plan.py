@@ -190,7 +190,7 @@ def _ignored(
 
 
 def _modules_in_readers(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
-    """Yields the modules of a tensor, and the names by which readers ignore experts.
+    """Yield the modules of a tensor, and the names by which readers ignore experts.
 
     transformers looks for the module of all experts: any module called `experts`. In compressed-tensors, vLLM and
     SGLang look for the three linears of the first expert under their most common names.

@@ -134,7 +134,7 @@ def _new_bundle(
     files: Sequence[Path],
     measure: Callable[[Path], dict[str, Any]] | None,
 ) -> Iterator[SafetensorsWriter]:
-    """Yields the writer of a folder, which also gets config.json, other files, the record and the model card."""
+    """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
     json_text("about", record)  # raises before anything is written
     plan, text = tensors.plan, _quantized_config(config, model, tensors, dtype)
     _warn(plan)

@@ -78,7 +78,7 @@ def iter_float8_weights(
     share_fused_scales: bool = True,
     module_filter_fn: ModuleFilter | None = None,
 ) -> Float8Weights:
-    """Yields the tensors of `model` under the names that servers load, for a checkpoint or an inference engine.
+    """Yield the tensors of `model` under the names that servers load, for a checkpoint or an inference engine.
 
         for name, tensor in iter_float8_weights(model):
             engine.load_weights([(name, tensor)])
@@ -230,7 +230,7 @@ class Float8Weights:
         return [sibling for sibling in siblings if sibling in self.plan.float8] or [name]
 
     def _quantize_fused(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the codes and scales of each matrix of a weight, or of linears that share a scale."""
+        """Yield the codes and scales of each matrix of a weight, or of linears that share a scale."""
         format, shared, amaxes = self.plan.format, None, None
         are_streamed = self._streamed.keys() >= set(names)
         if len(names) > 1 and are_streamed:
@@ -269,7 +269,7 @@ class Float8Weights:
         return amaxes
 
     def forward_operands(self, name: str, amaxes: Tensor | None = None) -> Iterator[_Matrix]:
-        """Yields each matrix of a float8 weight, with its operand in the forward.
+        """Yield each matrix of a float8 weight, with its operand in the forward.
 
         `amaxes`: of the linears that share a scale, if only codes and scales are gathered.
         """
@@ -291,7 +291,7 @@ class Float8Weights:
             yield parts, _dequantize(operand, frozen.dtype), operand
 
     def _matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[Parts, Tensor]]:
-        """Yields a tensor, or each matrix [N, K] of a stack, in `dtype`, with the stored names of its parts."""
+        """Yield a tensor, or each matrix [N, K] of a stack, in `dtype`, with the stored names of its parts."""
         checkpoint, is_stack = self.plan.checkpoint, name in self.plan.checkpoint.stacks
         held: Iterable[Tensor]
         if not is_stack:

@@ -53,7 +53,7 @@ def _heads(root: nn.Module) -> dict[str, str]:
 
 
 def _modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """Yields the modules outside of all blocks that are outside of the base model or after its last block."""
+    """Yield the modules outside of all blocks that are outside of the base model or after its last block."""
     base, in_blocks = model.base_model, _modules_in_blocks(model)
     inside, in_blocks_of_base = set(base.modules()), _modules_in_blocks(base)
     modules = list(model.named_modules(prefix=name))
@@ -84,7 +84,7 @@ def _is_adapter(model: nn.Module, name: str) -> bool:
 
 
 def _path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yields the modules above `name` from the root down, with the name of the next child."""
+    """Yield the modules above `name` from the root down, with the name of the next child."""
     for part in name.split(".") if name else ():
         yield model, part
         model = getattr(model, part)

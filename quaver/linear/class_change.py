@@ -16,7 +16,7 @@ Float8Module = TypeVar("Float8Module", bound=nn.Module)
 
 
 def float8_class(cls: type[nn.Module], float8: type[Float8Module]) -> type[Float8Module]:
-    """Returns the class for a converted module of class `cls`: `float8` for nn.Linear, else a subclass of both.
+    """Return the class for a converted module of class `cls`: `float8` for nn.Linear, else a subclass of both.
 
     `float8` comes first in the MRO: it provides `forward`, and everything else that `cls` defines stays.
     """

@@ -45,11 +45,11 @@ class FrozenState(FrozenFloat8Weight):
         return self.values_hp is None or torch.equal(self.values_hp, self.dequantized())
 
     def to_high_precision(self) -> Tensor:
-        """Returns the values in the weight's dtype; see the top of the file."""
+        """Return the values in the weight's dtype; see the top of the file."""
         return self.dequantized() if self.values_hp is None else self.values_hp
 
     def encode(self, values: Tensor) -> Tensor | None:
-        """Returns codes of `values` with the scales of this tensor, or None if they are not exact."""
+        """Return codes of `values` with the scales of this tensor, or None if they are not exact."""
         encoded = self.with_codes(torch.empty_like(self.data_fp8))
         largest = FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
@@ -65,7 +65,7 @@ class FrozenState(FrozenFloat8Weight):
         return self.values_hp
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Returns the storage that identifies the tensor: of `values_hp` if they were made, else of the codes."""
+        """Return the storage that identifies the tensor: of `values_hp` if they were made, else of the codes."""
         return (self.data_fp8 if self.values_hp is None else self.values_hp).untyped_storage()
 
     def element_size(self) -> int:
@@ -137,7 +137,7 @@ class FrozenState(FrozenFloat8Weight):
 def _find_first_row(
     state: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> int | None:
-    """Returns the first row of a slice of adjacent rows, or None for another slice."""
+    """Return the first row of a slice of adjacent rows, or None for another slice."""
     if dim != 0 or step != 1 or (end is not None and end < 0) or (start or 0) < 0:
         return None
     return min(start or 0, int(state.shape[0]))

@@ -166,7 +166,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return math.prod(self.dequant_scale.shape[-2:]) if self.dequant_scale.dim() > 1 else 1
 
     def matrices(self) -> list[Operand]:
-        """Returns the codes and scale of each matrix of a stack, or of the only one; views, unless this is a part."""
+        """Return the codes and scale of each matrix of a stack, or of the only one; views, unless this is a part."""
         scale, layout, end = self.dequant_scale, self.scale_layout, self.first_row + self.shape[0]
         if self.is_part and self.data_fp8.dim() == 3:
             scale = scale[self.first_row : end]
@@ -195,7 +195,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             return values
 
     def zip_matrices(self, tensor: Tensor) -> Iterator[tuple[Tensor, Operand]]:
-        """Yields each matrix of `tensor`, which has this shape, with the codes and scale of the same matrix here."""
+        """Yield each matrix of `tensor`, which has this shape, with the codes and scale of the same matrix here."""
         return zip([tensor] if tensor.dim() == 2 else tensor, self.matrices(), strict=True)
 
     def write(self, hp: Tensor) -> None:
@@ -307,7 +307,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self
 
     def element_size(self) -> int:
-        """Returns 1. transformers' get_memory_footprint multiplies it by the number of elements."""
+        """Return 1. transformers' get_memory_footprint multiplies it by the number of elements."""
         return self.data_fp8.element_size()
 
     @property
@@ -354,7 +354,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], tuple[Operand, torch.Size]]:
-        """Returns the codes of this shard as one uint8 tensor, padded to the largest shard."""
+        """Return the codes of this shard as one uint8 tensor, padded to the largest shard."""
         codes = self.data_fp8.view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
         padding = (0, 0) * (codes.dim() - 1) + (0, missing)
@@ -429,7 +429,7 @@ torch.serialization.add_safe_globals([FrozenFloat8Weight])
 
 
 def _to_weight(value: Tensor) -> Tensor:
-    """Returns a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
+    """Return a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
         return FrozenFloat8Weight.from_state(*value.state())
     say_once(

@@ -160,7 +160,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) -> Operands:
-    """Returns the input's row operand for output, and its column operand if grad_weight is needed."""
+    """Return the input's row operand for output, and its column operand if grad_weight is needed."""
     casts, scale = args.config.casts.input, args.scales.input
     if isinstance(input, Float8Tensor):
         if not casts.is_float8:
@@ -179,7 +179,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
 
 
 def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -> tuple[Operand, Operand | None]:
-    """Returns the weight's row operand for output, and what to save for grad_input.
+    """Return the weight's row operand for output, and what to save for grad_input.
 
     What is saved is the column operand, or an alias of the weight with the tensorwise scales of its next cast.
     """
@@ -200,7 +200,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
 
 
 def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -> Operand:
-    """Returns the weight's column operand, from what `_quantize_weight` saved."""
+    """Return the weight's column operand, from what `_quantize_weight` saved."""
     weight = saved.data
     if args.keeps_codes:
         check_memory(weight, saved.dequant_scale)  # FSDP2 frees all-gathered memory
@@ -233,7 +233,7 @@ def _make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
 def run_backward(
     backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]], ctx: Any, grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of `backward`; under `create_graph=True` their own derivatives raise."""
+    """Return the gradients of `backward`; under `create_graph=True` their own derivatives raise."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return backward(ctx, grad_output)
     with torch.no_grad():
@@ -290,14 +290,14 @@ def float8_linear(
 
 
 def get_checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
-    """Returns the operands of a quantized weight; eager code raises if `config` has other casts."""
+    """Return the operands of a quantized weight; eager code raises if `config` has other casts."""
     if not torch.compiler.is_compiling():
         weight.check_casts(config.casts.weight)
     return weight.operands()
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
-    """Returns the dtype of a linear's output: autocast's if it is enabled, else the input's."""
+    """Return the dtype of a linear's output: autocast's if it is enabled, else the input's."""
     device_type = "cpu" if input.is_cpu else input.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # torch has no autocast for "meta"
         return input.dtype

@@ -139,7 +139,7 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
 
 
 def dequantize_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool) -> Tensor:
-    """Returns the values of an operand, which may be in high precision already, in `dtype`."""
+    """Return the values of an operand, which may be in high precision already, in `dtype`."""
     data, scale, layout, _, outer_scale = operand
     if scale is None:
         return data if data.dtype is dtype else data.to(dtype)
@@ -181,7 +181,7 @@ def backend_for(
     emulate: bool = False,
     works: Callable[[int, ScaleKind], bool] | None = None,
 ) -> GemmBackend:
-    """Returns the backend of `device` for a kind of scales. The kind is None if no hardware supports the scales.
+    """Return the backend of `device` for a kind of scales. The kind is None if no hardware supports the scales.
 
     `works` tells whether the CUDA device with this index multiplies the kind natively; None to ask about `mm`.
     """
@@ -199,7 +199,7 @@ def _backend_of(a: Operand, b: Operand, options: MatmulOptions) -> GemmBackend:
 
 
 def find_kind(a: Operand, b: Operand) -> ScaleKind | None:
-    """Returns the kind of the scales of a [M, K] and b [K, N], or None if no hardware supports them."""
+    """Return the kind of the scales of a [M, K] and b [K, N], or None if no hardware supports them."""
     if a.varies_along(1) or b.varies_along(0):
         kind = _find_block_kind(a.layout, b.layout)
         return None if E5M2.dtype in (a.data.dtype, b.data.dtype) else kind
@@ -207,7 +207,7 @@ def find_kind(a: Operand, b: Operand) -> ScaleKind | None:
 
 
 def _find_block_kind(a: ScaleLayout, b: ScaleLayout) -> ScaleKind | None:
-    """Returns the kind of a [M, K] in blocks of 1 x n and b [K, N] in blocks of n x 1 or n x n, else None."""
+    """Return the kind of a [M, K] in blocks of 1 x n and b [K, N] in blocks of n x 1 or n x n, else None."""
     length = a.columns
     return _BLOCKS.get(length) if a.rows == 1 and b.rows == length and b.columns in (1, length) else None
 
@@ -288,7 +288,7 @@ _NOT_THE_HARDWARE = (
 
 
 def find_cast_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
-    """Returns the kind of the scales of a matmul from its operands' casts, or None if no hardware supports them."""
+    """Return the kind of the scales of a matmul from its operands' casts, or None if no hardware supports them."""
     a, b = left.layout, None if right.layout is None else right.layout.t()
     if a is None or b is None:
         return None
@@ -302,12 +302,12 @@ def find_cast_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
 
 
 def find_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
-    """Returns the backend on `device` of a matmul from its operands' casts."""
+    """Return the backend on `device` of a matmul from its operands' casts."""
     return backend_for(device, find_cast_kind(left, right), emulate=emulate)
 
 
 def list_matmul_casts(config: Float8LinearConfig) -> list[tuple[CastConfig, CastConfig]]:
-    """Returns the casts of both operands of each float8 matmul."""
+    """Return the casts of both operands of each float8 matmul."""
     pairs = [(config.casts.get(*left), config.casts.get(*right)) for left, right in MATMULS.values()]
     return [pair for pair in pairs if not pair[0].is_disabled]
 
@@ -315,7 +315,7 @@ def list_matmul_casts(config: Float8LinearConfig) -> list[tuple[CastConfig, Cast
 def describe_backends(
     config: Float8LinearConfig, device: torch.device, backend_of: Callable[..., GemmBackend] = find_backend
 ) -> str:
-    """Returns the backends of a linear's float8 matmuls on `device`: "native", "exact" or "native and exact".
+    """Return the backends of a linear's float8 matmuls on `device`: "native", "exact" or "native and exact".
 
     "high precision" if the config disables all casts. `backend_of` chooses the backend of one matmul.
     """
@@ -342,14 +342,14 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
 
 
 def describe_hardware_failure(error: Exception) -> str:
-    """Returns the first line of an error. Raises the error if it is not about the hardware."""
+    """Return the first line of an error. Raises the error if it is not about the hardware."""
     if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
         raise error
     return str(error).splitlines()[0]
 
 
 def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
-    """Yields operands for the forward and the backward matmuls of a linear, with different scales.
+    """Yield operands for the forward and the backward matmuls of a linear, with different scales.
 
     Dtypes and devices are explicit, because the result must not depend on torch's defaults at the first call.
     """
@@ -386,12 +386,12 @@ def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
 
 
 def lay_out_rows(codes: Tensor, *, emulate: bool = False) -> Tensor:
-    """Returns row codes in the layout that the device multiplies: the native backend needs contiguous rows."""
+    """Return row codes in the layout that the device multiplies: the native backend needs contiguous rows."""
     return codes if is_cpu(codes) or not reads_along_contracted(codes.device, emulate) else row_major(codes)
 
 
 def lay_out_columns(codes: Tensor, *, emulate: bool = False) -> Tensor:
-    """Returns column codes in the layout that the device multiplies: the native backend needs contiguous columns."""
+    """Return column codes in the layout that the device multiplies: the native backend needs contiguous columns."""
     if is_cpu(codes) or not reads_along_contracted(codes.device, emulate):
         return codes
     return row_major(codes.t()).t()
@@ -412,7 +412,7 @@ def lay_out_saved_columns(codes: Tensor, gradient: Tensor, *, emulate: bool = Fa
 
 
 def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the codes of a and b, then their scales, for the hardware.
+    """Return the codes of a and b, then their scales, for the hardware.
 
     K and N are padded to multiples of 16, codes are contiguous along K, and both scales have one kind.
     """

@@ -68,7 +68,7 @@ class Float8Linear(nn.Linear):
     def from_float(
         cls, linear: nn.Linear, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
     ) -> Float8Linear:
-        """Returns a new Float8Linear that shares the parameters of `linear`, as in torchao. `linear` does not change.
+        """Return a new Float8Linear that shares the parameters of `linear`, as in torchao. `linear` does not change.
 
         A float8 all-gather and persistent scales need the whole model: use `convert_to_float8_training` for them.
         """
@@ -127,7 +127,7 @@ class Float8Linear(nn.Linear):
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
     def persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
-        """Returns the persistent scales of the operands for a forward on `device`.
+        """Return the persistent scales of the operands for a forward on `device`.
 
         Args:
             recording: whether casts record amaxes. None: if the forward records gradients, or during a calibration.

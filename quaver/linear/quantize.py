@@ -106,7 +106,7 @@ class Quantizer:
         return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.options)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
-        """Returns the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
+        """Return the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
 
         After a row-wise cast the quant_scale is the smallest one: a scale decreases as its amax grows, rounding
         included, and is NaN where an amax is. None for another cast, for blocks, whose scales their own kernel
@@ -147,7 +147,7 @@ class StoredQuantizer(Quantizer):
 
 
 def as_matrix(hp: Tensor) -> Tensor:
-    """Returns [..., columns] as a contiguous [rows, columns]."""
+    """Return [..., columns] as a contiguous [rows, columns]."""
     return (hp if hp.dim() == 2 else hp.reshape(-1, hp.shape[-1])).contiguous()
 
 
@@ -170,20 +170,20 @@ class LinearSharding(Protocol):
     """The DeviceMesh of tensor parallelism, one axis."""
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
+        """Return this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
 
     def input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
-        """Returns the quantizer of this rank's part of the input; `reader` as in `choose_quantizer`."""
+        """Return the quantizer of this rank's part of the input; `reader` as in `choose_quantizer`."""
 
     def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
-        """Returns the quantizer of this rank's part of the weight."""
+        """Return the quantizer of this rank's part of the weight."""
 
     def grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
-        """Returns the quantizer of this rank's part of grad_output."""
+        """Return the quantizer of this rank's part of grad_output."""
 
     def forward(self, linear: Any, input: Tensor) -> Tensor:
         """Run the forward of a sharded Float8Linear, by its `forward_local` on local tensors."""

@@ -48,7 +48,7 @@ _prepared_in: WeakKeyDictionary[Any, dict[tuple[int, str], PreparedOperands]] = 
 
 
 def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
-    """Returns the operands that an eager forward uses in place of the weight `name` of `module`, or None.
+    """Return the operands that an eager forward uses in place of the weight `name` of `module`, or None.
 
     In a recomputation they are the operands of its forward, else `prepared`, of the open `cast_weights_once`, after a
     check that the weight did not change. A forward under a checkpoint stores them for its recomputation.
@@ -87,7 +87,7 @@ def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:
 
 
 def load_saved(ctx: Any) -> tuple[list[Operand | None], list[Tensor]]:
-    """Returns the operands and the other tensors that `save` saved. Call it once in a backward."""
+    """Return the operands and the other tensors that `save` saved. Call it once in a backward."""
     tensors = list(_unpack(ctx))
     operands: list[Operand | None] = []
     for layout in ctx.layouts:
@@ -121,7 +121,7 @@ class HeldTensor:
         self.version = version_of(tensor) if _counts_versions(tensor) else None
 
     def unpack(self) -> Tensor:
-        """Returns the tensor. Raises RuntimeError if it was written to in place."""
+        """Return the tensor. Raises RuntimeError if it was written to in place."""
         if self.version is not None and version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

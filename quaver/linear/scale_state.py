@@ -136,7 +136,7 @@ class ScaleState:
         return self.quant_scale.device
 
     def persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
-        """Returns the view of one slot, or None for None. Linears that share a slot get the same object."""
+        """Return the view of one slot, or None for None. Linears that share a slot get the same object."""
         if slot is None:
             return None
         if (slot, record) not in self._persistent:
@@ -199,7 +199,7 @@ class ScaleState:
             self.refresh_is_initialized()
 
     def reduce_observed(self, group: ProcessGroup | None) -> Tensor:
-        """Returns the maximum of `amax_buffer` over the ranks of `group`; NaN if one rank has a NaN."""
+        """Return the maximum of `amax_buffer` over the ranks of `group`; NaN if one rank has a NaN."""
         return self.amax_buffer if group is None else max_over_ranks(self.amax_buffer, group, allow_missing=True)
 
     def reset_amax_buffer(self) -> None:
@@ -251,7 +251,7 @@ class LinearScales:
         )
 
     def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
-        """Returns the scales for casts on `device`, to which the state moves.
+        """Return the scales for casts on `device`, to which the state moves.
 
         `recording`: whether casts record amaxes, see [Note: who records]. If so, the forward is counted, and
         `weight_observed` is merged into the state.
@@ -273,7 +273,7 @@ class LinearScales:
         return self.recorded
 
     def observe_weight(self, device: torch.device, observed: Tensor | None = None) -> PersistentScale | None:
-        """Returns the scale for a cast of the weight before the forward, or None if it is scaled dynamically.
+        """Return the scale for a cast of the weight before the forward, or None if it is scaled dynamically.
 
         The cast records into `weight_observed`; see [Note: who records].
 
@@ -290,7 +290,7 @@ class LinearScales:
         return scale._replace(amax_buffer=observed)
 
     def named_slots(self, prefix: str = "") -> list[NamedSlot]:
-        """Returns the slots of this linear, named `<prefix><operand>`."""
+        """Return the slots of this linear, named `<prefix><operand>`."""
         slots = zip(OPERANDS, self.slots, strict=True)
         return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
 
@@ -311,7 +311,7 @@ class LinearScales:
 
 
 def compute_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
-    """Returns the quant_scale for an expected `amax`, float32 of its shape, valid for amax > 0.
+    """Return the quant_scale for an expected `amax`, float32 of its shape, valid for amax > 0.
 
     This is TransformerEngine's formula, with the largest float32 if the quotient overflows. The division runs in
     float64 to be bit-identical on every device ([Note: one division, two formulas] in scaling.py).
@@ -325,7 +325,7 @@ NamedSlot = tuple[str, ScaleState, int]
 
 
 def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
-    """Returns views `<name>.quant_scale` () and `<name>.amax_history` [H]; none if the config gives the scale."""
+    """Return views `<name>.quant_scale` () and `<name>.amax_history` [H]; none if the config gives the scale."""
     entries: dict[str, Tensor] = {}
     for name, state, slot in named_slots:
         is_delayed = state.casts[slot].scaling_type is ScalingType.DELAYED

@@ -192,7 +192,7 @@ def _drop_hp(operand: Operand | None) -> Operand | None:
 def choose_quantizer(
     activation: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
 ) -> Quantizer:
-    """Returns the quantizer of an activation: a `CachedQuantizer` if its operands may be shared.
+    """Return the quantizer of an activation: a `CachedQuantizer` if its operands may be shared.
 
     `reader` is the id of the linear if it records gradients, else 0.
     """

@@ -88,7 +88,7 @@ class Float8Tensor(TensorForm):
             self.column_data_fp8, self.column_dequant_scale = column.data, _get_scale(column)
 
     def stored(self) -> Operands:
-        """Returns both operands in the shape of the tensor; the column operand is None if it was not quantized."""
+        """Return both operands in the shape of the tensor; the column operand is None if it was not quantized."""
         check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees all-gathered memory
         return self.held()
 
@@ -103,7 +103,7 @@ class Float8Tensor(TensorForm):
         return Operands(row, column)
 
     def operands(self) -> Operands:
-        """Returns both operands of the matrix [rows, K]; the column operand is None if it was not quantized."""
+        """Return both operands of the matrix [rows, K]; the column operand is None if it was not quantized."""
         row, column = self.stored()
         row = expect(row)
         scale = expect(row.dequant_scale)
@@ -119,7 +119,7 @@ class Float8Tensor(TensorForm):
             raise RuntimeError(mismatch)
 
     def cast_mismatch(self, casts: OperandCasts) -> str:
-        """Returns how this differs from a tensor quantized with `casts` and what to do, or "" if it does not."""
+        """Return how this differs from a tensor quantized with `casts` and what to do, or "" if it does not."""
         return ""
 
     def to_high_precision(self) -> Tensor:

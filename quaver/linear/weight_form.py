@@ -61,7 +61,7 @@ class TensorForm(Tensor):
         return NotImplemented
 
     def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
-        """Returns the plain tensor of this shape and dtype that `func` reads, and writes to if `is_written`."""
+        """Return the plain tensor of this shape and dtype that `func` reads, and writes to if `is_written`."""
         raise NotImplementedError
 
     def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
@@ -115,7 +115,7 @@ class TensorForm(Tensor):
 
 
 def match_inference_mode(tensor: Tensor) -> AbstractContextManager[object]:
-    """Returns the context in which new tensors are inference tensors if `tensor` is one."""
+    """Return the context in which new tensors are inference tensors if `tensor` is one."""
     is_inference = tensor.is_inference()
     return nullcontext() if is_inference is torch.is_inference_mode_enabled() else torch.inference_mode(is_inference)
 
@@ -175,7 +175,7 @@ class WeightForm(TensorForm):
     """A weight in another form; subclasses define its state and its memory."""
 
     def state(self) -> tuple[Any, ...]:
-        """Returns the arguments from which `from_state` makes an equal weight."""
+        """Return the arguments from which `from_state` makes an equal weight."""
         raise NotImplementedError
 
     @classmethod
@@ -184,7 +184,7 @@ class WeightForm(TensorForm):
         raise NotImplementedError
 
     def memory(self) -> Tensor:
-        """Returns the plain tensor whose memory this weight presents."""
+        """Return the plain tensor whose memory this weight presents."""
         raise NotImplementedError
 
     def assign(self, new: Tensor) -> None:
@@ -252,7 +252,7 @@ class WrappedTensor(WeightForm):
         return make_wrapper(cls, wrapped, wrapped.dtype)
 
     def plain(self) -> Tensor:
-        """Returns the plain tensor inside, differentiably."""
+        """Return the plain tensor inside, differentiably."""
         plain: Tensor = _Plain.apply(self)
         return plain
 
@@ -265,7 +265,7 @@ class WrappedTensor(WeightForm):
     # torch refuses these for subclasses. Writes by another library that shares the memory could not be detected.
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns a read-only array that shares the memory."""
+        """Return a read-only array that shares the memory."""
         array = self.plain().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -279,7 +279,7 @@ class WrappedTensor(WeightForm):
 
 
 class _Plain(torch.autograd.Function):
-    """Returns the wrapped tensor; its gradient becomes the wrapper's."""
+    """Return the wrapped tensor; its gradient becomes the wrapper's."""
 
     @staticmethod
     def forward(ctx: Any, wrapper: WrappedTensor) -> Tensor:
@@ -291,7 +291,7 @@ class _Plain(torch.autograd.Function):
 
 
 def find_forms(tree: Any) -> list[TensorForm]:
-    """Returns the forms among the leaves of `tree`."""
+    """Return the forms among the leaves of `tree`."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorForm)]
 
 
@@ -300,7 +300,7 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 
 
 def find_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TensorForm]:
-    """Yields the forms that a call of an operator writes to."""
+    """Yield the forms that a call of an operator writes to."""
     # The schemas of torch.ops.c10d do not declare writes. An op other than send writes to all but the `input...`.
     is_c10d = func.namespace == "c10d" and func.name() != "c10d::send"
     for position, argument in enumerate(func._schema.arguments):
@@ -310,7 +310,7 @@ def find_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def select_outputs(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `out=` arguments of a call, by name."""
+    """Return the `out=` arguments of a call, by name."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return {name: kwargs[name] for name in names if name in kwargs}
 

@@ -72,7 +72,7 @@ class PreparedShard:
         self.check()
 
     def all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
-        """Returns the inputs of FSDP2's all-gather. The first call makes them by `quantize`."""
+        """Return the inputs of FSDP2's all-gather. The first call makes them by `quantize`."""
         self.check()
         if self._inputs is None:
             wrapped = typing.cast(Float8AllGatherWeight, self._weight.local).wrapped

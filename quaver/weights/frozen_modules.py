@@ -26,7 +26,7 @@ class FrozenModule(nn.Module):
     """A float8 module whose weights are `FrozenFloat8Weight`s; subclasses multiply by them."""
 
     def _frozen_weights(self) -> Iterator[tuple[ModuleWeight, FrozenFloat8Weight]]:
-        """Yields each weight with its local tensor."""
+        """Yield each weight with its local tensor."""
         for weight in weights_of_module(self):
             if isinstance(weight.local, FrozenFloat8Weight):
                 yield weight, weight.local
@@ -103,5 +103,5 @@ def _make_state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
 
 
 def _match_dtensor(local: Tensor, weight: Tensor) -> Tensor:
-    """Returns `local` as a DTensor if `weight` is one."""
+    """Return `local` as a DTensor if `weight` is one."""
     return from_local_like(local, weight) if is_dtensor(weight) else local

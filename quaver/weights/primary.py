@@ -111,7 +111,7 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         return Float8PrimaryWeight(*operands, master.dtype, master, config, transposed)
 
     def stored(self) -> Operands:
-        """Returns the operands of both matmuls. Quantizes again if a write to the master bypassed the parameter.
+        """Return the operands of both matmuls. Quantizes again if a write to the master bypassed the parameter.
 
         A master that was made in inference mode has no version counter, so it is quantized at each use.
         """
@@ -190,7 +190,7 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
 @torch.inference_mode(False)  # codes are written in place later, even if the master is an inference tensor
 @torch.no_grad()
 def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> tuple[Operand, Operand]:
-    """Returns the row and column operands of the stored weight, as one object if one cast serves both."""
+    """Return the row and column operands of the stored weight, as one object if one cast serves both."""
     casts = config.casts.weight
     if master.dim() == 3:
         both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
@@ -267,7 +267,7 @@ class Float8PrimaryOptimizer(Optimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the wrapped optimizer."""
+        """Return the state dict of the wrapped optimizer."""
         _copy_options(self.param_groups, self.inner.param_groups)
         return save_with_hooks(self, self.inner.state_dict)
 

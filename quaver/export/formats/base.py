@@ -104,7 +104,7 @@ class WeightFormat:
         return Operand(codes, scale, layout)
 
     def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors of the weight `name` in a checkpoint, by name."""
+        """Yield the tensors of the weight `name` in a checkpoint, by name."""
         yield name, self.stored_codes(operand.data)
         yield self.name_of_scale(name), self.stored_scale(expect(operand.dequant_scale))
 
@@ -156,7 +156,7 @@ class WeightFormat:
         """Raise ValueError if tensors with these names cannot be written to `path`, or options are for folders only."""
 
     def warnings(self, ragged: Sequence[str], kept: Sequence[str]) -> Iterator[str]:
-        """Yields what readers cannot do with `ragged` weights, and why linears are `kept` in high precision."""
+        """Yield what readers cannot do with `ragged` weights, and why linears are `kept` in high precision."""
         yield from ()
 
 

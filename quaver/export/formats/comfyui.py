@@ -183,7 +183,7 @@ class MarkedFormat(StoredFormat):
 
 
 def _marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
-    """Yields the marks in the metadata by the stored name of the layer, which may have a prefix."""
+    """Yield the marks in the metadata by the stored name of the layer, which may have a prefix."""
     for text in (metadata[_METADATA] for metadata in stored.metadata if _METADATA in metadata):
         layers = json_object(_METADATA, text).get("layers")
         if not isinstance(layers, dict):

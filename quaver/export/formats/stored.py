@@ -153,7 +153,7 @@ def _merge_rows_to_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tenso
 
 
 def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the block size for `counts` blocks, if each length is a power of two or spans all rows or columns."""
+    """Yield the block size for `counts` blocks, if each length is a power of two or spans all rows or columns."""
     lengths = []
     for elements, count in zip(shape, counts, strict=True):
         length, rest = divmod(elements, max(count, 1))
