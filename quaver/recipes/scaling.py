@@ -131,16 +131,12 @@ def amax(hp: Tensor, dim: int | None = None) -> Tensor:
         shape = () if dim is None else [1 if i == dim % hp.dim() else n for i, n in enumerate(hp.shape)]
         return hp.new_zeros(shape)
     if runs_eagerly_on_cpu(hp) and hp.numel() >= _BITS_PAY_FROM:
-        return _amax_of_bits(hp, dim)
-    magnitude = hp.abs()
-    return magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)
-
-
-def _amax_of_bits(hp: Tensor, dim: int | None) -> Tensor:
-    """`amax` of the bits as integers, which order like IEEE magnitudes with NaNs on top. Twice as fast on a CPU."""
-    ints = _INT_VIEW[hp.dtype]
-    magnitude = hp.view(ints).bitwise_and(_ABS_MASK[ints])
-    return (magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)).view(hp.dtype)
+        ints = _INT_VIEW[hp.dtype]  # bits order like magnitudes, with NaNs on top; integers are twice as fast on a CPU
+        magnitude = hp.view(ints).bitwise_and(_ABS_MASK[ints])
+    else:
+        magnitude = hp.abs()
+    largest = magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)
+    return largest if largest.dtype is hp.dtype else largest.view(hp.dtype)
 
 
 def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> Tensor:
