@@ -91,6 +91,7 @@ def all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
 
 
 def current_shard(weight: ModuleWeight) -> Shard:
+    """This rank's `Shard` of `weight`; all but `local` is cached until the module has another parameter."""
     shards, parameter, local = all_gather_state(weight.module).shards, weight.parameter, _get_all_gather_weight(weight)
     if weight.name not in shards or shards[weight.name][0] is not parameter:
         shards[weight.name] = parameter, shard_of(parameter, local.wrapped.new_empty(0))  # keep no memory alive

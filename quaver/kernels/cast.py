@@ -409,7 +409,7 @@ def _cast_with_scale(
     Returns:
         Row codes, column codes.
     Raises:
-        ValueError: hp does not have a high-precision dtype, for example after compiled code saw its `.data` replaced.
+        ValueError: hp does not have a high-precision dtype, as a weight whose `.data` was replaced under compiled code.
     """
     scaling.check_hp(hp)
     cpu.check_memory(hp, row_scale, column_scale)

@@ -36,7 +36,7 @@ _BOUND_WORDS = {
     "less_than": "below {lt}",
     "finite_number": "finite",
 }
-"""What a value must be, by the type of pydantic's error."""
+"""Descriptions of valid numbers, by the type of pydantic's error."""
 
 
 @dataclass(frozen=True)

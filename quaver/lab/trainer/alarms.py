@@ -1,4 +1,4 @@
-"""What a run does on an alarm: show it, stop with a checkpoint, or change the recipe of a linear.
+"""Acts on the alarms of a run: shows them, stops with a checkpoint, or changes the recipe of a linear.
 
 The first rank has the record and raises the alarms. After sampled steps it tells the other ranks what to do.
 """
