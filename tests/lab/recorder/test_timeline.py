@@ -242,10 +242,10 @@ def test_fsdp_on_two_ranks_agrees_with_the_allocator():
             train_step(model, input, optimizer)
         return tensors.peak_bytes, tensors.live_bytes
 
-    # The least of several: gloo's threads may hold a buffer a little longer.
-    allocated = min(growth() for _ in range(3))
-    report = min((recorded(model, input, optimizer) for _ in range(3)), key=lambda report: report["peak_bytes"])
-    peak_bytes, left_bytes = min(counted() for _ in range(3))
+    # The least of 12: on a busy machine every third step of a rank has a gloo thread that releases its buffer late.
+    allocated = min(growth() for _ in range(12))
+    report = min((recorded(model, input, optimizer) for _ in range(12)), key=lambda report: report["peak_bytes"])
+    peak_bytes, left_bytes = min(counted() for _ in range(12))
     assert peak_bytes == pytest.approx(allocated, abs=UNSEEN_BYTES)
     assert left_bytes == 0
     assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(allocated, abs=UNSEEN_BYTES)
