@@ -109,15 +109,15 @@ class Quantizer:
         """Return the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
 
         After a row-wise cast the quant_scale is the smallest one: a scale decreases as its amax grows, rounding
-        included, and is NaN where an amax is. None for another cast, for blocks, whose scales their own kernel
-        computes, and across different rules of scales.
+        included, and is NaN where an amax is. None for another cast, across different rules of scales, and after a
+        block-wise cast, in which a block of zeros has quant_scale 1.
         """
         operand, casts = operands.row or operands.column, self.casts
         if not casts.has_equal_casts and (casts.row.scale_rule or casts.column.scale_rule):
             return None
         if operand is None or operand.quant_scale is None or operand.dequant_scale is None:
             return None
-        if not cast.is_tensorwise:
+        if not cast.is_tensorwise or operand.layout.is_blockwise:
             return None
         if operand.quant_scale.dim() == 0:
             return Scales(operand.quant_scale, operand.dequant_scale)

@@ -58,6 +58,16 @@ def test_every_mix_of_granularities(mix, operands):
         assert_same(other, got)
 
 
+def test_a_tensorwise_cast_beside_blocks_is_not_scaled_by_a_block_of_zeros(operands):
+    input, grad_output, weight = operands
+    input *= 1e-4
+    input[5] = 0  # blocks with quant_scale 1
+    blocks = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
+    got = results(config_of((blocks, *[TENSOR] * 5)), input, grad_output, weight)
+    for reference, result in zip(references(input, weight, grad_output), got, strict=True):
+        assert sqnr_db(reference, result) > 22
+
+
 @pytest.mark.parametrize("in_float8", [*itertools.product((False, True), repeat=3)], ids=str)
 @pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
