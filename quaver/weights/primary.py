@@ -197,7 +197,7 @@ def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> t
         row, column = (expect(side)._replace(data=expect(side).data.view(master.shape)) for side in both)
         row, column = (column, row) if transposed else (row, column)
         return row, row if column.data.data_ptr() == row.data.data_ptr() else column
-    shared = casts.is_dequantized or not (casts.row.depends_on_direction or casts.column.depends_on_direction)
+    shared = casts.shares_codes
     operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
     row = expect(operands.row)
     return row, row if shared else expect(operands.column)

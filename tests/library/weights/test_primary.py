@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from quaver import (
+    CastConfig,
     Float8Linear,
     Float8LinearConfig,
     convert_to_float8_training,
@@ -129,6 +130,14 @@ def test_losses_and_weights_are_those_of_ordinary_parameters(make, recipe, optim
         assert isinstance(weight.parameter, Float8PrimaryWeight)
         stored = {each.data.data_ptr() for each in weight.parameter.stored()}
         assert len(stored) == (2 if recipe in ("rowwise", "rowwise_with_gw_hp") else 1)
+
+
+def test_two_casts_of_a_weight_have_two_sets_of_codes():
+    casts = {"cast_config_weight": CastConfig(scale_rule="vllm"), "cast_config_weight_for_grad_input": CastConfig()}
+    config = Float8LinearConfig(**casts, round_scales_to_power_of_2=True)
+    (expected, reference), (losses, model) = ((train(*made), made[0]) for made in (ordinary(config), pair(config)))
+    assert losses == expected
+    assert_same_weights(model, reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
