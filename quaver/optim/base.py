@@ -233,13 +233,13 @@ class Float8Optimizer(Optimizer):
         for loaded in state_dict["param_groups"]:
             check_same_algorithm(loaded)
         shared = self.defaults.keys() & self._torch_defaults().keys()
-        position, states = 0, {}
+        position, states = 0, defaultdict[Tensor, dict[str, Any]](dict)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], loaded["params"], strict=True):
                 if state_dict["state"].get(index):
                     states[parameter] = _convert_state(parameter, group, state_dict["state"][index], position)
                 position += 1
-        self.state.update(states)
+        self.state = states
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: loaded[name] for name in shared if name in loaded})
 

@@ -121,6 +121,15 @@ def test_param_groups_may_be_others_where_states_are_converted():
     assert all(target.state[each]["step"] == 2 for each in parameters)
 
 
+@pytest.mark.parametrize("load", [load_states_of, lambda target, source: target.load_state_dict(source.state_dict())])
+def test_states_of_an_optimizer_that_has_not_stepped_replace_those_of_one_that_has(load):
+    parameter = nn.Parameter(torch.randn(300, 300))
+    target = Float8AdamW([parameter])
+    make_steps([parameter], target, range(2))
+    load(target, torch.optim.AdamW([parameter]))
+    assert not target.state[parameter]
+
+
 def test_what_does_not_fit_is_refused():
     parameters, optimizer = stepped()
     with pytest.raises(ValueError, match="combine optimizers that have it"):
