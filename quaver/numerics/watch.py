@@ -59,7 +59,8 @@ class AlarmSink:
         self._post_mortem = None if post_mortem is None else Path(post_mortem)
         self._recalls = None if recalls is None else Path(recalls)
         self._header: dict[str, Any] = {}
-        self._last: deque[dict[str, Any]] = deque(maxlen=keep)
+        self._last: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=keep)
+        """Samples, each with its header: before a resume the model may have had other tensors."""
         self.raised_by_callback: BaseException | None = None
         """The last exception that `on_event` raised, as opposed to a sink's."""
 
@@ -70,14 +71,14 @@ class AlarmSink:
             self._recall(line["step"])
             self._header = line
         elif line["kind"] == "sample":
-            self._last.append(line)
+            self._last.append((self._header, line))
             for event in self.alarms.update(self._header, line):
                 self._handle(event)
 
     def _recall(self, step: int) -> None:
         if self._recalls is not None:
             for header, sample in last_samples(self._recalls, before=step, count=RECALLED):
-                self._last.append(sample)
+                self._last.append((header, sample))
                 self.alarms.update(header, sample)
         self._recalls = None
 
@@ -105,5 +106,10 @@ class AlarmSink:
         """Write the kept samples and the alarm as a record, which replaces an earlier one."""
         path.unlink(missing_ok=True)
         writer = RecordWriter(path)
-        for line in ({**self._header, "step": self._last[0]["step"]}, *self._last, alarm.to_dict()):
-            writer.write(line)
+        written_header = None
+        for header, sample in self._last:
+            if header is not written_header:
+                writer.write({**header, "step": sample["step"]})
+            written_header = header
+            writer.write(sample)
+        writer.write(alarm.to_dict())

@@ -39,6 +39,20 @@ def test_the_samples_before_a_nonfinite_value_are_kept(tmp_path):
     assert [each["layer"] for each in record.alarms] == [LAYERS[2]]
 
 
+def test_the_samples_before_a_resume_keep_the_header_of_their_tensors(tmp_path):
+    path, post_mortem = tmp_path / "numerics.jsonl", tmp_path / "post_mortem.jsonl"
+    first = AlarmSink(path)
+    for line in (header(), sample(1), sample(2)):
+        first.write(line)
+    fewer = header()["tensors"][:-1]
+    resumed = AlarmSink(path, post_mortem=post_mortem, recalls=path)
+    resumed.write({**header(), "step": 3, "tensors": fewer})
+    resumed.write({**sample(3, NAN), **{name: sample(3, NAN)[name][: len(fewer)] for name in header()["statistics"]}})
+    record = Record.read(post_mortem)
+    assert record.steps.tolist() == [1, 2, 3]
+    assert [len(each["tensors"]) for each in record.headers] == [len(fewer) + 1, len(fewer)]
+
+
 def test_what_a_callback_raises_ends_the_step(tmp_path):
     def stop(event):
         assert isinstance(event, Alarm)
