@@ -98,12 +98,13 @@ class _State:
 class _Finding:
     key: Key
     rule: Rule
+    rule_number: int
     tensor: TensorStatistics
     measure: Measure
 
     @property
     def order(self) -> tuple[bool, tuple[int, int, int], int]:
-        return self.rule.name != "nonfinite", self.tensor.order, RULES.index(self.rule)
+        return self.rule.name != "nonfinite", self.tensor.order, self.rule_number
 
 
 @dataclass
@@ -159,14 +160,14 @@ class Alarms:
         """Apply each rule to each tensor, and keep the worst cast of each operand."""
         findings: dict[Key, _Finding] = {}
         for tensor in sample.tensors:
-            for rule in self.rules:
+            for rule_number, rule in enumerate(self.rules):
                 measure = rule.measure(tensor, sample)
                 if measure is None:
                     continue
                 key = rule.name, tensor.key.layer, tensor.key.operand
                 worst = findings.get(key)
                 if worst is None or measure.excess > worst.measure.excess:
-                    findings[key] = _Finding(key, rule, tensor, measure)
+                    findings[key] = _Finding(key, rule, rule_number, tensor, measure)
         return findings
 
     def _clear(self, key: Key, finding: _Finding, step: int) -> Cleared | None:

@@ -7,6 +7,7 @@ import pytest
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.expected import bulk_db, cast_bound_db, rounding_bound_db, underflow_at
+from quaver.numerics.rules import Measure, Rule
 from quaver.recipes.formats import E4M3, E5M2
 from tests.library.numerics.samples import LAYERS, RMS, header, position, sample
 
@@ -51,6 +52,12 @@ def test_a_fault_raises_one_alarm_with_its_name(changes, rule, operand, late):
     assert f"{layer} {operand}" in found[0].message
     assert "since step 12" in found[0].message
     json.dumps(found[0].to_dict(), allow_nan=False)
+
+
+def test_a_user_may_add_a_rule():
+    large = Rule("large", lambda tensor, _: Measure(tensor.amax, 2.0, 2.0), "has an amax of {value:g}")
+    event = Alarms(rules=[large]).update(header(), sample(1))[0]
+    assert (event.rule, event.operand, event.threshold) == ("large", "input", 2.0)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
