@@ -136,10 +136,10 @@ class Monitor:
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._sink = _make_sink(sink) if self._is_first else None
         self._sampling = Sampling(rule)
-        self._rows = self._attach_probes()
-        self.header = self._make_header()
         self._is_open = True
         try:
+            self._rows = self._attach_probes()
+            self.header = self._make_header()
             error = self._write(self.header)
             if self._on_any_rank(error is not None):
                 raise error or RuntimeError("the first rank cannot write the record of its monitor")

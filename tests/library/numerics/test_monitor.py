@@ -1,8 +1,11 @@
 """The monitor: what it samples is what the linears computed with, in eager and compiled code; it changes no run."""
 
 import copy
+import importlib.metadata
 import math
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -418,6 +421,14 @@ def test_a_model_without_float8_and_a_second_monitor_are_refused():
         monitor(model)
     with monitor(Float8Linear(16, 16)):
         pass
+
+
+def test_a_monitor_that_cannot_start_leaves_no_probes(monkeypatch):
+    model = make()
+    with monkeypatch.context() as patch, pytest.raises(PackageNotFoundError):
+        patch.setattr(importlib.metadata.Distribution, "from_name", Mock(side_effect=PackageNotFoundError))
+        monitor(model)
+    monitor(model).close()
 
 
 def test_a_sample_in_a_cuda_graph_is_refused(monkeypatch):
