@@ -168,11 +168,11 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
     ranks, elements = group.size(), buffer.numel()
     rows = F.pad(buffer, (0, -elements % ranks)).view(ranks, -1)
     own = sum_over_ranks(rows, group).div_(ranks)
-    payload = _encode(own.unsqueeze(0))
+    payload = encode(own.unsqueeze(0))
     gathered = payload.new_empty(ranks, payload.shape[1])
     dist.all_gather_into_tensor(gathered, payload, group=group)
     parts = gathered.split(_DECODED_ROWS)
-    flat = torch.cat([_decode(part, rows.shape[1]).to(buffer.dtype) for part in parts])
+    flat = torch.cat([decode(part, rows.shape[1]).to(buffer.dtype) for part in parts])
     buffer.copy_(flat.view(-1)[:elements])
 
 
@@ -187,25 +187,25 @@ def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         A new tensor, float32 [chunk].
     """
-    payload = _encode(rows)
+    payload = encode(rows)
     received = torch.empty_like(payload)
     dist.all_to_all_single(received, payload, group=group)
     total = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
     for part in received.split(_DECODED_ROWS):
-        for decoded in _decode(part, rows.shape[1]):
+        for decoded in decode(part, rows.shape[1]):
             total += decoded
     return total
 
 
-def _encode(rows: Tensor) -> Tensor:
+def encode(rows: Tensor) -> Tensor:
     """Quantize [n, columns] into uint8 [n, 4 * blocks + columns]: the scales of each row, then its codes."""
     row = expect(CASTS[ScalingGranularity.BLOCKWISE](rows, E4M3.dtype, True, False, False, 1, BLOCK, "").row)
     scales = expect(row.dequant_scale).contiguous()  # they are column-major on a GPU
     return torch.cat([scales.view(torch.uint8), row.data.view(torch.uint8)], dim=1)
 
 
-def _decode(payload: Tensor, columns: int) -> Tensor:
-    """Dequantize the payload of `_encode` to float32 [n, columns]."""
+def decode(payload: Tensor, columns: int) -> Tensor:
+    """Dequantize the payload of `encode` to float32 [n, columns]."""
     scale_bytes = _SCALE_BYTES * -(-columns // BLOCK)
     scales = payload[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     codes = payload[:, scale_bytes:].view(E4M3.dtype)
