@@ -25,6 +25,7 @@ from tests.library.export.mixtures import mixture, plain
 from tests.library.export.models import PROJECTIONS, Tiny, tiny
 from tests.ranks import mesh_of, on_ranks
 from tests.steps import assert_same
+from tests.thinned import at_night
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -76,8 +77,15 @@ def test_an_export_leaves_the_model_sharded_at_every_tensor():
     assert_same(stored, expected)
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "fp8"])
-@pytest.mark.parametrize(("param_dtype", "gathers_float8"), [(None, False), (torch.bfloat16, False), (None, True)])
+@pytest.mark.parametrize(
+    ("param_dtype", "gathers_float8", "format"),
+    [
+        (None, False, "fp8"),
+        (torch.bfloat16, False, "compressed-tensors"),
+        (None, True, "compressed-tensors"),
+        *at_night([(None, False, "compressed-tensors"), (torch.bfloat16, False, "fp8"), (None, True, "fp8")]),
+    ],
+)
 @on_ranks(2)
 def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, gathers_float8, format, tmp_path):
     """Three experts on two ranks. The module of the experts is one of FSDP2's; the linear is in the root's."""
@@ -128,14 +136,12 @@ def unconverted(size):
 @pytest.mark.parametrize(
     ("layout", "recipe"),
     [
-        ("fsdp", "blockwise"),
         ("fsdp", "tensorwise"),
         ("replicas", "mxfp8"),
         ("tp and fsdp", "rowwise"),
-        ("tp and fsdp", "tensorwise"),
         ("tp and fsdp", "blockwise"),
-        ("tp and fsdp", "transformers"),
         ("fsdp", "compressed-tensors"),
+        *at_night([("fsdp", "blockwise"), ("tp and fsdp", "tensorwise"), ("tp and fsdp", "transformers")]),
     ],
 )
 @on_ranks(4)

@@ -24,6 +24,7 @@ from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import mesh_of, on_ranks
 from tests.steps import assert_same
+from tests.thinned import thinned
 
 RANKS, STEPS, DIM, HIDDEN = 2, 3, 130, 301  # a rank's 151 rows end inside a block of 128
 FSDP1 = {"use_orig_params": True, "device_id": torch.device("cpu")}
@@ -177,8 +178,7 @@ def test_ddp_computes_the_same_and_leaves_the_codes():
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-@CONFIG
-@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("config", "is_transposed"), thinned(CONFIGS, [False, True], together=1))
 @on_ranks(RANKS)
 def test_experts_compute_the_same_and_are_gathered_at_a_byte_per_element(config, is_transposed):
     """Three experts on two ranks."""
