@@ -19,7 +19,7 @@ WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]
 COMPILED = ["DDP of compiled blocks", "compiled DDP"]
 
 
-def wrapped(recipe, how, layers=3):
+def wrapped(recipe, how, layers=2):
     config = config_of(recipe, enable_fsdp_float8_all_gather="weights to gather" in how)
     model = convert_to_float8_training(make_model(layers), config=config)
     if how.startswith("FSDP1"):

@@ -30,8 +30,8 @@ from tests.reference import PERSISTENT_RECIPES
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 
-STEPS = 3
-LAYERS, LINEARS = 4, 7
+STEPS = 2
+LAYERS, LINEARS = 3, 5
 HAS_PERSISTENT_WEIGHTS = {"delayed": True, "delayed_with_dynamic_weight": False}
 
 
@@ -118,7 +118,7 @@ REDUCE_GRADIENTS = ("hsdp", "DDP", "DDP, weights to gather")
 
 
 def gathered_bytes(ranks):
-    """Of the forward: 4 groups, whose weights are a byte per element, padded to what divides by the ranks."""
+    """Of the forward: 3 groups, whose weights are a byte per element, padded to what divides by the ranks."""
     sent = 0
     for name, parameter in make_model().named_parameters():
         elements = -(-parameter.shape[0] // ranks) * ranks * parameter[0].numel()
@@ -126,8 +126,8 @@ def gathered_bytes(ranks):
     return LAYERS, sent
 
 
-WAYS = ["plain", "precomputed", "mixed precision", "checkpointed, reentrant", "high precision"]
-MORE_WAYS = ["hsdp", "cpu offload", "keep gathered", "always reshard", "meta", "checkpointed"]
+WAYS = ["plain", "mixed precision", "checkpointed, reentrant", "high precision"]
+MORE_WAYS = ["precomputed", "hsdp", "cpu offload", "keep gathered", "always reshard", "meta", "checkpointed"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ MORE_WAYS = ["hsdp", "cpu offload", "keep gathered", "always reshard", "meta", "
     [
         ("delayed", 4, ["hsdp"]),
         ("delayed", 2, WAYS),
-        ("delayed_with_dynamic_weight", 2, WAYS[:2]),
+        ("delayed_with_dynamic_weight", 2, ["plain", "precomputed"]),
         *at_night(itertools.product(PERSISTENT_RECIPES, (2, 4), [WAYS + MORE_WAYS])),
     ],
 )
@@ -252,10 +252,10 @@ def _half_of_grad_outputs(snapshot):
 def _compiled_blocks(recipe, backend, checkpointed, order):
     """Blocks compiled, by checkpoint_wrapper inside or outside, then sharded; `backend` None for eager."""
     model = convert_to_float8_training(make_model(1), config=config_of(recipe, enable_fsdp_float8_all_gather=True))
-    for index, block in enumerate(model):
+    for index, block in enumerate(model[:-1]):
         if backend and order == "checkpoint outside":
             block.compile(fullgraph=True, backend=backend)
-        if checkpointed and index < len(model) - 1:
+        if checkpointed:
             block = model[index] = checkpoint_wrapper(block)
         if backend and order == "checkpoint inside":
             block.compile(fullgraph=True, backend=backend)

@@ -29,7 +29,7 @@ from tests.thinned import at_night, first
 
 ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8_with_gw_hp")
 TWO_PAYLOADS = ("rowwise", "rowwise_with_gw_hp")
-STEPS = 4
+STEPS = 3
 
 
 def world_mesh():
@@ -176,7 +176,7 @@ DEEPSEEK = ((576, 7168),)
 
 @pytest.mark.parametrize(
     ("ranks", "shapes"),
-    first(2, [(ranks, shapes) for shapes in (CUT, DEEPSEEK) for ranks in (2, 4, 1, 3)]),
+    first(1, [(ranks, shapes) for shapes in (CUT, DEEPSEEK) for ranks in (4, 2, 1, 3)]),
 )
 @on_ranks()
 def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
@@ -238,7 +238,7 @@ def _count(recipe, gather, precompute):
     ranks = dist.get_world_size()
     elements = dict.fromkeys(itertools.product(["blocks", "last"], ["weights", "others"]), 0)
     for name, parameter in model.named_parameters():
-        group = "last" if name.startswith("3.") else "blocks"
+        group = "last" if name.startswith("2.") else "blocks"
         kind = "weights" if name.endswith("weight") and parameter.dim() == 2 else "others"
         elements[group, kind] += math.ceil(parameter.shape[0] / ranks) * ranks * parameter[0].numel()
     return counter.calls, counter.bytes, elements
@@ -257,19 +257,19 @@ def scales_of(recipe, rows, columns):
 
 @pytest.mark.parametrize(
     ("ranks", "precompute", "recipes"),
-    [(2, False, ONE_PAYLOAD + TWO_PAYLOADS), (4, True, ("rowwise",))],
+    [(2, False, ("tensorwise", "blockwise", "mxfp8_with_gw_hp", *TWO_PAYLOADS)), (4, True, ("rowwise",))],
 )
 @on_ranks()
 def test_bytes_and_collectives_of_a_step(ranks, precompute, recipes):
     calls_hp, sent_hp, _ = _count("tensorwise", False, False)
     for recipe in recipes:
         calls, sent, elements = _count(recipe, True, precompute)
-        # Each of the 4 groups is gathered for the forward and for the backward, except where torch lets the root's
+        # Each of the 3 groups is gathered for the forward and for the backward, except where torch lets the root's
         # group, which has the last linear, stay for the backward.
-        assert calls["all_gather"] in (7, 8)
+        assert calls["all_gather"] in (5, 6)
         assert calls["all_reduce"] == 1, recipe  # all scales of the model
         assert sent["all_reduce"] == 4 * sum(scales_of(recipe, *weight) for weight in LINEAR_WEIGHTS), recipe
-        gathers = {"blocks": 2, "last": calls["all_gather"] - 6}
+        gathers = {"blocks": 2, "last": calls["all_gather"] - 4}
         casts = 2 if recipe in TWO_PAYLOADS else 1
         assert sent["all_gather"] == sum(
             gathers[name] * (casts * elements[name, "weights"] + 4 * elements[name, "others"]) for name in gathers

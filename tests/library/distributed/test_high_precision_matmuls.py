@@ -1,6 +1,7 @@
 """`set_high_precision_matmuls` between steps: on one process, on ranks, compiled, and back again."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -20,19 +21,20 @@ from quaver.linear.tensor import Float8Tensor
 from tests.library.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model
 from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
 from tests.library.distributed.test_tensor_parallel import model_of, part, spread
-from tests.library.distributed.test_tensor_parallel_steps import assert_same_losses, batches_of, sharing
+from tests.library.distributed.test_tensor_parallel_steps import STEPS, assert_same_losses, batches_of, sharing
 from tests.ranks import on_ranks, run
 from tests.steps import assert_same, results_of
+from tests.thinned import at_night
 
 ALL = ["output", "grad_input", "grad_weight"]
-PHASES = ([], ["output"], ["grad_weight"], ALL, ["grad_input"], lambda name: ALL if name.startswith("0.") else [], [])
+PHASES = ([], ["output"], ["grad_weight"], ["grad_input"], lambda name: ALL if name.startswith("0.") else [], [])
 """Of one step each. The first and the last are the recipe; one is of a block."""
 
 
-def train(model, loss_of_step, phases=PHASES, *, once=False, precompute=False):
+def train(model, loss_of_step, *, once=False, precompute=False):
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = []
-    for step, phase in enumerate(phases):
+    for step, phase in enumerate(PHASES):
         set_high_precision_matmuls(model, phase)
         with cast_weights_once(model) if once else contextlib.nullcontext():
             loss = loss_of_step(model, step)
@@ -46,38 +48,38 @@ def train(model, loss_of_step, phases=PHASES, *, once=False, precompute=False):
     return losses
 
 
+@pytest.mark.parametrize(
+    ("recipe", "backend", "options"),
+    [
+        ("rowwise", None, {"once": True}),
+        ("delayed", None, {}),
+        ("blockwise", None, {"precompute": True}),
+        *at_night([("rowwise", "aot_eager", {}), ("tensorwise", None, {})]),
+    ],
+)
 @on_ranks(2)
-def test_fsdp2_gathers_what_each_phase_reads():
-    """Gathering codes changes no bit of float32 training, whatever the phases; the last case is compiled."""
-    data = batches(len(PHASES), 2)
-    for recipe, phases, options in (
-        ("tensorwise", PHASES, {}),
-        ("rowwise", PHASES, {"once": True}),
-        ("delayed", PHASES, {}),
-        ("blockwise", PHASES, {"precompute": True}),
-        ("rowwise", PHASES[:2], {"compiled": True}),
-    ):
-        of_ways, is_compiled = [], options.pop("compiled", False)
-        for gather in (False, True):
-            config, compiled = config_of(recipe, enable_fsdp_float8_all_gather=gather), is_compiled and gather
-            model = shard_model(config, model=make_model(1), compiled="aot_eager" if compiled else None)
-            own = options if gather else {}
-            of_ways.append(train(model, lambda model, n: loss_of(model(part_of(data[n]))), phases, **own))
-        assert of_ways[0] == of_ways[1], recipe
-        model[0].unshard()
-        assert isinstance(model[0].up.weight, Float8Tensor) == (phases[-1] == [])
-        set_high_precision_matmuls(model, ["output"])
-        model[0].unshard()
-        assert type(model[0].up.weight) is nn.Parameter
-        model[0].reshard()
+def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
+    """Gathering codes changes no bit of float32 training, whatever the phases."""
+    data, of_ways = batches(len(PHASES), 2), []
+    for gather in (False, True):
+        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        model = shard_model(config, model=make_model(1), compiled=backend if gather else None)
+        own = options if gather else {}
+        of_ways.append(train(model, lambda model, n: loss_of(model(part_of(data[n]))), **own))
+    assert of_ways[0] == of_ways[1]
+    model[0].unshard()
+    assert isinstance(model[0].up.weight, Float8Tensor)
+    set_high_precision_matmuls(model, ["output"])
+    model[0].unshard()
+    assert type(model[0].up.weight) is nn.Parameter
 
 
 def _train_tp(recipe, ranks):
     data = batches_of(recipe)
     if ranks == 1:
-        return train(model_of(sharing(recipe), 1, 32), lambda model, n: model(data[n % 3]).square().mean())
-    model = spread(model_of(sharing(recipe), 1, 32), world_mesh())
-    losses = train(model, lambda model, n: model(part(data[n % 3], 1)).square().mean() / 2)
+        return train(model_of(sharing(recipe)), lambda model, n: model(data[n % STEPS]).square().mean())
+    model = spread(model_of(sharing(recipe)), world_mesh())
+    losses = train(model, lambda model, n: model(part(data[n % STEPS], 1)).square().mean() / 2)
     dist.all_reduce(total := torch.tensor(losses))
     return total.tolist()
 
@@ -88,19 +90,19 @@ def test_tensor_parallel_ranks_follow_the_phases_of_one_process(recipe):
 
 
 def test_compiled_code_is_made_once_for_each_phase():
-    model, input = convert_to_float8_training(make_model(), config="delayed"), batches(1, 1)[0].requires_grad_()
-    eager = convert_to_float8_training(make_model(), config="delayed")
-    torch.compiler.reset()
-    for block in model[:3]:
+    blocks = (nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2))
+    eager = convert_to_float8_training(nn.Sequential(*blocks), config="delayed")
+    model, input = copy.deepcopy(eager), torch.randn(16, 32)
+    for block in model:  # Dynamo guards on linears of a block having the same config
         block.compile(fullgraph=True, backend="aot_eager")
     made = []
-    for phase in PHASES[:5] * 2:
+    for phase in PHASES[:3] * 2:
         before = counters["stats"]["unique_graphs"]
         for each in (model, eager):
             set_high_precision_matmuls(each, phase)
         assert_same(results_of(model, input), results_of(eager, input))
         made.append(counters["stats"]["unique_graphs"] - before)
-    assert made == [1] * 5 + [0] * 5  # for all blocks
+    assert made == [1] * 3 + [0] * 3  # for both blocks
 
 
 def test_in_high_precision_a_linear_is_that_of_pytorch():

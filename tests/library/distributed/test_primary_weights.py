@@ -21,19 +21,14 @@ from quaver.fsdp.siblings import all_gather_state
 from quaver.recipes.config import ScalingGranularity
 from quaver.weights.primary import Float8PrimaryWeight
 from tests.library.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
+from tests.library.distributed.test_cast_weights_once import MICROBATCHES, run_step
 from tests.library.distributed.test_fsdp import part_of, shard_model
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import on_ranks, run
 from tests.steps import assert_same, train
 
-LAYERS = 3
-MICROBATCHES = 2
-
-
-def run_step(model, batch, scope=nullcontext):
-    parts = torch.cat([part_of(each) for each in batch.chunk(MICROBATCHES)])
-    return train(model, None, [parts], microbatches=MICROBATCHES, scope=scope)
+LAYERS = 2
 
 
 def _train_under_ddp(recipe, master_dtype, **options):
@@ -113,15 +108,14 @@ def _train_mixture(folder, ranks, steps, load=None, save=None):
 
 
 def test_experts_train_alike_as_shards_and_as_primary_weights(tmp_path):
-    """Two steps, a checkpoint, and two more steps on as many ranks, or on others."""
-    folder, first, then = str(tmp_path), range(2), range(2, 4)
+    """Two steps, a checkpoint, and another step on as many ranks, or on others."""
+    folder, first, then = str(tmp_path), range(2), range(2, 3)
     losses = {}
     for ranks in (1, 2):
         losses[ranks] = run(ranks, _train_mixture, folder, ranks, first, None, f"of {ranks}")[0]
     resumed = {
         (before, after): run(after, _train_mixture, folder, after, then, f"of {before}")[0]
-        for before in (1, 2)
-        for after in (1, 2)
+        for before, after in ((1, 1), (1, 2), (2, 1))
     }
     assert losses[2] == pytest.approx(losses[1], rel=1e-5)
     for each in resumed.values():
@@ -230,7 +224,7 @@ def _measure(make):
     blocks = getattr(model, "module", model)
     linear, dtype = blocks[0].up, F32 if hasattr(model, "reshard") else blocks[0].norm.weight.dtype
     first, second = batches(2, MICROBATCHES * dist.get_world_size())
-    run_step(model, first.to(dtype), scope)
+    run_step(model, first.to(dtype), scope=scope)
     optimizer.step()
     optimizer.zero_grad()
     precompute_float8_dynamic_scale_for_fsdp(model)

@@ -80,11 +80,11 @@ SCALES = [0.0, -3.0, 0.7, 40.0]
 EVERY = (*RECIPES, *BLOCK_RECIPES, "delayed")
 HP_DTYPES = (torch.float32, torch.bfloat16)
 CAST_CASES = [(2, recipe, {}, HP_DTYPES[index % 2]) for index, recipe in enumerate(EVERY)]
-CAST_CASES += [(4, "delayed", {}, torch.float32), (4, "blockwise", {}, torch.bfloat16)]
+CAST_CASES += [(4, "delayed", {}, torch.float32)]
 CAST_CASES += [(2, "vllm-per-token-kernel", {}, torch.bfloat16), (2, "compressed-tensors", {}, torch.bfloat16)]
 CAST_CASES += [(2, "tensorwise", {"round_scales_to_power_of_2": True}, torch.float32)]
 CAST_CASES += at_night((2, recipe, {}, HP_DTYPES[1 - index % 2]) for index, recipe in enumerate(EVERY))
-CAST_CASES += at_night([(4, "mxfp8", {}, torch.float32)])
+CAST_CASES += at_night([(4, "mxfp8", {}, torch.float32), (4, "blockwise", {}, torch.bfloat16)])
 
 
 def _linear(config, quant_scale, style=None, features=(48, 40)):
@@ -359,10 +359,10 @@ KINDS = [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
 def test_equals_one_device(name, every):
     """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely.
 
-    Of arrangements and recipes each pair at night, and in each run half of them; a kind with each.
+    Of arrangements and recipes each pair at night, and in each run a quarter of them; a kind with each.
     """
     for index, recipe in enumerate((*RECIPES, *BLOCK_RECIPES), start=ARRANGEMENTS.index(name)):
-        if not every and index % 2:
+        if not every and index % 4:
             continue
         for hp_dtype, input_grad in KINDS if every else [KINDS[index % len(KINDS)]]:
             _check_results(name, recipe, hp_dtype, None, input_grad)
@@ -434,7 +434,7 @@ def test_features_that_ranks_do_not_divide(recipe, layouts):
 @on_ranks(2)
 def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_device(where):
     """NaN for NaN; the rest within the rounding of float32 sums in another order."""
-    for recipe, value in zip(RECIPES, [float("nan"), float("-inf")] * 2, strict=True):
+    for recipe, value in (("tensorwise", float("nan")), ("rowwise", float("-inf"))):
         _check_non_finite_value(recipe, value, where)
 
 
@@ -460,13 +460,14 @@ def _check_non_finite_value(recipe, value, where):
 class Block(nn.Module):
     """Attention-like and feed-forward, residual, on [batch, sequence, dim]."""
 
-    def __init__(self, dim):
+    def __init__(self, dim, attends):
         super().__init__()
-        self.attention = Attention(dim)
+        self.attention = Attention(dim) if attends else None
         self.mlp = MLP(dim)
 
     def forward(self, x):
-        x = x + self.attention(x)
+        if self.attention is not None:
+            x = x + self.attention(x)
         return x + self.mlp(x)
 
 
@@ -492,9 +493,9 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def model_of(config, blocks=2, dim=32):
+def model_of(config, dim=32, attends=True):
     torch.manual_seed(1)
-    return convert_to_float8_training(nn.Sequential(*(Block(dim) for _ in range(blocks))), config=config)
+    return convert_to_float8_training(nn.Sequential(Block(dim, attends)), config=config)
 
 
 def spread_by(model, mesh, colwise, rowwise, whole):
@@ -502,7 +503,8 @@ def spread_by(model, mesh, colwise, rowwise, whole):
     styles = {"attention": whole, "mlp": whole, "mlp.down": rowwise, "mlp.gate": colwise, "mlp.up": colwise}
     styles |= {f"attention.{name}": colwise for name in "qkv"} | {"attention.o": rowwise}
     for block in model:
-        parallelize_module(block, mesh, styles)
+        names = {name for name, _ in block.named_modules()}
+        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in names})
     return model
 
 
@@ -559,11 +561,10 @@ def amaxes(recipe, rows, columns, first_too=True):
     ("recipe", "use_local_output"),  # a linear reads from a DTensor, and not from a local one, that grad_input is a sum
     [case for case in itertools.product(RECIPES, [False, True]) if case != ("rowwise_with_gw_hp", True)],
 )
-@pytest.mark.parametrize("linears", [1, 3])
 @on_ranks(2)
-def test_one_gather_serves_all_linears_that_share_an_input(recipe, linears, use_local_output):
+def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_output):
     """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
-    config = config_of(recipe)
+    config, linears = config_of(recipe), 2
     module = Sharing(linears, config)
     styles = {"": prepare(use_local_output), "linears.*": Float8ColwiseParallel()}
     parallelize_module(module, world_mesh(), styles)
@@ -709,11 +710,11 @@ def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
     assert "Compile a module around the one that PrepareFloat8ModuleInput" in message
 
 
-@RECIPE
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on_ranks(2)
 def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     config = config_of(recipe)
-    plain, model = model_of(config, 1), spread(model_of(config, 1), world_mesh())
+    plain, model = model_of(config), spread(model_of(config), world_mesh())
     batch = torch.randn(2, 8, 32)
 
     def gradients(of):
@@ -734,7 +735,11 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     with cast_weights_once(twin):
         assert_same(gradients(twin), expected)
         assert_same(gradients(twin), expected)
-    assert all(linear._prepared_weight is None for linear in twin.modules() if isinstance(linear, Float8Linear))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    found = gradients(twin)  # none passes zero weights, unless casts of the scope are left
+    assert not any(found[f"0.{name}.weight"].any() for name in ("attention.q", "mlp.up"))
 
 
 @on_ranks(2)
