@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from quaver import (
-    DelayedScalingConfig,
-    convert_to_float8_training,
-    float8_scaling_state,
-)
+from quaver import DelayedScalingConfig, convert_to_float8_training, float8_scaling_state
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests import steps
 from tests.library.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot

@@ -120,24 +120,20 @@ def _losses(cases, steps):
 
 
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
-PARAM_DTYPES = [None, torch.bfloat16]
-ALL_CASES = list(itertools.product(RECIPES, GATHERS, [None, "inductor"], PARAM_DTYPES))
+ALL_CASES = list(itertools.product(RECIPES, GATHERS, [None, "inductor"], [None, torch.bfloat16]))
 ALL_CASES = [(recipe, *gather, compiled, dtype) for recipe, gather, compiled, dtype in ALL_CASES]
-PAIRS = [
-    (recipe, *gather, None, PARAM_DTYPES[(i + j) % 2])
-    for (i, recipe), (j, gather) in itertools.product(enumerate(RECIPES), enumerate(GATHERS))
+PRECOMPUTED = [("tensorwise", True, True, None, None), ("rowwise", True, True, None, torch.bfloat16)]
+OTHERS = [
+    ("tensorwise", True, False, None, torch.bfloat16),
+    ("rowwise_with_gw_hp", False, False, None, None),
+    ("rowwise_with_gw_hp", True, False, None, torch.bfloat16),
+    ("mxfp8", True, False, None, None),
 ]
 COMPILED = [  # test_experts.py has a tensorwise one, without scales computed before
     ("rowwise", True, True, "aot_eager", torch.bfloat16),
     ("rowwise", True, False, "aot_eager", torch.bfloat16),
     ("blockwise", True, True, "aot_eager", torch.bfloat16),
 ]
-
-
-PRECOMPUTED = [case for case in PAIRS if case[2] and case[0] in ("tensorwise", "rowwise")]
-OTHERS = [case for case in PAIRS if not case[2] and case[0] in ("tensorwise", "rowwise_with_gw_hp")][1:]
-OTHERS += [("mxfp8", True, False, None, None)]
-"""One recipe of one payload and one of two, all-gathered in high precision and in float8."""
 
 
 @pytest.mark.parametrize(

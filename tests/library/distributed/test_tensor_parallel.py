@@ -523,15 +523,6 @@ M, K, N = 2 * 16, 64, 48
 U8, I32, F32 = torch.uint8, torch.int32, torch.float32
 
 
-class Sharing(nn.Module):
-    def __init__(self, linears, config):
-        super().__init__()
-        self.linears = nn.ModuleList(Float8Linear(K, N, bias=False, config=config) for _ in range(linears))
-
-    def forward(self, input):
-        return torch.stack([linear(input) for linear in self.linears])
-
-
 def wire_of(module, input):
     """What crosses the wire in a forward and in its backward."""
     with CollectiveCounter() as forward:
@@ -564,20 +555,20 @@ def amaxes(recipe, rows, columns, first_too=True):
 @on_ranks(2)
 def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_output):
     """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
-    config, linears = config_of(recipe), 2
-    module = Sharing(linears, config)
-    styles = {"": prepare(use_local_output), "linears.*": Float8ColwiseParallel()}
-    parallelize_module(module, world_mesh(), styles)
+    config = config_of(recipe)
+    module = Pair(K, N, F32, config)
+    arrangement = arrangements()["prepared, local" if use_local_output else "prepared"]
+    parallelize_module(module, world_mesh(), arrangement.styles)
     input = torch.randn(2, 8, K, requires_grad=True)
-    forward, backward = wire_of(module, input)
-    of_weight = [(I32, 4)] * linears if config.casts.weight.row.is_tensorwise else []
+    forward, backward = wire_of(lambda input: torch.stack(module(input)), input)
+    of_weight = [(I32, 4)] * 2 if config.casts.weight.row.is_tensorwise else []
     assert forward.of("all_gather") == payloads(recipe, M, K)
     assert forward.of("all_reduce") == amaxes(recipe, M, K) + of_weight
     assert forward.of("reduce_scatter") == []
     of_grad_output = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
     of_weight = {"rowwise": [(I32, 4 * K)], "rowwise_with_gw_hp": [(I32, 4)]}.get(recipe, [])
     assert backward.of("all_gather") == []
-    assert backward.of("all_reduce") == [of_grad_output, *of_weight] * linears
+    assert backward.of("all_reduce") == [of_grad_output, *of_weight] * 2
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
     with CollectiveCounter() as forward, torch.no_grad():
         module(input)
