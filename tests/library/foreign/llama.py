@@ -1,12 +1,14 @@
 """A small Llama and a mixture of experts of transformers, their data, and a training loop written by hand."""
 
+from contextlib import nullcontext
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from quaver import convert_to_float8_training
+from quaver import Float8Linear, convert_to_float8_training, float8_scaling_state
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-BATCHES = 6
+BATCHES = 4
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -24,10 +26,11 @@ def not_the_head(module, name):
     return "lm_head" not in name and "lora" not in name
 
 
-def llama(recipe=None):
+def llama(recipe=None, layers=2):
     """The same weights at each call; converted, but for its head, if a recipe is given."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **SIZES))
+    sizes = {**SIZES, "num_hidden_layers": layers}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **sizes))
     return model if recipe is None else convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
 
 
@@ -39,8 +42,12 @@ def mixture():
     return Qwen3MoeForCausalLM(config)
 
 
-def batches():
-    return torch.utils.data.DataLoader(Tokens(), batch_size=2)
+def batches(rank=None):
+    """Batches of two sequences, or of the one that a rank takes of each."""
+    loader = torch.utils.data.DataLoader(Tokens(), batch_size=2)
+    if rank is None:
+        return loader
+    return [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in loader]
 
 
 def optimizer_of(model):
@@ -49,6 +56,25 @@ def optimizer_of(model):
 
 def clip(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def float8_names(model):
+    return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+
+
+def scales_of(model):
+    return float8_scaling_state(model).state_dict()
+
+
+def weights_of(model):
+    """Copies of the parameters by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def values_of(model):
+    """The state dict of a model, frozen weights dequantized."""
+    state = model.state_dict()
+    return {name: v.to_high_precision() if hasattr(v, "to_high_precision") else v for name, v in state.items()}
 
 
 def train_by_hand(
@@ -60,6 +86,7 @@ def train_by_hand(
     every=1,
     before=lambda model: None,
     after=lambda model: None,
+    within_a_step=nullcontext,
     only=range(BATCHES),
 ):
     """The losses of the batches in `only`, whose gradients are accumulated over `every` of them.
@@ -68,16 +95,17 @@ def train_by_hand(
         rank: which of two takes its sequence of each batch; None for both sequences.
         before: called with the model before each step of the optimizer.
         after: called with the model after it.
+        within_a_step: makes the context of batches that do not end a step.
     """
     optimizer, losses = optimizer or optimizer_of(model), []
-    for index, batch in enumerate(batches()):
+    for index, batch in enumerate(batches(rank)):
         if index not in only:
             continue
-        if rank is not None:
-            batch = {name: part[rank : rank + 1] for name, part in batch.items()}
-        loss = model(**batch).loss
-        backward(loss / every)
-        if (index + 1) % every == 0:
+        ends_step = (index + 1) % every == 0
+        with nullcontext() if ends_step else within_a_step():
+            loss = model(**batch).loss
+            backward(loss / every)
+        if ends_step:
             before(model)
             optimizer.step()
             optimizer.zero_grad()

@@ -5,26 +5,18 @@ vLLM and SGLang, which need a GPU, are tested by the contract of their loaders: 
 
 import copy
 import json
-import warnings
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_model
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
-from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 from quaver import convert_to_float8_training, convert_to_high_precision, freeze_to_float8
 from quaver.conversion.freeze import blockwise_config
@@ -32,11 +24,11 @@ from quaver.experts.module import is_experts
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
+from tests.library.foreign.checkpoints import TOKENS, from_transformers, logits_of
 from tests.library.foreign.llama import not_the_head
 from tests.steps import assert_same
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
-TOKENS = torch.arange(24).view(1, 24)
 FORMATS = [
     ("rowwise", "compressed-tensors"),
     ("tensorwise", "compressed-tensors"),
@@ -61,7 +53,9 @@ def deepseek(kv_lora_rank=160):
     layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes = {"hidden_size": 200, "intermediate_size": 300, "moe_intermediate_size": 64, "v_head_dim": 32}
     others = {"vocab_size": 64, "max_position_embeddings": 64, "use_cache": False}
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**ranks, **experts, **layers, **sizes, **others)).eval()
+    model = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**ranks, **experts, **layers, **sizes, **others)
+    ).eval()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
@@ -74,11 +68,6 @@ def frozen_deepseek(**options):
         return not_the_head(module, name) and not is_experts(module)
 
     return freeze_to_float8(deepseek(**options), blockwise_config(power_of_2=False), module_filter_fn=is_a_linear)
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model.eval()(TOKENS).logits
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +92,6 @@ def dequantized_logits(folder):
     model = llama()
     model.load_state_dict(dict(load_float8(folder, dtype=torch.float32)))
     return logits_of(model)
-
-
-def from_transformers(folder, format):
-    config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
-    with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
 
 
 @pytest.mark.parametrize(("recipe", "format"), [*FORMATS, ("deepseek", "compressed-tensors-block")])
@@ -245,20 +228,14 @@ def test_what_else_save_pretrained_would_write(tmp_path):
     assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("adapters", "message"),
-    [
-        (
-            LoraConfig(target_modules=["q_proj"]),
-            r"self_attn.q_proj has adapters .* not merged: call model.merge_adapter",
-        ),
-        (PromptTuningConfig(num_virtual_tokens=2), r"adapters of PEFT.* export model.merge_and_unload\(\)"),
-        (
-            LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]),
-            "embed_tokens is a TrainableTokensWrapper of PEFT",
-        ),
-    ],
-)
+UNMERGED = [
+    (LoraConfig(target_modules=["q_proj"]), r"self_attn.q_proj has adapters .* not merged: call model.merge_adapter"),
+    (PromptTuningConfig(num_virtual_tokens=2), r"adapters of PEFT.* export model.merge_and_unload\(\)"),
+    (LoraConfig(trainable_token_indices=[1], target_modules=["q_proj"]), "embed_tokens is a TrainableTokensWrapper"),
+]
+
+
+@pytest.mark.parametrize(("adapters", "message"), UNMERGED)
 @pytest.mark.parametrize("recipe", ["rowwise", None])
 def test_adapters_that_are_not_merged_are_refused(adapters, message, recipe, tmp_path):
     adapters.task_type = "CAUSAL_LM"

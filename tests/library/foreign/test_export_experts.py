@@ -6,7 +6,6 @@ oracle of every name and tensor. It reads experts with several blocks in the for
 
 import copy
 import json
-import warnings
 
 import peft
 import pytest
@@ -15,7 +14,7 @@ import transformers
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+from transformers.utils.quantization_config import Mxfp4Config
 
 from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.conversion.freeze import blockwise_config
@@ -27,10 +26,12 @@ from quaver.lab.cli import main
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.scaling import dequantize
 from tests.library.export.mixtures import multiplied_experts
-from tests.library.foreign.zoo import MODELS, make
+from tests.library.foreign.checkpoints import TOKENS, from_transformers, logits_of, write_folder
+from tests.library.foreign.llama import not_the_head, values_of
+from tests.library.foreign.zoo import make
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
-from tests.thinned import thinned
+from tests.thinned import at_night, thinned
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe")
 WHOLE = ("gpt_oss", "llama4")
@@ -44,13 +45,7 @@ SCALES = ("weight_scale", "weight_scale_inv", "input_scale")
 def mixture(name, **sizes):
     """The model in evaluation mode; without `sizes` that of the zoo."""
     torch.manual_seed(0)
-    sizes = sizes or SMALL.get(name)
-    if not sizes:
-        return make(name)[0].eval()
-    config_class, model_class, defaults, _ = MODELS[name]
-    config = getattr(transformers, config_class)(**{**defaults, **sizes})
-    config.pad_token_id, config.use_cache = 0, False
-    return getattr(transformers, model_class)(config).eval()
+    return make(name, **(sizes or SMALL.get(name, {})))[0].eval()
 
 
 def large(name):
@@ -61,18 +56,6 @@ def large(name):
     if name == "deepseek_v3":
         del sizes["head_dim"]
     return mixture(name, **sizes, **(ranks if name == "deepseek_v3" else {}))
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model.eval()(torch.arange(1, 49).view(2, 24)).logits
-
-
-def from_transformers(folder, model_class, format):
-    config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
-    with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
-        model = model_class.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
-    return model.float()  # what is not quantized keeps its dtype there
 
 
 def weights_in(folder):
@@ -97,7 +80,7 @@ def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
     assert bool([each for each in in_float8 if "experts." in each and "shared" not in each]) == (name in MIXTURES)
 
     loaded = load_float8(tmp_path / "out", dtype=torch.float32, model=model)
-    again = from_transformers(tmp_path / "out", type(model), format)
+    again = from_transformers(tmp_path / "out", format, type(model))
     assert_same(loaded, again.state_dict())
     target = mixture(name)
     target.load_state_dict(dict(loaded))
@@ -110,13 +93,18 @@ def test_what_transformers_does_not_read(tmp_path):
     for format in ("compressed-tensors-block", "compressed-tensors-mxfp8"):
         save_float8(model, tmp_path / format, format=format)
         with pytest.raises(RuntimeError, match="conversion of the weights"):
-            from_transformers(tmp_path / format, type(model), format)
+            from_transformers(tmp_path / format, format, type(model))
 
 
 @pytest.mark.filterwarnings("ignore:nothing to convert")
-@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize(
-    ("recipe", "format"), [("rowwise", FORMATS[0]), ("tensorwise", FORMATS[0]), ("blockwise", FORMATS[1])]
+    ("recipe", "format", "is_frozen"),
+    [
+        ("rowwise", FORMATS[0], False),
+        ("tensorwise", FORMATS[0], True),
+        ("blockwise", FORMATS[1], True),
+        *at_night([("rowwise", FORMATS[0], True), ("tensorwise", FORMATS[0], False), ("blockwise", FORMATS[1], False)]),
+    ],
 )
 def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format, is_frozen, tmp_path, monkeypatch):
     """transformers makes such linears of its stacks [E, K, N] for this format, in their place in the model."""
@@ -128,7 +116,7 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
     exported = save_float8(model, tmp_path / "out", format=format)
     assert exported.plan.whole_stacks == []
     loaded = load_float8(tmp_path / "out", dtype=torch.float32)
-    oracle = from_transformers(tmp_path / "out", type(model), format)
+    oracle = from_transformers(tmp_path / "out", format, type(model))
     assert_same(loaded, oracle.state_dict())
     is_cut = format == FORMATS[1]  # gate and up have 96 rows each
     assert [name for name in exported.requantized if name.endswith("experts.gate_up_proj")] == (
@@ -146,29 +134,10 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
     target.load_state_dict(dict(load_float8(tmp_path / "out", dtype=torch.float32, model=target)))
     assert torch.equal(logits_of(target), logits_of(oracle))
     frozen = load_frozen(mixture("llama4"), tmp_path / "out")
-    assert torch.equal(
-        values_of(frozen)["model.layers.1.feed_forward.experts.down_proj"][2].t(), value_in(loaded, 1, 2)
-    )
+    experts = "model.layers.1.feed_forward.experts"
+    assert torch.equal(values_of(frozen)[f"{experts}.down_proj"][2].t(), loaded[f"{experts}.2.down_proj.weight"])
     stored = frozen.model.layers[0].feed_forward.experts.down_proj
     assert isinstance(stored, FrozenFloat8Weight) == (not is_cut)
-
-
-def value_in(loaded, layer, expert):
-    return loaded[f"model.layers.{layer}.feed_forward.experts.{expert}.down_proj.weight"]
-
-
-@pytest.mark.parametrize(("name", "gate", "expert"), [
-    ("mixtral", "model.layers.0.block_sparse_moe.gate", "model.layers.0.block_sparse_moe.experts.3.w1.weight"),
-    ("deepseek_v3", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts.15.gate_proj.weight"),
-    ("olmoe", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.3.down_proj.weight"),
-])  # fmt: skip
-def test_the_names_of_the_hub(name, gate, expert):
-    exported = iter_float8_weights(prepare_model_for_float8(mixture(name), "rowwise"))
-    tensors = dict(exported)
-    assert gate in exported.plan.ignore
-    assert not [each for each in exported.plan.ignore if "experts" in each]
-    assert tensors[expert].dtype is torch.float8_e4m3fn
-    assert tensors[f"{expert}_scale"].shape == (tensors[expert].shape[0], 1)
 
 
 # ---- published layouts -----------------------------------------------------------------------------------------------
@@ -190,16 +159,9 @@ def published(model, folder, scale_dtype, stays):
             continue
         tensors[name] = (torch.randn(tensor.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = (torch.rand(blocks_of(tensor.shape)) * 1e-3 + 1e-4).to(scale_dtype)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    write_folder(folder, tensors, config | {"quantization_config": {"quant_method": "fp8", **quantization}})
     return tensors
 
 
@@ -218,7 +180,7 @@ def test_published_checkpoints(name, scale_dtype, stays, tmp_path):
     model = large(name)
     tensors = published(model, tmp_path / "hub", scale_dtype, stays)
     loaded = load_float8(tmp_path / "hub", dtype=torch.float32, model=prepare_model_for_float8(large(name), "rowwise"))
-    oracle = from_transformers(tmp_path / "hub", type(model), "fp8").state_dict()
+    oracle = from_transformers(tmp_path / "hub", "fp8", type(model)).state_dict()
     assert_same(loaded, oracle)
     layer = "model.layers.1.block_sparse_moe.experts.2" if name == "mixtral" else "model.layers.1.mlp.experts.2"
     parts = ("w1", "w3") if name == "mixtral" else ("gate_proj", "up_proj")
@@ -263,7 +225,7 @@ def test_layers_of_prediction_are_left_out(tmp_path):
 def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     """transformers keeps the quantization of a model that it dequantized, which the export must not repeat."""
     published(large("qwen3_moe"), tmp_path / "hub", torch.float32, ("mlp.gate.",))
-    model = from_transformers(tmp_path / "hub", transformers.Qwen3MoeForCausalLM, "fp8")
+    model = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM)
     expected = large("qwen3_moe")
     expected.load_state_dict(model.state_dict())
     exported, fresh = (
@@ -272,18 +234,10 @@ def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     assert_same(exported, fresh)
 
 
-def values_of(model):
-    """The weights of a model, frozen ones dequantized."""
-    return {
-        name: each.to_high_precision() if isinstance(each, FrozenFloat8Weight) else each.detach()
-        for name, each in model.named_parameters()
-    }
-
-
 def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
     """Attention and experts are frozen in the codes of the file. The values are transformers'."""
     published(large("qwen3_moe"), tmp_path / "hub", torch.float32, ("mlp.gate.",))
-    oracle = from_transformers(tmp_path / "hub", transformers.Qwen3MoeForCausalLM, "fp8").state_dict()
+    oracle = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM).state_dict()
     with init_empty_weights():
         model = large("qwen3_moe")
     assert_same(values_of(load_frozen(model, tmp_path / "hub")), oracle)
@@ -294,7 +248,7 @@ def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
 @pytest.mark.parametrize(("recipe", "format"), [("rowwise", FORMATS[0]), ("blockwise", "fp8")])
 def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, format, tmp_path):
     """A frozen model is exported, loaded frozen, adapted at attention and experts, merged, and exported again."""
-    model = freeze_to_float8(large("qwen3_moe"), recipe, module_filter_fn=lambda _, name: name != "lm_head")
+    model = freeze_to_float8(large("qwen3_moe"), recipe, module_filter_fn=not_the_head)
     assert save_float8(model, tmp_path / "first", format=format).requantized == {}
     base, expected = load_frozen(large("qwen3_moe"), tmp_path / "first"), logits_of(model)
     assert torch.equal(logits_of(base), expected)
@@ -302,10 +256,9 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
     adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, **targets))
     assert torch.equal(logits_of(adapted), expected)
     trained = [each for each in adapted.parameters() if each.requires_grad]
-    optimizer, tokens = torch.optim.AdamW(trained, lr=1e-2), torch.arange(1, 49).view(2, 24)
-    losses = []
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
     for _ in range(4):
-        loss = adapted.train()(input_ids=tokens, labels=tokens).loss
+        loss = adapted.train()(input_ids=TOKENS, labels=TOKENS).loss
         loss.backward()
         assert all(each.grad.isfinite().all() for each in trained)
         optimizer.step()
@@ -316,13 +269,13 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
     assert sqnr_db(expected, logits_of(merged)) > 15
     assert merged.model.layers[0].mlp.experts.gate_up_proj.requantized_sqnr_db > 25
     assert save_float8(merged, tmp_path / "second", format=format).requantized == {}
-    oracle = from_transformers(tmp_path / "second", type(merged), format).state_dict()
+    oracle = from_transformers(tmp_path / "second", format, type(merged)).state_dict()
     assert_same(values_of(merged), oracle)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name, tmp_path):
-    model = freeze_to_float8(mixture(name), "rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+    model = freeze_to_float8(mixture(name), "rowwise", module_filter_fn=not_the_head)
     oracle = dict(iter_float8_weights(model, format="high-precision"))
     experts = {name: value for name, value in values_of(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
     assert len(experts) == 4
@@ -339,11 +292,9 @@ def published_in_mxfp4(model, folder):
         experts, inputs, outputs = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(110, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_folder(folder, tensors, config | {"quantization_config": quantization})
 
 
 @pytest.mark.parametrize("config", ["blockwise", "mxfp8", "rowwise"])
@@ -372,13 +323,13 @@ def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path, capsys):
     words = ["export", str(tmp_path / "hf"), str(tmp_path / "out"), "--recipe=rowwise", "--dtype=float32"]
     assert main([*words, "--measure-tokens=16"]) == 0
     assert "32 float8 weights of the recipe rowwise" in capsys.readouterr().out
-    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
     expected, stored = dict(iter_float8_weights(model)), StoredTensors(tmp_path / "out")
     assert_same(stored, expected)
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
     assert main(["import", str(tmp_path / "out"), str(tmp_path / "hp"), "--dtype=float32"]) == 0
     trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
-    again = from_transformers(tmp_path / "out", type(model), "compressed-tensors")
+    again = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
     assert_same_bits(logits_of(trainable), logits_of(again))
 
 
@@ -391,7 +342,7 @@ def test_one_layer_in_high_precision(tmp_path):
     plan = save_float8(model, tmp_path / "out").plan
     assert {left_out[1], f"{left_out[1]}.0.gate_proj", f"{left_out[1]}.3.down_proj"} <= set(plan.ignore)
     assert not [name for name in plan.ignore if "layers.1.mlp.experts" in name]
-    again = from_transformers(tmp_path / "out", type(model), "compressed-tensors")
+    again = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
     first, second = (layer.mlp.experts for layer in again.model.layers)
     assert torch.equal(first.gate_up_proj, plain.model.layers[0].mlp.experts.gate_up_proj)
     assert not torch.equal(second.gate_up_proj, plain.model.layers[1].mlp.experts.gate_up_proj)

@@ -5,16 +5,9 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM
 
 from quaver import convert_to_high_precision, freeze_to_float8
 from quaver.runtime.slow_paths import slow_paths
@@ -30,8 +23,10 @@ OTHERS = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": False}
 def plain(kind):
     torch.manual_seed(0)
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES, **OTHERS)).bfloat16()
-    return MixtralForCausalLM(MixtralConfig(num_local_experts=2, **SIZES, **OTHERS)).bfloat16()
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **OTHERS)).bfloat16()
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(num_local_experts=2, **SIZES, **OTHERS)
+    ).bfloat16()
 
 
 def frozen(kind, recipe="tensorwise"):
@@ -39,7 +34,7 @@ def frozen(kind, recipe="tensorwise"):
 
 
 def trainer_saves(model, folder):
-    Trainer(model, TrainingArguments(folder, report_to=[], use_cpu=True)).save_model()
+    transformers.Trainer(model, transformers.TrainingArguments(folder, report_to=[], use_cpu=True)).save_model()
 
 
 def merged(model, folder):

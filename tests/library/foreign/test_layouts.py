@@ -1,22 +1,22 @@
 """Float8 checkpoints as other tools write them, read to the bit that a reader which is not ours reads."""
 
-import json
 import logging
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quaver import convert_to_high_precision
 from quaver.export import load_float8, load_frozen
+from tests.library.foreign.checkpoints import write_folder
 from tests.steps import assert_same
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
 CONFIG = LlamaConfig(vocab_size=64, use_cache=False, **SIZES)
-BLOCKS = {"weight_block_size": [128, 128]}
 E8M0 = torch.float8_e8m0fnu
 
 
@@ -32,128 +32,49 @@ def quantized(weight, scale):
     return (weight / scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)).to(torch.float8_e4m3fn)
 
 
-# name: quantization_config, rows and columns of a block, powers of two, name of the scale, its form, other tensors
+class Layout(NamedTuple):
+    """The quantization_config, and the rows and columns of a block, 0 for all; the name and the form of its scale."""
+
+    config: dict | None
+    block: tuple[int, int]
+    scale_name: str = "weight_scale"
+    form: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale
+    power_of_2: bool = False
+    other: str | None = None
+    """A tensor that is left out."""
+
+
+def modelopt(algorithm):
+    return {"quant_method": "modelopt", "quant_algo": algorithm}
+
+
+def e8m0_bytes(scale):
+    return scale.to(E8M0).view(torch.uint8)
+
+
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+UE8M0 = {**BLOCKS, "scale_fmt": "ue8m0"}
+BLOCKS_OF_64 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
 LAYOUTS = {
-    "AutoFP8": (
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        0,
-        0,
-        False,
-        "weight_scale",
-        torch.squeeze,
-        "input_scale",
+    "AutoFP8": Layout(STATIC, (0, 0), form=torch.squeeze, other="input_scale"),
+    "modelopt": Layout(modelopt("FP8"), (0, 0), form=torch.squeeze, other="k_scale"),
+    "no config": Layout(None, (0, 0), form=lambda scale: scale.view(1), other="input_scale"),
+    "modelopt rows": Layout(modelopt("FP8_PER_CHANNEL_PER_TOKEN"), (1, 0), form=lambda scale: scale.view(-1)),
+    "modelopt blocks": Layout(modelopt("FP8_PB_WO"), (128, 128), form=lambda scale: scale[:, None, :, None]),
+    "modelopt MXFP8": Layout(modelopt("MXFP8"), (1, 32), form=e8m0_bytes, power_of_2=True),
+    "modelopt groups": Layout(modelopt("FP8_PB_WO"), (1, 32), form=lambda scale: scale[:, :, None]),
+    "fbgemm": Layout({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, (1, 0), other="input_scale_ub"),
+    "DeepSeek-V3": Layout(BLOCKS, (128, 128), "weight_scale_inv"),
+    "DeepSeek-V4": Layout(UE8M0, (128, 128), "scale", lambda scale: scale.to(E8M0), power_of_2=True),
+    "E8M0 bytes": Layout(UE8M0, (128, 128), "weight_scale_inv", e8m0_bytes, power_of_2=True),
+    "Mistral": Layout(STATIC, (0, 0), "qscale_weight", torch.squeeze, other="qscale_act"),
+    "MXFP8": Layout(
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, (1, 32), "weight_scale_inv", e8m0_bytes, True
     ),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        0,
-        0,
-        False,
-        "weight_scale",
-        torch.squeeze,
-        "k_scale",
-    ),
-    "no config": (None, 0, 0, False, "weight_scale", lambda scale: scale.view(1), "input_scale"),
-    "modelopt rows": (
-        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
-        1,
-        0,
-        False,
-        "weight_scale",
-        lambda scale: scale.view(-1),
-        None,
-    ),
-    "modelopt blocks": (
-        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
-        128,
-        128,
-        False,
-        "weight_scale",
-        lambda scale: scale[:, None, :, None],
-        None,
-    ),
-    "modelopt MXFP8": (
-        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
-        1,
-        32,
-        True,
-        "weight_scale",
-        lambda scale: scale.to(E8M0).view(torch.uint8),
-        None,
-    ),
-    "modelopt groups": (
-        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
-        1,
-        32,
-        False,
-        "weight_scale",
-        lambda scale: scale[:, :, None],
-        None,
-    ),
-    "fbgemm": (
-        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-        1,
-        0,
-        False,
-        "weight_scale",
-        lambda scale: scale,
-        "input_scale_ub",
-    ),
-    "DeepSeek-V3": ({"quant_method": "fp8", **BLOCKS}, 128, 128, False, "weight_scale_inv", lambda scale: scale, None),
-    "DeepSeek-V4": (
-        {"quant_method": "fp8", "scale_fmt": "ue8m0", **BLOCKS},
-        128,
-        128,
-        True,
-        "scale",
-        lambda scale: scale.to(E8M0),
-        None,
-    ),
-    "E8M0 bytes": (
-        {"quant_method": "fp8", "scale_fmt": "ue8m0", **BLOCKS},
-        128,
-        128,
-        True,
-        "weight_scale_inv",
-        lambda scale: scale.to(E8M0).view(torch.uint8),
-        None,
-    ),
-    "Mistral": (
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        0,
-        0,
-        False,
-        "qscale_weight",
-        torch.squeeze,
-        "qscale_act",
-    ),
-    "MXFP8": (
-        {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
-        1,
-        32,
-        True,
-        "weight_scale_inv",
-        lambda scale: scale.to(E8M0).view(torch.uint8),
-        None,
-    ),
-    "blocks of 64": (
-        {"quant_method": "fp8", "weight_block_size": [64, 64]},
-        64,
-        64,
-        False,
-        "weight_scale_inv",
-        lambda scale: scale,
-        None,
-    ),
-    "columns": ({"quant_method": "fp8"}, 0, 1, False, "weight_scale", lambda scale: scale, None),
-    "bfloat16 scales": (
-        {"quant_method": "fp8", **BLOCKS},
-        128,
-        128,
-        True,
-        "weight_scale_inv",
-        torch.Tensor.bfloat16,
-        None,
-    ),
+    "blocks of 64": Layout(BLOCKS_OF_64, (64, 64), "weight_scale_inv"),
+    "columns": Layout({"quant_method": "fp8"}, (0, 1)),
+    "bfloat16 scales": Layout(BLOCKS, (128, 128), "weight_scale_inv", torch.Tensor.bfloat16, power_of_2=True),
 }
 NOT_FROZEN = ("modelopt MXFP8", "modelopt groups", "MXFP8", "blocks of 64", "columns")
 OF_TRANSFORMERS = ("DeepSeek-V3", "DeepSeek-V4", "E8M0 bytes", "Mistral", "MXFP8", "blocks of 64", "bfloat16 scales")
@@ -172,22 +93,20 @@ def written(tmp_path_factory):
     def write(layout):
         if layout in made:
             return made[layout]
-        quantization, rows, columns, power_of_2, leaf, form, more = LAYOUTS[layout]
+        its = LAYOUTS[layout]
         folder, tensors, codes = tmp_path_factory.mktemp("layout"), {}, {}
         for name, tensor in model().state_dict().items():
             tensors[name] = tensor
             if "_proj" in name or (layout == "AutoFP8" and "embed" in name):
                 module = name.removesuffix(".weight")
-                scale = scales(tensor, rows, columns, power_of_2=power_of_2)
+                scale = scales(tensor, *its.block, power_of_2=its.power_of_2)
                 tensors[name] = quantized(tensor, scale)
                 codes[name] = tensors[name], scale
-                tensors[f"{module}.{leaf}"] = form(scale).clone()
-                if more:
-                    tensors[f"{module}.{more}"] = torch.tensor(0.5)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+                tensors[f"{module}.{its.scale_name}"] = its.form(scale).clone()
+                if its.other:
+                    tensors[f"{module}.{its.other}"] = torch.tensor(0.5)
         config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"]}
-        config |= {"quantization_config": quantization} if quantization else {}
-        (folder / "config.json").write_text(json.dumps(config))
+        write_folder(folder, tensors, config | ({"quantization_config": its.config} if its.config else {}))
         made[layout] = folder, codes
         return made[layout]
 
@@ -219,7 +138,7 @@ def test_a_layout_is_read_as_others_read_it(layout, written, caplog):
     (folder, codes), original = written(layout), model().state_dict()
     with caplog.at_level(logging.WARNING):
         loaded = dict(load_float8(folder, dtype=torch.float32))
-    assert ("are left out" in caplog.text) == (LAYOUTS[layout][-1] is not None)
+    assert ("are left out" in caplog.text) == (LAYOUTS[layout].other is not None)
     assert loaded.keys() == original.keys()
     for name, tensor in loaded.items():
         expected = by_compressed_tensors(*codes[name]) if name in codes else original[name]

@@ -4,47 +4,31 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
 
 from quaver import conversion_report
 from quaver.experts.module import Float8Experts
 from quaver.export import load_float8, load_frozen
 from quaver.integrations.transformers import QuaverConfig
+from tests.library.foreign.checkpoints import write_folder
+from tests.library.foreign.llama import values_of
 from tests.reference import sqnr_db
 from tests.steps import assert_same
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
-ROWS = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
-            "input_activations": {"strategy": "token"},
-        }
-    },
-}
+SIZES = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+CHANNELS = {"type": "float", "num_bits": 8, "strategy": "channel"}
+GROUP = {"targets": ["Linear"], "weights": CHANNELS, "input_activations": {"strategy": "token"}}
+ROWS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
 def granite():
-    return GraniteMoeForCausalLM(GraniteMoeConfig(num_local_experts=3, num_experts_per_tok=2, **SIZES))
+    return transformers.GraniteMoeForCausalLM(
+        transformers.GraniteMoeConfig(num_local_experts=3, num_experts_per_tok=2, **SIZES)
+    )
 
 
 def qwen3_vl():
@@ -52,13 +36,13 @@ def qwen3_vl():
     experts = {"moe_intermediate_size": 32, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 32}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
     text = {**SIZES, **experts, "rope_parameters": rotary}
-    config = Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
-    return Qwen3VLMoeForConditionalGeneration(config)
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
 def llama4():
     experts = {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "head_dim": 32}
-    return Llama4ForCausalLM(Llama4TextConfig(pad_token_id=0, **SIZES, **experts))
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(pad_token_id=0, **SIZES, **experts))
 
 
 def by_rows(weight):
@@ -145,19 +129,9 @@ def written(request, tmp_path):
             tensors[name], tensors[name.replace("weight", scale_name)] = linear(weight)
         else:
             tensors[name] = weight
-    (tmp_path / "fp8").mkdir()
     config = json.loads((tmp_path / "hp" / "config.json").read_text()) | {"quantization_config": quantization}
-    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
-    tensors = {name: each.contiguous() for name, each in tensors.items()}
-    save_file(tensors, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+    write_folder(tmp_path / "fp8", tensors, config)
     return model, tmp_path / "fp8"
-
-
-def values(model):
-    state = model.state_dict()
-    return {
-        name: each.to_high_precision() if hasattr(each, "to_high_precision") else each for name, each in state.items()
-    }
 
 
 @pytest.mark.parametrize("written", WRITERS, indirect=True)
@@ -166,12 +140,12 @@ def test_stacks_are_read_and_frozen(written):
     kind, weights = type(model), dict(load_float8(folder, model=model, dtype=torch.float32))
     assert all(sqnr_db(each, weights[name]) > 30 for name, each in model.state_dict().items() if name in weights)
     frozen = load_frozen(kind._from_config(model.config, dtype=torch.float32), folder)
-    assert_same({name: values(frozen)[name] for name in weights}, weights)
+    assert_same({name: values_of(frozen)[name] for name in weights}, weights)
     assert "frozen" in next(each.reason for each in conversion_report(frozen).layers if "gate_up_proj" in each.name)
     loaded = kind.from_pretrained(folder, quantization_config=QuaverConfig(frozen=True), dtype=torch.float32)
-    assert_same(values(loaded), values(frozen))
+    assert_same(values_of(loaded), values_of(frozen))
     trained = kind.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"), dtype=torch.float32)
-    assert_same(trained.state_dict(), values(frozen))
+    assert_same(trained.state_dict(), values_of(frozen))
     assert any(isinstance(each, Float8Experts) for each in trained.modules())
     tokens = torch.arange(16).view(1, 16)
     with torch.no_grad():

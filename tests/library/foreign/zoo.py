@@ -15,21 +15,11 @@ DECODER = {**SIZES, "vocab_size": 128, "intermediate_size": 96, "num_key_value_h
 MIXTURE = {**DECODER, "num_experts_per_tok": 2, "output_router_logits": True}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENCODER = {**SIZES, **NO_DROPOUT, "vocab_size": 128, "intermediate_size": 96}
-DEEPSEEK = {
-    **DECODER,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-}
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ROUTED = {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+DEEPSEEK = {**DECODER, **MLA, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+GLM4 = {**DECODER, **ROUTED, "n_group": 1, "topk_group": 1, "head_dim": 16, "n_routed_experts": 4}
+LLAMA4 = {**DECODER, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "pad_token_id": 0}
 FALCON = {**SIZES, "vocab_size": 128, "bias": True, "attention_dropout": 0.0}
 GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 NEOX = {**SIZES, "vocab_size": 128, "intermediate_size": 96}
@@ -39,26 +29,11 @@ VISION = {"image_size": 32, "patch_size": 8}
 VIT = {**SIZES, **NO_DROPOUT, **VISION, "intermediate_size": 96, "num_labels": 4}
 SAM = {**SIZES, "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 128}
 TOWER = {**SIZES, "intermediate_size": 96}
-CLIP = {
-    "text_config": {**TOWER, "vocab_size": 128, "eos_token_id": 2},
-    "vision_config": {**TOWER, **VISION},
-    "projection_dim": 32,
-}
-WHISPER = {
-    "vocab_size": 128,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "dropout": 0.0,
-    "max_source_positions": 32,
-    "max_target_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+CLIP_TEXT = {**TOWER, "vocab_size": 128, "eos_token_id": 2}
+CLIP = {"text_config": CLIP_TEXT, "vision_config": {**TOWER, **VISION}, "projection_dim": 32}
+WHISPER = {"vocab_size": 128, "d_model": 64, "dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+WHISPER |= {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96, "max_source_positions": 32}
+WHISPER |= {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "max_target_positions": 64}
 MAMBA = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16, "time_step_rank": 16}
 
 MODELS = {
@@ -76,18 +51,8 @@ MODELS = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**MIXTURE, "num_local_experts": 4}, TEXT),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**MIXTURE, "num_experts": 4, "pad_token_id": 0}, TEXT),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**MIXTURE, "num_local_experts": 4, "head_dim": 16}, TEXT),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        "Glm4MoeForCausalLM",
-        {**DECODER, "head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        TEXT,
-    ),
-    "llama4": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        {**DECODER, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "pad_token_id": 0},
-        TEXT,
-    ),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", GLM4, TEXT),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4, TEXT),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MIXTURE, "num_experts": 4, "head_dim": 16}, TEXT),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK, TEXT),
     "bert": ("BertConfig", "BertForMaskedLM", ENCODER, TEXT),
@@ -106,10 +71,10 @@ MODELS = {
 }
 
 
-def make(name):
-    """The model in training mode, with a batch for it."""
-    config_class, model_class, sizes, inputs = MODELS[name]
-    config = getattr(transformers, config_class)(**sizes)
+def make(name, **sizes):
+    """The model in training mode, with a batch for it; `sizes` replace its own."""
+    config_class, model_class, defaults, inputs = MODELS[name]
+    config = getattr(transformers, config_class)(**{**defaults, **sizes})
     config.pad_token_id, config.decoder_start_token_id, config.use_cache = 0, 0, False
     return getattr(transformers, model_class)(config).train(), inputs
 

@@ -1,0 +1,31 @@
+"""What tests of exports share: a model's logits, and transformers' own reading of a float8 folder."""
+
+import json
+import warnings
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
+
+TOKENS = torch.arange(1, 49).view(2, 24)
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def from_transformers(folder, format, model_class=AutoModelForCausalLM):
+    """The model that transformers dequantizes, in float32; what is not quantized keeps its dtype in the folder."""
+    config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
+        return model_class.from_pretrained(folder, dtype=torch.float32, quantization_config=config).float()
+
+
+def write_folder(folder, tensors, config):
+    """Write a checkpoint as other tools do, from its tensors and its config.json."""
+    folder.mkdir(exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
