@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -18,9 +18,11 @@ from quaver import (
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
 )
-from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
+from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand, weights_of
 from tests.library.foreign.table import lacks, proves, refuses
 from tests.ranks import RanksError, run
+from tests.steps import full
+from tests.thinned import at_night
 
 
 @contextmanager
@@ -62,12 +64,10 @@ def make_fsdp2(accelerator, state_dict_type=None):
     )
 
 
-def full(state_dict):
-    """Whole tensors, float32."""
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().float().clone()
-        for name, value in state_dict.items()
-    }
+def moved(model, before):
+    """The names of the parameters that are no longer as before."""
+    after = {name: full(parameter).float() for name, parameter in model.named_parameters()}
+    return {name for name in before if not torch.equal(before[name].float(), after[name])}
 
 
 def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype=torch.float32):
@@ -75,7 +75,7 @@ def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=float8_all_gather)
     model = convert_to_float8_training(llama().to(dtype), config=config, module_filter_fn=not_the_head)
     accelerator = accelerator_on(strategy, mixed_precision)
-    before = full(model.state_dict())
+    before = weights_of(model)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     losses = train_by_hand(
         model,
@@ -84,26 +84,26 @@ def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype
         rank=accelerator.process_index,
         before=lambda model: accelerator.clip_grad_norm_(model.parameters(), 1.0),
         after=precompute_float8_dynamic_scale_for_fsdp,
+        only=range(2),
     )
-    after = full(accelerator.unwrap_model(model).state_dict())
-    return losses, {name for name in before if not torch.equal(before[name], after[name])}
+    return losses, moved(accelerator.unwrap_model(model), before)
 
 
 @proves("Accelerate", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("recipe", ["rowwise", *at_night([("tensorwise",)])])
 def test_every_weight_trains_under_fsdp2_and_the_all_gather_changes_no_loss(recipe):
     """Accelerate finds the sharded parameters of an optimizer by the addresses of the whole ones."""
     in_float8 = run(2, train, "FSDP2", recipe, True)
     in_high_precision = run(2, train, "FSDP2", recipe, False)
     names = set(llama().state_dict())
-    for (losses, moved), (expected, _) in zip(in_float8, in_high_precision, strict=True):
-        assert moved == names
+    for (losses, trained), (expected, _) in zip(in_float8, in_high_precision, strict=True):
+        assert trained == names
         assert losses == expected
 
 
 def test_every_weight_trains_under_ddp():
-    for losses, moved in run(2, train, "DDP", "tensorwise", False, "bf16"):
-        assert moved == set(llama().state_dict())
+    for losses, trained in run(2, train, "DDP", "tensorwise", False, "bf16"):
+        assert trained == set(llama().state_dict())
         assert all(loss > 0 for loss in losses)
 
 
@@ -115,54 +115,47 @@ def test_every_weight_trains_under_ddp():
 )
 def test_bfloat16_parameters():
     """Under mixed precision Accelerate upcasts them by assigning to `.data`."""
-    for _, moved in run(2, train, "FSDP2", "tensorwise", False, "bf16", torch.bfloat16):
-        assert moved == set(llama().state_dict())
+    for _, trained in run(2, train, "FSDP2", "tensorwise", False, "bf16", torch.bfloat16):
+        assert trained == set(llama().state_dict())
     with pytest.raises(RanksError, match="upcast bfloat16 parameters: load the model in float32"):
         run(2, train, "FSDP2", "tensorwise", True, "bf16", torch.bfloat16)
+
+
+def steps_of(accelerator, model, optimizer, batches):
+    """The losses of a loop as Accelerate's documentation writes it."""
+    losses = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def variant_and_loop_by_hand(variant, make=llama):
     """The losses of Accelerate with DDP, an evaluation last, and those of torch's DDP in a loop written by hand."""
     every = 2 if variant == "accumulate" else 1
     accelerator = accelerator_on("DDP", "no", gradient_accumulation_steps=every)
-    rank, both = accelerator.process_index, []
-    for by_hand in (False, True):
-        model = make("rowwise")
-        if variant == "checkpointing" and not by_hand:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if variant == "compile" and not by_hand:
-            model = torch.compile(model, backend="aot_eager")
-        optimizer, losses = optimizer_of(model), []
-        if by_hand:
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        else:
-            model, optimizer = accelerator.prepare(model, optimizer)
-        for index, batch in enumerate(batches()):
-            part = {name: each[rank : rank + 1] for name, each in batch.items()}
-            if by_hand:
-                last = (index + 1) % every == 0
-                with nullcontext() if last else model.no_sync():
-                    loss = model(**part).loss
-                    (loss / every).backward()
-                if last:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            else:
-                with accelerator.accumulate(model):
-                    loss = model(**part).loss
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            losses.append(loss.item())
-        if variant != "compile":  # it would compile again
-            with torch.inference_mode():
-                losses.append(model.eval()(**part).loss.item())
-        both.append(losses)
-    return both
+    model, rank = make("rowwise"), accelerator.process_index
+    if variant == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if variant == "compile":
+        model = torch.compile(model, backend="aot_eager")
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    by_accelerate = steps_of(accelerator, model, optimizer, batches(rank))
+    replica = torch.nn.parallel.DistributedDataParallel(make("rowwise"))
+    by_hand = train_by_hand(replica, rank=rank, every=every, within_a_step=replica.no_sync)
+    if variant != "compile":  # it would compile again
+        with torch.inference_mode():
+            for each, losses in ((model, by_accelerate), (replica, by_hand)):
+                losses.append(each.eval()(**batches(rank)[-1]).loss.item())
+    return by_accelerate, by_hand
 
 
 @proves("Accelerate", "train", "accumulate", "checkpointing", "compile", "DDP", "evaluate")
-@pytest.mark.parametrize("variant", ["accumulate", "checkpointing", pytest.param("compile", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("variant", ["accumulate", *at_night([("checkpointing",), ("compile",)])])
 def test_the_losses_of_a_loop_written_by_hand(variant):
     """To the bit; compiled code may sum in another order. DDP around a compiled float8 model broke elsewhere."""
     for by_accelerate, by_hand in run(2, variant_and_loop_by_hand, variant):
@@ -206,10 +199,9 @@ lacks(
 @proves("Accelerate", "save, resume")
 @pytest.mark.parametrize(
     ("strategy", "float8_all_gather", "state_dict_type"),
-    [  # test_optimizers.py saves whole states in each run
-        ("DDP", False, None),
+    [  # test_optimizers.py has whole states, and DDP, in each run
         ("FSDP2", True, "SHARDED_STATE_DICT"),
-        pytest.param("FSDP2", True, "FULL_STATE_DICT", marks=pytest.mark.nightly),
+        *at_night([("DDP", False, None), ("FSDP2", True, "FULL_STATE_DICT")]),
     ],
 )
 def test_a_resumed_run_goes_on_as_before(strategy, float8_all_gather, state_dict_type, tmp_path):

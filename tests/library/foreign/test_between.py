@@ -10,16 +10,13 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from lightning_fabric import Fabric
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
 from quaver import convert_to_float8_training
-from quaver.integrations.lightning import Float8FabricPrecision
 from quaver.integrations.transformers import Float8Callback
 from tests.library.foreign import test_lightning, test_transformers_trainer, test_trl
-from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of
+from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, weights_of
 from tests.library.foreign.table import proves
 from tests.steps import assert_same
 
@@ -38,7 +35,7 @@ class Callback(TrainerCallback):
 
 
 def by_transformers(model, between, folder):
-    options = {"gradient_accumulation_steps": EVERY, "max_steps": BATCHES // EVERY, "save_strategy": "no"}
+    options = {"gradient_accumulation_steps": EVERY, "max_steps": BATCHES // EVERY}
     callbacks = [Float8Callback(), Callback(between)]
     run = test_transformers_trainer.trained(folder, model, callbacks, max_grad_norm=0.0, **options)
     run.save_model(folder / "saved")
@@ -47,10 +44,7 @@ def by_transformers(model, between, folder):
 
 def by_trl(model, between, folder):
     options = {"gradient_accumulation_steps": EVERY, "max_steps": BATCHES // EVERY, "max_grad_norm": 0.0}
-    arguments = SFTConfig(**{**test_trl.settings(folder), **options}, loss_type="nll", max_length=None)
-    data = {"train_dataset": test_trl.tokens(), "processing_class": test_trl.tokenizer()}
-    run = SFTTrainer(model, arguments, callbacks=[Float8Callback(), Callback(between)], **data)
-    run._get_train_sampler = lambda *args: None
+    run = test_trl.sft(folder, model, [Callback(between)], **options)
     run.train()
     run.save_model(folder / "saved")
     return run.model, lambda: LlamaForCausalLM.from_pretrained(folder / "saved")
@@ -81,9 +75,7 @@ def by_accelerate(model, between, folder):
 
 
 def by_fabric(model, between, folder):
-    plugin = Float8FabricPrecision("rowwise", module_filter_fn=not_the_head, autocast_dtype=None)
-    fabric = Fabric(accelerator="cpu", plugins=[plugin])
-    wrapped, optimizer = fabric.setup(model, optimizer_of(model))
+    fabric, wrapped, optimizer = test_lightning.with_fabric(model, "rowwise")
     loop(wrapped, optimizer, fabric.backward, between)
     fabric.save(folder / "state", {"model": wrapped})
     return wrapped, lambda: loaded(torch.load(folder / "state")["model"])
@@ -134,7 +126,7 @@ def made(library):
 
 
 def trained(library, folder, between=lambda model, ends_step: None, model=None):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     return LIBRARIES[library](model or made(library), between, folder)
 
 
@@ -147,10 +139,6 @@ def evaluated(model):
     return loss
 
 
-def weights(model):
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
 class Swap:
     """Averages the weights after each step, and evaluates them in place of the model's; evaluates after each batch."""
 
@@ -159,11 +147,11 @@ class Swap:
 
     @torch.no_grad()
     def __call__(self, model, ends_step):
-        kept = weights(model)
+        kept = weights_of(model)
         if not ends_step:
             self.losses.append(evaluated(model))
             return
-        self.average = self.average or weights(model)
+        self.average = self.average or weights_of(model)
         for name, each in model.named_parameters():
             each.copy_(self.average[name].lerp_(each, 0.5))
         self.losses.append(evaluated(model))
@@ -179,10 +167,14 @@ class Swap:
 @proves("Lightning's Trainer", "evaluate in a step", "EMA swap", "reload")
 @by_library("TRL", "PEFT")
 def test_evaluations_of_the_weights_and_of_their_average_change_nothing(library, tmp_path):
+    check_evaluations(library, tmp_path)
+
+
+def check_evaluations(library, folder):
     swap = Swap()
-    model, reload = trained(library, tmp_path / "swapped", swap)
-    alone, _ = trained(library, tmp_path / "alone")
-    assert_same(weights(model), weights(alone))
+    model, reload = trained(library, folder / "swapped", swap)
+    alone, _ = trained(library, folder / "alone")
+    assert_same(weights_of(model), weights_of(alone))
     last = evaluated(model)
     again = convert_to_float8_training(reload(), config="rowwise", module_filter_fn=not_the_head)
     assert evaluated(again) == last
@@ -200,6 +192,10 @@ def test_evaluations_of_the_weights_and_of_their_average_change_nothing(library,
 @proves("Lightning's Trainer", "after a failed run")
 @by_library("TRL", "PEFT", without=["transformers"])  # test_float8_callback.py has it
 def test_a_run_after_one_that_failed_within_a_step_is_a_fresh_run(library, tmp_path):
+    check_a_failed_run(library, tmp_path)
+
+
+def check_a_failed_run(library, folder):
     calls = itertools.count()
 
     def fail(model, ends_step):
@@ -208,8 +204,8 @@ def test_a_run_after_one_that_failed_within_a_step_is_a_fresh_run(library, tmp_p
 
     model = made(library)
     with pytest.raises(OSError, match="no batch"):
-        trained(library, tmp_path / "failed", fail, model)
+        trained(library, folder / "failed", fail, model)
     model.load_state_dict(made(library).state_dict())
-    again, _ = trained(library, tmp_path / "again", model=model)
-    fresh, _ = trained(library, tmp_path / "fresh")
-    assert_same(weights(again), weights(fresh))
+    again, _ = trained(library, folder / "again", model=model)
+    fresh, _ = trained(library, folder / "fresh")
+    assert_same(weights_of(again), weights_of(fresh))

@@ -1,11 +1,10 @@
 """quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
 
-import types
-
 import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from quaver import (
@@ -13,13 +12,11 @@ from quaver import (
     assert_float8_training,
     cast_weights_once,
     conversion_report,
-    convert_to_float8_training,
-    float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from quaver.numerics.record import Record
-from tests.library.foreign.llama import BATCHES, Tokens, llama, optimizer_of, train_by_hand
+from tests.library.foreign.llama import BATCHES, Tokens, llama, optimizer_of, scales_of, train_by_hand, weights_of
 from tests.library.foreign.table import lacks, proves
 from tests.library.foreign.test_transformers_trainer import losses_of
 from tests.library.foreign.test_transformers_trainer import trained as trained_by
@@ -28,6 +25,15 @@ from tests.steps import assert_same
 from tests.thinned import at_night
 
 OPTIONS = {"per_device_eval_batch_size": 2 * BATCHES, "max_grad_norm": 0.0}
+SAVING = {"save_strategy": "steps"}
+BEST = {
+    **SAVING,
+    "save_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "metric_for_best_model": "loss",
+    "load_best_model_at_end": True,
+}
 
 
 def trainer(folder, model, **options):
@@ -38,45 +44,49 @@ def trained(folder, model, callback=None, **options):
     return trained_by(folder, model, [callback or Float8Callback()], **OPTIONS, **options)
 
 
+def rowwise(layers=2):
+    return prepare_model_for_float8(llama(layers=layers), "rowwise")
+
+
+def delayed():
+    return prepare_model_for_float8(llama(), "delayed")
+
+
 @proves("transformers' Trainer", "save, resume", "resume elsewhere")
 def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
-    model = prepare_model_for_float8(llama(), "delayed")
-    losses = train_by_hand(model, before=sync_float8_amax_and_scale_history)
-    scales = float8_scaling_state(model).state_dict()
-    run = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"))
+    """The log says how much is in float8 and how the scales fit."""
+    model = delayed()
+    losses, scales = train_by_hand(model, before=sync_float8_amax_and_scale_history), scales_of(model)
+    run = trained(tmp_path, delayed(), **SAVING)
     assert losses_of(run) == pytest.approx(losses, abs=5e-5)
-    followed = scales_of(run)
+    followed = scales_of(run.model)
     assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
+    entry = [each for each in run.state.log_history if "loss" in each][-1]
+    assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
+    assert entry["float8_saturated"] >= 0
+    assert entry["float8_scale_fit"] > 0
     moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
-    resumed = trained(tmp_path / "other", prepare_model_for_float8(llama(), "delayed"), resume=moved)
+    resumed = trained(tmp_path / "other", delayed(), resume=moved)
     assert losses_of(resumed)[-2:] == losses_of(run)[-2:]
-    assert_same(scales_of(resumed), followed)
+    assert_same(scales_of(resumed.model), followed)
 
 
 @proves("transformers' Trainer", "best model")
 def test_the_best_model_comes_with_its_scales(tmp_path):
     """The learning rate makes every step worse than the first."""
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
-    best = trained(
-        tmp_path,
-        prepare_model_for_float8(llama(), "delayed"),
-        load_best_model_at_end=True,
-        learning_rate=10.0,
-        **options,
-    )
+    best = trained(tmp_path, delayed(), max_steps=2, learning_rate=10.0, **BEST)
     assert best.state.best_global_step == 1
-    short = trained(tmp_path / "1", prepare_model_for_float8(llama(), "delayed"), max_steps=1, learning_rate=10.0)
-    assert_same(scales_of(best), scales_of(short))
+    short = trained(tmp_path / "1", delayed(), max_steps=1, learning_rate=10.0)
+    assert_same(scales_of(best.model), scales_of(short.model))
 
 
 def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
-    plain = trained_by(tmp_path, llama(), [], **OPTIONS)
+    plain = trained_by(tmp_path, llama(), [], max_steps=2, **OPTIONS, **SAVING)
     assert "Float8Callback" not in plain.state.stateful_callbacks
-    model = prepare_model_for_float8(llama(), "delayed")
-    resumed = trained(tmp_path, model, resume=tmp_path / "checkpoint-2")
+    resumed = trained(tmp_path, delayed(), resume=tmp_path / "checkpoint-2", **SAVING)
     assert "has no persistent scales" in caplog.text
-    again = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"), resume=tmp_path / f"checkpoint-{BATCHES}")
-    assert_same(scales_of(again), scales_of(resumed))
+    again = trained(tmp_path, delayed(), resume=tmp_path / f"checkpoint-{BATCHES}")
+    assert_same(scales_of(again.model), scales_of(resumed.model))
 
 
 class FailingBatch(TrainerCallback):
@@ -89,8 +99,8 @@ class FailingBatch(TrainerCallback):
 
 @proves("transformers' Trainer", "after a failed run")
 def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
-    model, options = prepare_model_for_float8(llama(), "rowwise"), {"gradient_accumulation_steps": 2, "max_steps": 2}
-    callback = Float8Callback(monitor=1)
+    model, options = rowwise(layers=1), {"gradient_accumulation_steps": 2, "max_steps": 2}
+    callback = Float8Callback(monitor=100)
     failing = trainer_of(tmp_path, model, [callback, FailingBatch()], **OPTIONS, **options)
     with pytest.raises(OSError, match="no batch"):
         failing.train()
@@ -99,11 +109,9 @@ def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
         cast_weights_once(model),
     ):
         pass
-    model.load_state_dict(llama().state_dict())
-    run = trained(tmp_path / "second", model, Float8Callback(monitor=1), **options)
-    assert losses_of(run) == losses_of(
-        trained(tmp_path / "fresh", prepare_model_for_float8(llama(), "rowwise"), **options)
-    )
+    model.load_state_dict(llama(layers=1).state_dict())
+    run = trained(tmp_path / "second", model, Float8Callback(monitor=100), **options)
+    assert losses_of(run) == losses_of(trained(tmp_path / "fresh", rowwise(layers=1), **options))
     with cast_weights_once(model), pytest.raises(RuntimeError, match="leave it before you"), cast_weights_once(model):
         pass
 
@@ -114,7 +122,7 @@ def test_trials_of_one_trainer_start_afresh(tmp_path, recipe):
     """As those of `hyperparameter_search`: `model_init` makes another model for each, and the callback stays."""
     arguments = TrainingArguments(str(tmp_path), max_steps=3, logging_steps=1, use_cpu=True, report_to=[], seed=0)
     models = {"model_init": lambda: prepare_model_for_float8(llama(), recipe), "train_dataset": Tokens()}
-    run, losses = Trainer(args=arguments, callbacks=[Float8Callback(monitor=1)], **models), []
+    run, losses = Trainer(args=arguments, callbacks=[Float8Callback(monitor=100)], **models), []
     for learning_rate in (1e-3, 1e-2, 1e-3):
         arguments.learning_rate = learning_rate
         run.train()
@@ -122,29 +130,21 @@ def test_trials_of_one_trainer_start_afresh(tmp_path, recipe):
     assert losses[0] == losses[2] != losses[1]
 
 
-def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
-    run = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"))
-    entry = [each for each in run.state.log_history if "loss" in each][-1]
-    assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
-    assert entry["float8_saturated"] >= 0
-    assert entry["float8_scale_fit"] > 0
-
-
-def test_a_sample_of_zeros_has_no_sqnr_to_log():
-    callback = Float8Callback()
-    callback._monitor = types.SimpleNamespace(samples=[{"sqnr_db": [None, None]}])
-    logs = {"loss": 1.0}
-    callback.on_log(None, types.SimpleNamespace(log_history=[]), None, logs, model=llama())
-    assert "float8_flops" in logs
-    assert "float8_sqnr_min_db" not in logs
+def test_a_sample_of_zeros_has_no_sqnr_to_log(tmp_path):
+    model = rowwise(layers=1)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    run = trained(tmp_path, model, Float8Callback(monitor=100), max_steps=1)
+    assert "float8_flops" in run.state.log_history[0]
+    assert "float8_sqnr_min_db" not in run.state.log_history[0]
 
 
 def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
-    model = prepare_model_for_float8(llama(), "rowwise")
-    plain = trained(tmp_path / "plain", prepare_model_for_float8(llama(), "rowwise"))
-    run = trained(tmp_path, model, Float8Callback(monitor=2))
+    model = rowwise(layers=1)
+    plain = trained(tmp_path / "plain", rowwise(layers=1))
+    run = trained(tmp_path, model, Float8Callback(monitor=2), **SAVING)
     assert losses_of(run) == losses_of(plain)
-    again, callback = prepare_model_for_float8(llama(), "rowwise"), Float8Callback(monitor={"every": 1})
+    again, callback = rowwise(layers=1), Float8Callback(monitor={"every": 1})
     resumed = trained(tmp_path, again, callback, resume=tmp_path / "checkpoint-2")
     record = Record.read(tmp_path)
     assert record.steps.tolist() == [1, 2, *range(3, BATCHES + 1)]
@@ -154,29 +154,26 @@ def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
     assert all(linear.probe is None for linear in model.modules() if isinstance(linear, Float8Linear))
 
 
+class ScopeIsOpen(TrainerCallback):
+    """Finds weights that are cast once between the two microbatches of each step."""
+
+    count = 0
+
+    def on_substep_end(self, args, state, control, model, **of_trainer):
+        with pytest.raises(RuntimeError, match="opened by a Trainer's Float8Callback"), cast_weights_once(model):
+            pass
+        self.count += 1
+
+
 @proves("transformers' Trainer", "accumulate")
-def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path, monkeypatch):
+def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_steps": 2}
-    once = trainer(tmp_path / "once", prepare_model_for_float8(llama(), "rowwise"), **options)
-    scopes = []
-    enter = Float8Callback.on_pre_optimizer_step
-
-    def record(self, *args, **of_trainer):
-        linears = [m for m in of_trainer["model"].modules() if isinstance(m, Float8Linear)]
-        scopes.append([linear._prepared_weight is not None for linear in linears])
-        enter(self, *args, **of_trainer)
-
-    monkeypatch.setattr(Float8Callback, "on_pre_optimizer_step", record)
+    once = trainer(tmp_path, rowwise(), **options)
+    once.add_callback(scope := ScopeIsOpen())
     once.train()
-    assert scopes == [[True] * 14] * 2
-    each = trainer(tmp_path / "each", prepare_model_for_float8(llama(), "rowwise"), **options)
-    each.remove_callback(Float8Callback)
-    each.train()
+    assert scope.count == 2
+    each = trained_by(tmp_path, rowwise(), [], **OPTIONS, **options)
     assert losses_of(once) == losses_of(each)
-
-
-def scales_of(run):
-    return float8_scaling_state(run.model).state_dict()
 
 
 lacks(
@@ -193,41 +190,43 @@ lacks(
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([("delayed_with_dynamic_weight",)])])
 def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
     """After an evaluation `on_step_begin` finds the model in eval mode. A resumed run does not."""
-    options = {"gradient_accumulation_steps": 2, "max_steps": 8, "save_steps": 6, "eval_steps": 6}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 2, "eval_steps": 2, **SAVING}
     runs = {}
     for evaluates in (True, False):
         model = prepare_model_for_float8(llama(), recipe)
         strategy = {"eval_strategy": "steps", "eval_on_start": True} if evaluates else {}
         runs[evaluates] = trained(tmp_path / str(evaluates), model, **options, **strategy)
-    options |= {"eval_strategy": "steps", "resume": tmp_path / "True" / "checkpoint-6"}
+    options |= {"eval_strategy": "steps", "resume": tmp_path / "True" / "checkpoint-2"}
     resumed = trained(tmp_path / "True", prepare_model_for_float8(llama(), recipe), **options)
     for run in (runs[False], resumed):
-        assert_same((losses_of(run), scales_of(run)), (losses_of(runs[True]), scales_of(runs[True])))
+        assert losses_of(run) == losses_of(runs[True])
+        assert_same(scales_of(run.model), scales_of(runs[True].model))
 
 
 class StopInTheMiddle(TrainerCallback):
-    """Stops between the two microbatches of the fourth step."""
+    """Stops between the two microbatches of the second step."""
 
     def on_substep_end(self, args, state, control, **of_trainer):
-        control.should_training_stop = state.global_step == 3
+        control.should_training_stop = state.global_step == 1
 
 
 def test_a_run_that_stops_within_a_step_ends_with_the_weights_of_its_best_checkpoint(tmp_path):
-    options = {"gradient_accumulation_steps": 2, "max_steps": 6, "eval_steps": 2, "eval_strategy": "steps"}
-    model = prepare_model_for_float8(llama(), "delayed")
-    run = trainer(tmp_path, model, load_best_model_at_end=True, **options)
+    model = delayed()
+    run = trainer(tmp_path, model, gradient_accumulation_steps=2, max_steps=3, **BEST)
     run.add_callback(StopInTheMiddle())
     run.train()
-    assert run.state.global_step == 3
-    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    assert all(linear._prepared_weight is None for linear in model.modules() if isinstance(linear, Float8Linear))
+    assert run.state.global_step == 1
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert_same(model.state_dict(), load_file(tmp_path / "checkpoint-1" / "model.safetensors"))
+    with cast_weights_once(model):  # no scope is open
+        pass
 
 
 @pytest.mark.parametrize("first", ["convert", "adapt"])
 def test_adapters_and_the_head_stay_in_high_precision(first):
     adapter = peft.LoraConfig(r=4, target_modules="all-linear")
     if first == "convert":
-        model = peft.get_peft_model(prepare_model_for_float8(llama(), "rowwise"), adapter)
+        model = peft.get_peft_model(rowwise(), adapter)
     else:
         model = prepare_model_for_float8(peft.get_peft_model(llama(), adapter), "rowwise")
     report = conversion_report(model)
@@ -250,18 +249,17 @@ def lora():
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2},
-        {"gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2, "gradient_checkpointing": True},
         *at_night([({},)]),
     ],
 )
 def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
     model, every = lora(), options.get("gradient_accumulation_steps", 1)
-    losses = train_by_hand(model, every=every)
+    losses, before = train_by_hand(model, every=every), weights_of(lora())
     run = trained(tmp_path, lora(), **options)
     by_step = torch.tensor(losses).view(-1, every).mean(1).tolist()
     assert losses_of(run) == pytest.approx(by_step, abs=5e-5)
-    moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, lora().get_parameter(name))}
+    moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name, _ in run.model.named_parameters() if "lora_" in name}
     (everything,) = torch.utils.data.DataLoader(Tokens(), batch_size=len(Tokens()))
     with torch.no_grad():
@@ -271,7 +269,7 @@ def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
 
 @proves("PEFT", "save, resume", "resume elsewhere")
 def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_model(tmp_path):
-    whole = trained(tmp_path, lora())
+    whole = trained(tmp_path, lora(), **SAVING)
     moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
     resumed = trained(tmp_path / "other", lora(), resume=moved)
     assert losses_of(resumed)[2:] == losses_of(whole)[2:]
@@ -284,8 +282,7 @@ def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_m
 @pytest.mark.nightly
 def test_the_best_adapter_comes_back(tmp_path):
     """The learning rate makes every step worse than the first."""
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
-    best = trained(tmp_path, lora(), load_best_model_at_end=True, learning_rate=1e4, **options)
+    best = trained(tmp_path, lora(), learning_rate=1e4, **BEST)
     assert best.state.best_global_step == 1
     short = trained(tmp_path / "1", lora(), max_steps=1, learning_rate=1e4)
     assert_same(dict(best.model.named_parameters()), dict(short.model.named_parameters()))
@@ -298,7 +295,7 @@ def test_a_model_that_was_not_converted_is_refused(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["weight replaced", "optimizer of another model", "twice", "forward replaced"])
 def test_what_would_train_something_else_is_refused(wrong):
-    model = prepare_model_for_float8(llama(), "rowwise")
+    model = rowwise()
     linear = model.model.layers[0].self_attn.q_proj
     optimizer = optimizer_of(model)
     assert_float8_training(model, optimizer)
@@ -323,15 +320,8 @@ def test_what_would_train_something_else_is_refused(wrong):
 
 
 def test_an_optimizer_may_train_a_loss_beside_the_model():
-    model = prepare_model_for_float8(llama(), "rowwise")
+    model = rowwise()
     loss = torch.nn.Linear(16, 16)
     assert_float8_training(model, torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
     with pytest.raises(RuntimeError, match="holds 2 parameters that the model does not have"):
         assert_float8_training(model, torch.optim.SGD([*model.model.parameters(), *loss.parameters()], lr=0.1))
-
-
-def test_an_ordinary_trainer_takes_the_callback_with_a_plain_conversion(tmp_path):
-    model = convert_to_float8_training(llama(), config="tensorwise")
-    run = trained(tmp_path, model)
-    assert isinstance(run, Trainer)
-    assert conversion_report(run.model).float8_flops_fraction == 1.0

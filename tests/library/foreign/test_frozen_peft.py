@@ -9,7 +9,7 @@ import torch
 from quaver import FrozenFloat8Linear, conversion_report, freeze_to_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.foreign.llama import Tokens, batches, llama, not_the_head, optimizer_of, train_by_hand
-from tests.library.foreign.test_transformers_trainer import losses_of, trainer
+from tests.library.foreign.test_transformers_trainer import checkpointing, losses_of, trained
 from tests.reference import sqnr_db
 from tests.thinned import at_night, thinned
 
@@ -17,7 +17,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj
 CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
 STORED = {"blockwise": "blockwise 128 x 128", "mxfp8": "blockwise 32 x 32"}
 CONFIG = pytest.mark.parametrize("config", CONFIGS)
-EPOCHS = 6
+EPOCHS = 4
 
 
 def base(config=None):
@@ -124,27 +124,11 @@ def test_safe_merge_and_unmerge():
     assert sqnr_db(expected, logits(model)) > 15
 
 
-def test_saved_adapters_load_on_a_base_frozen_anew(tmp_path):
-    model = adapted("blockwise")
-    train_by_hand(model)
-    model.save_pretrained(tmp_path)
-    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 100_000
-    loaded = peft.PeftModel.from_pretrained(base("blockwise"), tmp_path)
-    assert logits(loaded).equal(logits(model))
-
-
 def test_trainer_trains_as_a_loop_by_hand(tmp_path):
     by_hand, model = adapted("blockwise"), adapted("blockwise")
     losses = train_by_hand(by_hand)
-    run = trainer(
-        tmp_path,
-        model,
-        optimizers=(optimizer_of(model), None),
-        max_grad_norm=0,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-    )
-    run.train()
+    options = {"max_grad_norm": 0, "save_strategy": "steps", **checkpointing(use_reentrant=False)}
+    run = trained(tmp_path, model, optimizers=(optimizer_of(model), None), **options)
     assert losses_of(run) == pytest.approx(losses, abs=2e-4)  # logged with four digits
     assert list(tmp_path.glob("checkpoint-*/adapter_model.safetensors"))
 

@@ -1,12 +1,12 @@
 """Float8AdamW, alone and with Float8Muon, in other trainers: a resumed run goes on to the bits of a whole one."""
 
 import pytest
-import torch
 
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, float32_embeddings
 from tests.library.foreign.llama import llama
 from tests.library.foreign.test_accelerate import save_and_resume
 from tests.ranks import run as run_on_ranks
+from tests.steps import assert_same
 from tests.thinned import at_night
 
 
@@ -23,18 +23,15 @@ def with_muon(model):
 
 @pytest.mark.parametrize("optimizer_of", [optimizer_of, with_muon])
 def test_transformers_trainer(tmp_path, optimizer_of):
-    from tests.library.foreign.test_transformers_trainer import losses_of, trainer
+    from tests.library.foreign.test_transformers_trainer import losses_of, trained
 
     def run(**options):
         model = llama("tensorwise")
-        run = trainer(tmp_path, model, optimizers=(optimizer_of(model), None))
-        run.train(**options)
-        return run
+        return trained(tmp_path, model, optimizers=(optimizer_of(model), None), **options)
 
-    whole, resumed = run(), run(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    whole, resumed = run(save_strategy="steps"), run(resume=tmp_path / "checkpoint-2")
     assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
-    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same(resumed.model.state_dict(), whole.model.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.quantizers.base import HfQuantizer
 from trl import SFTConfig, SFTTrainer
 
@@ -15,9 +15,20 @@ from quaver.export import load_float8, load_frozen, matches_serving, save_float8
 from quaver.integrations import transformers_quantizer
 from quaver.integrations.transformers import Float8Callback, QuaverConfig, prepare_model_for_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from tests.library.foreign.llama import BATCHES, Tokens, llama, mixture, optimizer_of, train_by_hand
-from tests.library.foreign.test_trl import settings, tokenizer, tokens
+from tests.library.foreign.checkpoints import write_folder
+from tests.library.foreign.llama import (
+    BATCHES,
+    float8_names,
+    llama,
+    mixture,
+    optimizer_of,
+    train_by_hand,
+    values_of,
+)
+from tests.library.foreign.test_transformers_trainer import losses_of, settings, trainer
+from tests.library.foreign.test_trl import tokenizer, tokens
 from tests.steps import assert_same
+from tests.thinned import thinned
 
 MODELS = {"llama": llama, "mixture": mixture}
 FLOAT8 = {"fp8": "blockwise", "compressed-tensors": "rowwise"}
@@ -53,16 +64,11 @@ def loaded(folder, *args, dtype=torch.bfloat16, device_map=None, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype, device_map=device_map)
 
 
-def values(model):
-    made = {name: each.detach() for name, each in model.state_dict().items()}
-    return {k: v.to_high_precision() if isinstance(v, FrozenFloat8Weight) else v for k, v in made.items()}
-
-
 def assert_same_models(model, expected):
     assert [each.__dict__ for each in conversion_report(model).converted] == [
         each.__dict__ for each in conversion_report(expected).converted
     ]
-    assert_same(values(model), values(expected))
+    assert_same(values_of(model), values_of(expected))
     assert_same(model(INPUT).logits, expected.eval()(INPUT).logits)
 
 
@@ -77,7 +83,7 @@ def names_in(folder):
     return sorted(name for file in folder.glob("*.safetensors") for name in load_file(file) if "_scale" not in name)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "gpt2"])
+@pytest.mark.parametrize("name", ["mixture", "gpt2"])
 def test_a_folder_in_high_precision_is_converted_or_frozen(folders, tmp_path, name):
     model = loaded(folders / name, "rowwise", device_map="cpu")
     assert_same_models(model, prepare_model_for_float8(in_high_precision(folders / name), "rowwise"))
@@ -96,11 +102,10 @@ def test_a_folder_in_high_precision_is_converted_or_frozen(folders, tmp_path, na
         each.save_pretrained(tmp_path / str(index))
         assert names_in(tmp_path / str(index)) == names_in(folders / name)
         assert "quantization_config" not in json.loads((tmp_path / str(index) / "config.json").read_text())
-        assert_same(values(in_high_precision(tmp_path / str(index))), values(each))
+        assert_same(values_of(in_high_precision(tmp_path / str(index))), values_of(each))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("format", FLOAT8)
+@pytest.mark.parametrize(("name", "format"), thinned(MODELS, FLOAT8, together=1))
 def test_a_float8_folder_trains_or_keeps_its_codes(folders, tmp_path, name, format):
     folder = folders / f"{name}-{format}"
     expected = empty(folder, name)
@@ -114,7 +119,7 @@ def test_a_float8_folder_trains_or_keeps_its_codes(folders, tmp_path, name, form
     assert not frozen.hf_quantizer.is_qat_trainable
     frozen.save_pretrained(tmp_path / "saved")
     assert names_in(tmp_path / "saved") == names_in(folder)
-    assert_same(values(in_high_precision(tmp_path / "saved")), values(model))
+    assert_same(values_of(in_high_precision(tmp_path / "saved")), values_of(model))
     again = loaded(folder, "tensorwise", frozen=True, modules_to_not_convert=["q_proj"])
     layer = again.model.layers[0].self_attn
     assert layer.k_proj.weight.granularity == "tensorwise"
@@ -126,12 +131,7 @@ def test_a_folder_whose_method_transformers_does_not_know(folders, tmp_path):
     """modelopt's: the config of transformers has no class for it."""
     config = json.loads((folders / "llama-compressed-tensors" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(
-        load_file(folders / "llama-compressed-tensors" / "model.safetensors"),
-        tmp_path / "model.safetensors",
-        {"format": "pt"},
-    )
+    write_folder(tmp_path, load_file(folders / "llama-compressed-tensors" / "model.safetensors"), config)
     assert_same_models(loaded(tmp_path, frozen=True), loaded(folders / "llama-compressed-tensors", frozen=True))
     dictionary = {"quant_method": "quaver", "frozen": True}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=dictionary, dtype=torch.bfloat16)
@@ -146,14 +146,11 @@ def test_a_gather_and_persistent_scales_outlive_the_load(folders):
     assert train_by_hand(delayed.train()) == train_by_hand(expected.train())
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-compressed-tensors"])
-@pytest.mark.parametrize("kbit", [False, True])
+@pytest.mark.parametrize(("name", "kbit"), [("llama", True), ("llama-compressed-tensors", False)])
 def test_adapters_train_on_frozen_weights_in_the_trainer(folders, tmp_path, name, kbit):
-    model = loaded(folders / name, frozen=True, dtype=torch.float32)
-    expected = loaded(folders / name, frozen=True, dtype=torch.float32)
-    arguments = TrainingArguments(**{**settings(tmp_path), "gradient_checkpointing": True})
+    model, expected = (loaded(folders / name, frozen=True, dtype=torch.float32) for _ in range(2))
     with pytest.raises(ValueError, match="attach trainable adapters"):
-        Trainer(model, arguments, train_dataset=Tokens())
+        trainer(tmp_path, model)
     if kbit:
         model = prepare_model_for_kbit_training(model)
     adapters = LoraConfig(target_modules="all-linear", init_lora_weights="gaussian")
@@ -161,30 +158,29 @@ def test_adapters_train_on_frozen_weights_in_the_trainer(folders, tmp_path, name
     model = get_peft_model(model, adapters)
     torch.manual_seed(0)
     expected = get_peft_model(expected, adapters)
-    trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=[Float8Callback()])
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(Tokens())
-    trainer.train()
-    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
-    by_hand = train_by_hand(expected.train(), optimizer_of(expected))
-    assert losses[:1] == pytest.approx(by_hand[:1])
+    run = trainer(tmp_path, model, [Float8Callback()], gradient_checkpointing=True)
+    run.train()
+    losses, by_hand = losses_of(run), train_by_hand(expected.train(), optimizer_of(expected), only=[0])
+    assert losses[:1] == pytest.approx(by_hand)
     assert len(losses) == BATCHES
-    assert losses != by_hand[:1] * BATCHES
+    assert losses != by_hand * BATCHES
 
 
 def test_trl_loads_the_model_with_no_other_line(folders, tmp_path):
     config = SFTConfig(
-        **settings(tmp_path), model_init_kwargs={"quantization_config": QuaverConfig(frozen=True), "dtype": "float32"}
+        **settings(tmp_path, max_steps=2),
+        model_init_kwargs={"quantization_config": QuaverConfig(frozen=True), "dtype": "float32"},
     )
-    trainer = SFTTrainer(
+    run = SFTTrainer(
         str(folders / "llama-compressed-tensors"),
         config,
         train_dataset=tokens(),
         processing_class=tokenizer(),
         peft_config=LoraConfig(target_modules="all-linear"),
     )
-    before = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
-    trainer.train()
-    now = dict(trainer.model.named_parameters())
+    before = {name: each.detach().clone() for name, each in run.model.named_parameters() if each.requires_grad}
+    run.train()
+    now = dict(run.model.named_parameters())
     assert before
     assert all(not torch.equal(now[name], each) for name, each in before.items())
     assert json.loads(config.to_json_string())["model_init_kwargs"]["quantization_config"]["frozen"] is True
@@ -196,7 +192,7 @@ def test_the_forward_multiplies_what_an_engine_does(folders, serving, frozen):
     match = matches_serving(model, INPUT)
     assert match
     assert match.serving == serving
-    assert {name for name, each in model.named_modules() if isinstance(each, Float8Linear)} == set(match.inputs)
+    assert float8_names(model) == set(match.inputs)
     assert model.hf_quantizer.quantization_config.to_dict()["serving"] == serving
 
 
@@ -244,9 +240,8 @@ KEY = "model.layers.0.mlp.up_proj.weight"
 def test_a_folder_that_cannot_be_frozen_is_refused_in_a_line(folders, tmp_path, name, change, config, error):
     tensors = {key: each for file in (folders / name).glob("*.safetensors") for key, each in load_file(file).items()}
     tensors = {key: each for key, each in {**tensors, **change}.items() if each is not None}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     stored = json.loads((folders / name / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(stored | ({"quantization_config": config} if config else {})))
+    write_folder(tmp_path, tensors, stored | ({"quantization_config": config} if config else {}))
     with pytest.raises((ValueError, NotImplementedError), match=error) as raised:
         loaded(tmp_path, frozen=True)
     assert "\n" not in str(raised.value)

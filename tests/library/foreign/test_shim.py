@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,17 +14,14 @@ from torch import nn
 from quaver import Float8Linear, Float8LinearConfig, assert_float8_training, convert_to_float8_training
 from quaver.integrations.torchao import main
 from tests.isolated import Forked, isolated
-from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of
+from tests.library.foreign.llama import BATCHES, batches, float8_names, llama, optimizer_of, weights_of
 from tests.library.foreign.table import lacks, proves
-from tests.library.foreign.test_accelerate import accelerator_on
+from tests.library.foreign.test_accelerate import accelerator_on, moved, steps_of
 from tests.ranks import run
 from tests.steps import assert_same
+from tests.thinned import at_night
 
 pytest.importorskip("torchao")
-
-
-def float8_names(model):
-    return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
 # ---- installation ----------------------------------------------------------------------------------------------------
@@ -52,8 +50,9 @@ def check_names():
     assert config.e4m3_dtype is e4m3
     assert package.Float8MMConfig is inference
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    assert package.convert_to_float8_training(model, config=package.Float8LinearConfig()) is model
+    assert package.convert_to_float8_training(model, config=package.Float8LinearConfig(emulate=True)) is model
     assert float8_names(model) == {"0", "1"}
+    assert model[0].config.emulate
 
 
 def check_refusals(kind):
@@ -175,36 +174,26 @@ def train_with_accelerate(strategy, recipe, variant, folder):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         accumulated = HALF if variant == "accumulate" else 1
         accelerator = accelerator_on(strategy, **options, gradient_accumulation_steps=accumulated)
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        before = weights_of(model)
         compiled = torch.compile(model, backend="aot_eager") if variant == "compile" else model
         prepared, optimizer = accelerator.prepare(compiled, optimizer_of(model))
         plain = accelerator.unwrap_model(prepared, keep_torch_compile=False)
         plain = getattr(plain, "_orig_mod", plain)  # compiled inside DDP
         assert_float8_training(plain, optimizer.optimizer)
-        rank, losses = accelerator.process_index, []
-        parts = [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in batches()]
-
-        def step(part, accelerator=accelerator, model=prepared, optimizer=optimizer):
-            with accelerator.accumulate(model):
-                loss = model(**part).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            return loss.item()
-
+        parts = batches(accelerator.process_index)
+        steps = partial(steps_of, accelerator, prepared, optimizer)
         state = str(folder / str(by_accelerate))
-        losses = [step(part) for part in parts[:HALF]]
+        losses = steps(parts[:HALF])
         accelerator.save_state(state)
-        losses += [step(part) for part in parts[HALF:]]
-        after = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in plain.named_parameters()}
-        moved = {name for name in before if not torch.equal(before[name], after[name].detach())}
+        losses += steps(parts[HALF:])
+        trained = moved(plain, before)
         if variant != "compile":  # it would compile again
             with torch.inference_mode():
                 losses.append(prepared.eval()(**parts[0]).loss.item())
             prepared.train()
         accelerator.load_state(state)
-        again = [step(part) for part in parts[HALF:]]
-        results.append((losses, again, moved, sorted(float8_names(plain) - {"lm_head"}), set(before)))
+        again = steps(parts[HALF:])
+        results.append((losses, again, trained, sorted(float8_names(plain) - {"lm_head"}), set(before)))
     return results
 
 
@@ -225,12 +214,15 @@ lacks(
 @pytest.mark.parametrize(
     ("strategy", "recipe", "variant"),
     [
-        pytest.param("DDP", None, "train", marks=pytest.mark.nightly),
-        ("DDP", "rowwise", "accumulate"),
-        pytest.param("DDP", "tensorwise", "checkpointing", marks=pytest.mark.nightly),
-        pytest.param("DDP", "rowwise", "compile", marks=pytest.mark.nightly),
-        ("FSDP2", None, "train"),
-        pytest.param("FSDP2", "rowwise", "train", marks=pytest.mark.nightly),
+        ("FSDP2", None, "accumulate"),
+        *at_night(
+            [
+                ("DDP", None, "train"),
+                ("DDP", "tensorwise", "checkpointing"),
+                ("DDP", "rowwise", "compile"),
+                ("FSDP2", "rowwise", "train"),
+            ]
+        ),
     ],
 )
 def test_accelerates_fp8_trains_as_a_conversion_by_hand(tmp_path, strategy, recipe, variant):
@@ -238,10 +230,10 @@ def test_accelerates_fp8_trains_as_a_conversion_by_hand(tmp_path, strategy, reci
     for results in run(2, train_with_accelerate, strategy, recipe, variant, tmp_path, collective_timeout=60):
         by_accelerate, by_hand = results
         assert by_accelerate == by_hand
-        losses, again, moved, float8, names = by_accelerate
+        losses, again, trained, float8, names = by_accelerate
         assert losses[BATCHES - 1] < losses[0]
         assert again == losses[HALF:BATCHES]
-        assert moved == names
+        assert trained == names
         assert len(float8) == 13
 
 
@@ -261,44 +253,32 @@ def check_between_batches(folder):
         accelerator = Accelerator(cpu=True, mixed_precision="fp8")
         return accelerator, *accelerator.prepare(model, optimizer_of(model))
 
-    def trained(between=lambda model, ends_step: None, model=None):
-        accelerator, model, optimizer = prepared(model or llama())
+    def by_accelerate(model, between, folder):
+        accelerator, model, optimizer = prepared(model)
+        assert len(float8_names(model)) == 13
         test_between.loop(model, optimizer, accelerator.backward, between)
-        return accelerator, model
+        accelerator.save_model(model, folder)
+        return model, lambda: prepared(test_between.loaded(load_file(folder / "model.safetensors")))[1]
 
-    alone = test_between.weights(trained()[1])
-    swap = test_between.Swap()
-    accelerator, model = trained(swap)
-    assert len(float8_names(model)) == 13
-    assert_same(test_between.weights(model), alone)
-    last = test_between.evaluated(model)
-    assert swap.losses[-1] != last
-    accelerator.save_model(model, folder)
-    again = prepared(test_between.loaded(load_file(folder / "model.safetensors")))[1]
-    assert test_between.evaluated(again) == last
-
-    def fail(model, ends_step):
-        raise OSError("no batch")
-
-    failed = llama()
-    with pytest.raises(OSError, match="no batch"):
-        trained(fail, failed)
-    failed.load_state_dict(llama().state_dict())
-    assert_same(test_between.weights(trained(model=failed)[1]), alone)
+    test_between.LIBRARIES["fp8"] = by_accelerate
+    test_between.made = lambda library: llama()
+    test_between.convert_to_float8_training = lambda model, **options: model
+    for test in (test_between.check_evaluations, test_between.check_a_failed_run):
+        test("fp8", folder / test.__name__)
 
     *_, batch = batches()
     states = []
-    for load_from in (None, folder / "moved"):
+    for loads in (False, True):
         accelerator, model, optimizer = prepared(llama())
-        if load_from is None:
+        if loads:
+            torch.nn.init.zeros_(model.lm_head.weight)
+            accelerator.load_state(str(folder / "moved"))
+        else:
             accelerator.save_state(str(folder / "state"))
             (folder / "state").rename(folder / "moved")
-        else:
-            model.load_state_dict(alone)
-            accelerator.load_state(str(load_from))
         accelerator.backward(model(**batch).loss)
         optimizer.step()
-        states.append(test_between.weights(model))
+        states.append(weights_of(model))
     assert_same(*states)
 
 

@@ -7,27 +7,25 @@ import pytest
 import torch
 
 from quaver import (
-    Float8Linear,
-    Float8LinearConfig,
     cast_weights_once,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
+from tests.library.foreign.llama import float8_names
 from tests.library.foreign.zoo import loss_of, make
 from tests.thinned import at_night, thinned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 PRECISIONS = ("float32", "bfloat16", "autocast")
-NAMES = ("llama", "falcon", "gpt2", "mixtral", "qwen3_moe", "t5", "bert", "vit", "sam")
+NAMES = ("llama", "falcon", "gpt2", "qwen3_moe", "t5", "bert", "vit", "sam")
 
 
 def convert(model, recipe):
     """The linears of Falcon are a subclass of nn.Linear."""
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(model, config=config, include_subclasses=True)
+    convert_to_float8_training(model, config=recipe, include_subclasses=True)
 
 
-def train(model, inputs, steps=4, *, lr=1e-3, autocast=False, scope=nullcontext):
+def train(model, inputs, steps=3, *, lr=1e-3, autocast=False, scope=nullcontext):
     """The loss of each step, after a validation in inference mode."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
     for _ in range(steps):
@@ -48,21 +46,23 @@ def train(model, inputs, steps=4, *, lr=1e-3, autocast=False, scope=nullcontext)
 # SAM's loss falls after 10 steps only, and a difference that long ago may have grown: each recipe once.
 SAM_CASES = [
     ("sam", "tensorwise", "autocast"),
-    *at_night([("sam", "rowwise", "float32"), ("sam", "rowwise_with_gw_hp", "bfloat16")]),
+    ("sam", "rowwise", "float32"),
+    ("sam", "rowwise_with_gw_hp", "bfloat16"),
 ]
 LANGUAGE_AND_IMAGE_MODELS = [name for name in NAMES if name != "sam"]
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe", "precision"), [*thinned(LANGUAGE_AND_IMAGE_MODELS, RECIPES, PRECISIONS, together=1), *SAM_CASES]
+    ("name", "recipe", "precision"),
+    [*thinned(LANGUAGE_AND_IMAGE_MODELS, RECIPES, PRECISIONS, together=1), *at_night(SAM_CASES)],
 )
 def test_trains_like_its_high_precision_baseline(name, recipe, precision):
     model, inputs = make(name)
     model.to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
     baseline = copy.deepcopy(model)
-    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     convert(model, recipe)
-    assert [n for n, m in model.named_modules() if isinstance(m, Float8Linear)] == linears
+    assert float8_names(model) == linears
     autocast = precision == "autocast"
     options = {"autocast": autocast} | ({"steps": 14, "lr": 3e-3} if name == "sam" else {})
     losses = train(model, inputs, scope=cast_weights_once if autocast else nullcontext, **options)
@@ -72,9 +72,15 @@ def test_trains_like_its_high_precision_baseline(name, recipe, precision):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("recipe", "way"), thinned(RECIPES, [("llama", False), ("falcon", True)], together=1))
-def test_its_own_gradient_checkpointing_changes_no_bit(recipe, way):
-    name, use_reentrant = way
+@pytest.mark.parametrize(
+    ("recipe", "name", "use_reentrant"),
+    [
+        ("rowwise_with_gw_hp", "llama", False),
+        ("delayed", "falcon", True),
+        *at_night([("rowwise", "falcon", True), ("tensorwise", "llama", False)]),
+    ],
+)
+def test_its_own_gradient_checkpointing_changes_no_bit(recipe, name, use_reentrant):
     losses = []
     for checkpoints in (False, True):
         torch.manual_seed(0)
@@ -82,5 +88,5 @@ def test_its_own_gradient_checkpointing_changes_no_bit(recipe, way):
         convert(model, recipe)
         if checkpoints:
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        losses.append(train(model, inputs, steps=3))
+        losses.append(train(model, inputs, steps=2))
     assert losses[0] == losses[1]

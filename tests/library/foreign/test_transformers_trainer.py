@@ -1,11 +1,10 @@
-"""transformers' Trainer on a converted model: the losses of a loop written by hand, checkpoints, evaluation, export."""
+"""transformers' Trainer on a converted model: the losses of a loop written by hand, evaluation, export."""
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from quaver import Float8Linear
-from tests.library.foreign.llama import BATCHES, Tokens, clip, llama, train_by_hand
+from tests.library.foreign.llama import BATCHES, Tokens, clip, float8_names, llama, train_by_hand
 from tests.library.foreign.table import proves
 from tests.thinned import at_night
 
@@ -15,24 +14,29 @@ class InOrder(Trainer):
         return None
 
 
+def settings(folder, **options):
+    """Arguments of a run of BATCHES steps that saves nothing."""
+    defaults = {
+        "output_dir": str(folder),
+        "max_steps": BATCHES,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "save_steps": 2,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return defaults | options
+
+
 def trainer(folder, model, callbacks=(), optimizers=(None, None), **options):
     """On a model, or on a Llama converted with the recipe of that name."""
     model = llama(model) if isinstance(model, str) else model
-    defaults = {
-        "max_steps": BATCHES,
-        "save_steps": 2,
-        "per_device_train_batch_size": 2,
-        "lr_scheduler_type": "constant",
-        "learning_rate": 1e-3,
-    }
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        **(defaults | options),
-    )
+    arguments = TrainingArguments(**settings(folder, **options))
     data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
     return InOrder(model=model, args=arguments, callbacks=list(callbacks), optimizers=optimizers, **data)
 
@@ -48,28 +52,29 @@ def losses_of(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@proves("transformers' Trainer", "train")
-@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", *at_night([("tensorwise",)])])
-def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe):
-    run = trained(tmp_path, recipe)
+def checkpointing(use_reentrant):
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+
+
+@proves("transformers' Trainer", "train", "checkpointing")
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("rowwise_with_gw_hp", checkpointing(use_reentrant=False)),
+        *at_night([("tensorwise", {}), ("rowwise", checkpointing(use_reentrant=True))]),
+    ],
+)
+def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, options):
+    run = trained(tmp_path, recipe, **options)
     assert losses_of(run) == pytest.approx(train_by_hand(llama(recipe), before=clip), abs=5e-5)  # logged with 4 places
     assert losses_of(run) != pytest.approx(train_by_hand(llama(), before=clip), abs=5e-5)
-
-
-@proves("transformers' Trainer", "checkpointing")
-@pytest.mark.parametrize("use_reentrant", [False, *at_night([(True,)])])
-def test_gradient_checkpointing_changes_nothing(tmp_path, use_reentrant):
-    checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    runs = [trained(tmp_path / str(i), "rowwise", **options) for i, options in enumerate([{}, checkpointed])]
-    assert losses_of(runs[0]) == losses_of(runs[1])
 
 
 @proves("transformers' Trainer", "compile")
 @pytest.mark.nightly
 def test_the_trainers_compilation_changes_no_loss(tmp_path):
-    runs = [trained(tmp_path / "eager", "rowwise")]
-    runs.append(trained(tmp_path / "compiled", "rowwise", torch_compile=True, torch_compile_backend="aot_eager"))
-    assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=1e-3)
+    run = trained(tmp_path, "rowwise", torch_compile=True, torch_compile_backend="aot_eager")
+    assert losses_of(run) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), rel=1e-3)
 
 
 @proves("transformers' Trainer", "evaluate")
@@ -80,6 +85,6 @@ def test_evaluation_generation_and_export(tmp_path):
     assert run.model.eval().generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 7)
     run.model.save_pretrained(tmp_path / "saved")
     exported = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    assert not any(isinstance(module, Float8Linear) for module in exported.modules())
+    assert not float8_names(exported)
     for name, parameter in run.model.named_parameters():
         assert torch.equal(parameter, exported.get_parameter(name))

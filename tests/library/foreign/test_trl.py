@@ -5,31 +5,30 @@ import math
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 
-from quaver import Float8Linear, float8_scaling_state, serving_config
+from quaver import serving_config
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.library.foreign.llama import BATCHES, Tokens, clip, llama, train_by_hand
+from tests.library.foreign.llama import (
+    BATCHES,
+    Tokens,
+    clip,
+    float8_names,
+    llama,
+    scales_of,
+    train_by_hand,
+    weights_of,
+)
 from tests.library.foreign.table import lacks, proves
-from tests.library.foreign.test_transformers_trainer import losses_of, trainer
+from tests.library.foreign.test_transformers_trainer import losses_of, settings, trained
 from tests.steps import assert_same
+from tests.thinned import at_night
 
 WORDS = [f"w{number}" for number in range(126)]
 
@@ -46,54 +45,30 @@ def tokens():
     return Dataset.from_list([{k: v.tolist() for k, v in samples[number].items()} for number in range(len(samples))])
 
 
-def settings(folder):
-    return {
-        "output_dir": str(folder),
-        "max_steps": BATCHES,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-
-
-def nightly(*values):
-    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
-
-
 def moved(model, before):
     return {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
 
 
-def weights(model):
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
-
-
-class InOrder(SFTTrainer):
+class InOrder(trl.SFTTrainer):
     def _get_train_sampler(self, *args):
         return None
 
 
-def sft(folder, model, **options):
+def sft(folder, model, callbacks=(), **options):
     """SFTTrainer as test_transformers_trainer.py makes a Trainer."""
-    arguments = SFTConfig(**(settings(folder) | options), loss_type="nll", max_length=None)
+    arguments = trl.SFTConfig(**settings(folder, **options), loss_type="nll", max_length=None)
     data = {"train_dataset": tokens(), "eval_dataset": tokens(), "processing_class": tokenizer()}
-    return InOrder(model, arguments, callbacks=[Float8Callback()], **data)
+    return InOrder(model, arguments, callbacks=[Float8Callback(), *callbacks], **data)
 
 
 @proves("TRL", "train", "checkpointing")
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [True, *at_night([(False,)])])
 def test_sft_has_the_losses_of_a_loop_written_by_hand(tmp_path, gradient_checkpointing):
     model = llama("rowwise")
-    before = weights(model)
-    trained = sft(tmp_path, model, gradient_checkpointing=gradient_checkpointing)
-    trained.train()
-    assert losses_of(trained) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), abs=1e-4)
+    before = weights_of(model)
+    run = sft(tmp_path, model, gradient_checkpointing=gradient_checkpointing)
+    run.train()
+    assert losses_of(run) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), abs=1e-4)
     assert moved(model, before) == set(before)
 
 
@@ -110,8 +85,7 @@ def test_sft_has_the_losses_of_a_loop_written_by_hand(tmp_path, gradient_checkpo
 def test_sft_trains_as_transformers_trainer(tmp_path, options):
     by_trl = sft(tmp_path / "trl", llama("rowwise"), **options)
     by_trl.train()
-    by_transformers = trainer(tmp_path / "transformers", "rowwise", [Float8Callback()], **options)
-    by_transformers.train()
+    by_transformers = trained(tmp_path / "transformers", "rowwise", [Float8Callback()], **options)
     assert losses_of(by_trl) == pytest.approx(losses_of(by_transformers), abs=1e-4)
 
 
@@ -125,7 +99,7 @@ def test_sft_resumes_a_moved_checkpoint_with_its_scales(tmp_path):
     whole.train()
     resumed.train(resume_from_checkpoint=str((tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "moved")))
     assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
-    assert_same(scales_of(resumed), scales_of(whole))
+    assert_same(scales_of(resumed.model), scales_of(whole.model))
 
 
 @proves("TRL", "best model")
@@ -139,11 +113,7 @@ def test_the_best_model_of_sft_comes_with_its_scales(tmp_path):
     assert best.state.best_global_step == 1
     short = sft(tmp_path / "1", prepare_model_for_float8(llama(), "delayed"), max_steps=1, learning_rate=10.0)
     short.train()
-    assert_same(scales_of(best), scales_of(short))
-
-
-def scales_of(trainer):
-    return float8_scaling_state(trainer.model).state_dict()
+    assert_same(scales_of(best.model), scales_of(short.model))
 
 
 lacks("TRL", "heads", "adapters before", "merge", sentence="as with transformers' Trainer and PEFT, which it uses.")
@@ -152,32 +122,32 @@ lacks("TRL", "heads", "adapters before", "merge", sentence="as with transformers
 @proves("TRL", "adapters after")
 def test_sft_adds_adapters_to_a_converted_model(tmp_path):
     model = prepare_model_for_float8(llama(), "rowwise")
-    trained = SFTTrainer(
+    run = trl.SFTTrainer(
         model,
-        SFTConfig(**settings(tmp_path)),
+        trl.SFTConfig(**settings(tmp_path)),
         train_dataset=tokens(),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
         callbacks=[Float8Callback()],
     )
-    before = weights(trained.model)
-    trained.train()
-    assert sum(isinstance(module, Float8Linear) for module in trained.model.modules()) == 14
-    assert moved(trained.model, before) == {name for name in before if "lora_" in name}
+    before = weights_of(run.model)
+    run.train()
+    assert len(float8_names(run.model)) == 14
+    assert moved(run.model, before) == {name for name in before if "lora_" in name}
 
 
 @proves("TRL", "evaluate")
-@pytest.mark.parametrize("has_reference", [*nightly(False), True])
+@pytest.mark.parametrize("has_reference", [*at_night([(False,)]), True])
 def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
     model = prepare_model_for_float8(llama(), "rowwise")
-    before = weights(model)
+    before = weights_of(model)
     pairs = [
         {"prompt": " ".join(WORDS[n : n + 8]), "chosen": " w1 w2 w3 w4", "rejected": " w5 w6 w7 w8"}
         for n in range(2 * BATCHES)
     ]
-    arguments = DPOConfig(**settings(tmp_path), precompute_ref_log_probs=not has_reference)
+    arguments = trl.DPOConfig(**settings(tmp_path), precompute_ref_log_probs=not has_reference)
     data = Dataset.from_list(pairs)
-    trained = DPOTrainer(
+    run = trl.DPOTrainer(
         model,
         copy.deepcopy(model) if has_reference else None,
         args=arguments,
@@ -186,93 +156,93 @@ def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
         processing_class=tokenizer(),
         callbacks=[Float8Callback()],
     )
-    trained.train()
-    assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 14
+    run.train()
+    assert len(float8_names(model)) == 14
     assert moved(model, before) == set(before)
-    losses = losses_of(trained)
+    losses = losses_of(run)
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)
     assert losses[-1] < losses[0]
-    assert trained.evaluate()["eval_rewards/accuracies"] == 1.0
+    assert run.evaluate()["eval_rewards/accuracies"] == 1.0
+
+
+def saved_and_loaded(folder, config="rowwise"):
+    """A model with a name, by which TRL loads the reference."""
+    llama().save_pretrained(folder / "model")
+    return prepare_model_for_float8(LlamaForCausalLM.from_pretrained(folder / "model"), config)
 
 
 def dpo(folder, model, convert_reference=True, **options):
     """DPOTrainer after one step on four pairs."""
     pairs = [{"prompt": " w1 w2", "chosen": f" w{n + 1} w{n + 2}", "rejected": f" w{n + 5} w{n + 9}"} for n in range(4)]
-    trained = DPOTrainer(
+    run = trl.DPOTrainer(
         model,
-        args=DPOConfig(**settings(folder) | {"max_steps": 1}, beta=1.0),
+        args=trl.DPOConfig(**settings(folder, max_steps=1), beta=1.0),
         train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer(),
         callbacks=[Float8Callback(convert_reference=convert_reference)],
         **options,
     )
-    trained.train()
-    return trained
+    run.train()
+    return run
 
 
 @proves("PEFT", "reference model")
 @pytest.mark.nightly
 def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
     adapters = LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
-    trained = dpo(tmp_path, prepare_model_for_float8(llama(), "rowwise"), peft_config=adapters)
-    assert losses_of(trained) == [pytest.approx(math.log(2), abs=1e-4)]  # the adapters begin at 0
+    run = dpo(tmp_path, prepare_model_for_float8(llama(), "rowwise"), peft_config=adapters)
+    assert losses_of(run) == [pytest.approx(math.log(2), abs=1e-4)]  # the adapters begin at 0
 
 
 @proves("TRL", "reference model")
 @pytest.mark.parametrize("convert", [True, False])
 def test_the_reference_that_trl_loads_is_in_float8_too(tmp_path, convert):
-    llama().save_pretrained(tmp_path / "saved")
-    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "saved"), "rowwise")
-    trained = dpo(tmp_path, model, convert)
-    assert sum(isinstance(module, Float8Linear) for module in trained.ref_model.modules()) == (14 if convert else 0)
-    assert (losses_of(trained)[0] == pytest.approx(math.log(2), abs=1e-6)) is convert
+    run = dpo(tmp_path, saved_and_loaded(tmp_path), convert)
+    assert len(float8_names(run.ref_model)) == (14 if convert else 0)
+    assert (losses_of(run)[0] == pytest.approx(math.log(2), abs=1e-6)) is convert
 
 
 @pytest.mark.nightly
 @proves("TRL", "reference model")
 @pytest.mark.parametrize("kind", ["KTO", "RLOO"])
 def test_the_first_batch_has_no_divergence_from_the_reference_that_trl_loads(kind, tmp_path):
-    llama().save_pretrained(tmp_path / "model")
-    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "model"), "rowwise")
-    options = {**settings(tmp_path), "max_steps": 1, "per_device_train_batch_size": 4}
-    data = [
-        {"prompt": f"w{i} w2", **({} if kind == "RLOO" else {"completion": f" w{i + 3} w5", "label": i % 2 == 0})}
-        for i in range(8)
-    ]
-    others = {
-        "train_dataset": Dataset.from_list(data),
-        "processing_class": tokenizer(),
-        "callbacks": [Float8Callback()],
-    }
+    options = settings(tmp_path, max_steps=1, per_device_train_batch_size=4)
+    data = [{"prompt": f"w{i} w2", "completion": f" w{i + 3} w5", "label": i % 2 == 0} for i in range(8)]
+    others = {"processing_class": tokenizer(), "callbacks": [Float8Callback()]}
     if kind == "KTO":
-        run = KTOTrainer(model, args=KTOConfig(**options), **others)
+        arguments = trl.KTOConfig(**options)
+        run = trl.KTOTrainer(
+            saved_and_loaded(tmp_path), args=arguments, train_dataset=Dataset.from_list(data), **others
+        )
     else:
-        arguments = RLOOConfig(**options, num_generations=2, max_completion_length=8, beta=0.1)
-        run = RLOOTrainer(model, [lambda completions, **kwargs: [1.0] * len(completions)], args=arguments, **others)
+        prompts = Dataset.from_list(data).select_columns("prompt")
+        arguments = trl.RLOOConfig(**options, num_generations=2, max_completion_length=8, beta=0.1)
+        rewards = [lambda completions, **kwargs: [1.0] * len(completions)]
+        run = trl.RLOOTrainer(saved_and_loaded(tmp_path), rewards, args=arguments, train_dataset=prompts, **others)
     run.train()
     assert run.state.log_history[0]["kl"] == 0
-    assert sum(isinstance(module, Float8Linear) for module in run.ref_model.modules()) == 14
+    assert len(float8_names(run.ref_model)) == 14
 
 
 SERVINGS = "vllm-per-token", "sglang-block"
 
 
 @proves("TRL", "reference model")
-@pytest.mark.parametrize("recipe", ["delayed", *nightly("rowwise", "tensorwise", "blockwise", "mxfp8", *SERVINGS)])
-@pytest.mark.parametrize("reference", ["loaded", *nightly("given")])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *at_night((each,) for each in ("rowwise", "tensorwise", "blockwise", "mxfp8", *SERVINGS))]
+)
+@pytest.mark.parametrize("reference", ["loaded", *at_night([("given",)])])
 def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
     """The model is its own rollout, in training's casts or a server's.
 
     The second step has the delayed scales of the first, the reference's too.
     """
-    llama().save_pretrained(tmp_path / "model")
-    config = serving_config(recipe) if recipe in SERVINGS else recipe
-    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
+    model = saved_and_loaded(tmp_path, serving_config(recipe) if recipe in SERVINGS else recipe)
     options = {"max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 4, "num_generations": 2}
-    run = GRPOTrainer(
+    run = trl.GRPOTrainer(
         model,
         [lambda completions, **kwargs: [float(len(set(each.split()))) for each in completions]],
-        args=GRPOConfig(**settings(tmp_path) | options, max_completion_length=8, beta=0.1),
+        args=trl.GRPOConfig(**settings(tmp_path, **options), max_completion_length=8, beta=0.1),
         train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 2}"} for i in range(8)]),
         processing_class=tokenizer(),
         callbacks=[Float8Callback()],
@@ -281,4 +251,4 @@ def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
         run.ref_model = copy.deepcopy(model).eval()
     run.train()
     assert [each["kl"] for each in run.state.log_history if "kl" in each] == [0.0, 0.0]
-    assert sum(isinstance(module, Float8Linear) for module in run.ref_model.modules()) == 14
+    assert len(float8_names(run.ref_model)) == 14
