@@ -91,16 +91,23 @@ def test_in_place_on_the_output(recipe, shape, name):
 @pytest.mark.parametrize(
     ("recipe", "shape"),
     [
-        ("rowwise_with_gw_hp", (6, K)),
         ("delayed", (2, 3, K)),
-        *at_night([("tensorwise", (6, K)), ("rowwise", (2, 3, K))]),
+        *at_night([("tensorwise", (6, K)), ("rowwise", (2, 3, K)), ("rowwise_with_gw_hp", (6, K))]),
     ],
 )
-def test_in_place_on_the_output_in_compiled_code(recipe, shape):
+def test_in_place_in_compiled_code(recipe, shape):
+    """On the output, and on the input after it was read.
+
+    Not on the input with "rowwise_with_gw_hp": Dynamo does not see that what an autograd.Function saved is written to;
+    docs/limitations.md.
+    """
     linear, input = make(recipe), torch.randn(shape)
 
     def function(input, clone=False):
-        output = linear(input).clone() if clone else linear(input)
+        hidden = input * 1
+        output = linear(hidden).clone() if clone else linear(hidden)
+        if not clone and recipe != "rowwise_with_gw_hp":
+            hidden.mul_(2)
         for name in ("add", "mul", "setitem", "masked_fill", "relu"):
             output = IN_PLACE[name](output)
         return output
@@ -120,16 +127,9 @@ def test_the_output_is_no_view(recipe, rows):
         assert output.is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "compiled"),
-    [*((recipe, False) for recipe in RECIPES), ("delayed", True), *at_night([("tensorwise", True), ("rowwise", True)])],
-)
-def test_in_place_on_the_input_after_it_was_read(recipe, compiled):
-    """What is saved is a copy in float8, so gradients are right; where the input itself is, it may be an error.
-
-    Not compiled with "rowwise_with_gw_hp": Dynamo does not see that what an autograd.Function saved is written to;
-    docs/limitations.md.
-    """
+@RECIPE
+def test_in_place_on_the_input_after_it_was_read(recipe):
+    """What is saved is a copy in float8, so gradients are right; where the input itself is, it may be an error."""
     linear, input = make(recipe), torch.randn(2, 3, K)
 
     def function(input):
@@ -140,7 +140,7 @@ def test_in_place_on_the_input_after_it_was_read(recipe, compiled):
 
     expected = results_of(linear, input, call=lambda x: linear(x * 1))
     try:
-        got = results_of(linear, input, call=torch.compile(function, backend="aot_eager") if compiled else function)
+        got = results_of(linear, input, call=function)
     except RuntimeError as error:
         if recipe != "rowwise_with_gw_hp" or "inplace" not in str(error):
             raise
@@ -183,9 +183,6 @@ def _explain_a_closure(model, input):
         del module.forward
 
 
-MODES = [_fake_tensors, _explain_a_closure]
-
-
 def check_mode(mode, recipe):
     model, fresh = (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(2))
     input = torch.randn(512, 64)
@@ -196,7 +193,11 @@ def check_mode(mode, recipe):
     assert output.equal(fresh(input.clone()))
 
 
-@pytest.mark.parametrize(("recipe", "mode"), thinned(RECIPES, MODES, together=1))
+MODES = [("delayed", _fake_tensors), ("rowwise", _explain_a_closure)]
+OTHER_MODES = [("tensorwise", _fake_tensors), ("rowwise_with_gw_hp", _explain_a_closure)]
+
+
+@pytest.mark.parametrize(("recipe", "mode"), [*MODES, *at_night(OTHER_MODES)])
 def test_no_mode_crashes_the_process_or_leaves_a_trace(mode, recipe):
     """It may refuse with a Python exception, must not crash, and real tensors give the same numbers afterwards."""
     isolated(check_mode, mode, recipe)
@@ -313,17 +314,13 @@ def test_a_users_checkpoint_changes_no_bit(recipe, way, alive, casts):
 @pytest.mark.parametrize(
     ("recipe", "policy", "nesting"),
     [
-        ("tensorwise", "casts, amaxes and matmuls", "flat"),
         ("rowwise", "everything", "nested"),
         *at_night(
             [
+                ("tensorwise", "casts, amaxes and matmuls", "flat"),
                 ("rowwise_with_gw_hp", "nothing", "reentrant"),
                 ("delayed", "amaxes", "nested"),
                 ("rowwise", "casts, amaxes and matmuls", "nested"),
-                ("rowwise_with_gw_hp", "amaxes", "flat"),
-                ("tensorwise", "everything", "flat"),
-                ("rowwise_with_gw_hp", "nothing", "flat"),
-                ("delayed", "nothing", "nested"),
             ]
         ),
     ],
@@ -429,7 +426,12 @@ def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "strict", "shape"), thinned(RECIPES, (False, True), [(4, K), (4, 6, K)], together=1)
+    ("recipe", "strict", "shape"),
+    [
+        ("rowwise", True, (4, 6, K)),
+        ("delayed", False, (4, K)),
+        *at_night([("tensorwise", True, (4, K)), ("rowwise_with_gw_hp", False, (4, 6, K))]),
+    ],
 )
 def test_export_with_a_dynamic_batch_and_gradients_on(recipe, strict, shape):
     model = nn.Sequential(make(recipe, K, 48), nn.ReLU(), make(recipe, 48, N))
@@ -519,30 +521,32 @@ TRANSFORMS = {
 }
 
 
-def check_transform(recipe, transform, gradients_on):
+def check_transforms(recipe, gradients_on):
     linear, input = make(recipe, 64, 64), torch.randn(8, 16, 64)
     plain = nn.Linear(64, 64)
     plain.load_state_dict(linear.state_dict())
     expected = linear(input).detach()
-    refusal, got = "", None
-    with torch.set_grad_enabled(gradients_on):
-        try:
-            got = TRANSFORMS[transform](linear, input)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            refusal = str(error)
-        if got is None:
-            assert any(word in refusal for word in ("setup_context", "Float8Linear", "float8", "quaver")), refusal
-        else:
-            assert sqnr_db(TRANSFORMS[transform](plain, input).detach(), got.detach()) > 18
-    assert linear(input).equal(expected)
+    for name, transform in TRANSFORMS.items():
+        refusal, got = "", None
+        with torch.set_grad_enabled(gradients_on):
+            try:
+                got = transform(linear, input)
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                refusal = str(error)
+            if got is None:
+                assert any(word in refusal for word in ("setup_context", "Float8Linear", "float8", "quaver")), name
+            else:
+                assert sqnr_db(transform(plain, input).detach(), got.detach()) > 18, name
+        assert linear(input).equal(expected), name
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gradients_on", "transform"), thinned(RECIPES, (True, False), TRANSFORMS, together=1)
+    ("recipe", "gradients_on"),
+    [("delayed", True), ("rowwise_with_gw_hp", False), *at_night([("tensorwise", False), ("rowwise", True)])],
 )
-def test_transforms_are_right_or_refused(recipe, transform, gradients_on):
+def test_transforms_are_right_or_refused(recipe, gradients_on):
     """A result near nn.Linear's, or one clear error; the module works as before afterwards."""
-    isolated(check_transform, recipe, transform, gradients_on)
+    isolated(check_transforms, recipe, gradients_on)
 
 
 @RECIPE
