@@ -9,45 +9,35 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver import convert_to_float8_training
 from quaver.checkpointing import activation_report, keep_activations, store_activations_in_float8
-from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of, train_by_hand
+from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.library.foreign.test_accelerate import save_and_resume, variant_and_loop_by_hand
 from tests.library.foreign.test_transformers_trainer import losses_of, trainer
 from tests.library.foreign.test_two_ranks import sharded
 from tests.ranks import run as run_on_ranks
+from tests.thinned import at_night
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
-WORDS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SHAPE |= {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+KEYS = {**SHAPE, "num_key_value_heads": 1}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+T5 = {"d_model": 128, "d_ff": 256, "num_layers": 1, "num_heads": 2, "d_kv": 64, "decoder_start_token_id": 0}
 MODELS = {
-    "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SHAPE, **WORDS, num_key_value_heads=1, attn_implementation="sdpa")
-    ),
-    "llama, eager attention": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SHAPE, **WORDS, num_key_value_heads=1, attn_implementation="eager")
-    ),
-    "bert": lambda: transformers.BertForMaskedLM(
-        transformers.BertConfig(**SHAPE, **WORDS, attention_probs_dropout_prob=0.0)
-    ),
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            d_model=128, d_ff=256, num_layers=1, num_heads=2, d_kv=64, decoder_start_token_id=0, **WORDS
-        )
-    ),
-    "qwen3 with experts": lambda: transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            **SHAPE, **WORDS, num_key_value_heads=1, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2
-        )
-    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**KEYS, "attn_implementation": "sdpa"}),
+    "llama, eager attention": ("LlamaForCausalLM", "LlamaConfig", {**KEYS, "attn_implementation": "eager"}),
+    "bert": ("BertForMaskedLM", "BertConfig", {**SHAPE, "attention_probs_dropout_prob": 0.0}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {"vocab_size": 64, "pad_token_id": 0, **T5}),
+    "qwen3 with experts": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**KEYS, **EXPERTS}),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch(name):
     torch.manual_seed(0)
-    model = MODELS[name]().train()
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: "lm_head" not in fqn)
+    model_class, config_class, sizes = MODELS[name]
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).train()
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
     tokens = torch.randint(3, 64, (2, 128))
     mask = torch.ones_like(tokens)
     mask[1, -40:] = 0
@@ -62,7 +52,9 @@ def test_a_padded_batch(name):
     assert report.bytes_after < 0.6 * report.bytes_before
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, *at_night([({},), ({"gradient_checkpointing": True},)])], ids=str
+)
 def test_transformers_trainer(tmp_path, options):
     """The losses of a run that stores are near those of one that keeps, and generate() says the same."""
     runs = []
@@ -73,7 +65,7 @@ def test_transformers_trainer(tmp_path, options):
             expected = model.generate(tokens, max_new_tokens=4, do_sample=False)
             store_activations_in_float8(model)
             assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), expected)
-        runs.append(trainer(tmp_path / str(stores), model, max_steps=4, **options))
+        runs.append(trainer(tmp_path / str(stores), model, max_steps=2, **options))
         runs[-1].train()
         assert runs[-1].evaluate()["eval_loss"] > 0
     assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=0.01)
@@ -87,7 +79,7 @@ def stored_llama(recipe="rowwise"):
     return model
 
 
-@pytest.mark.parametrize("variant", ["accumulate", "checkpointing"])
+@pytest.mark.parametrize("variant", ["checkpointing", *at_night([("accumulate",)])])
 def test_accelerate(variant):
     """Accumulated gradients or checkpoints under DDP, and an evaluation: the losses of torch's DDP by hand."""
     for by_accelerate, by_hand in run_on_ranks(2, variant_and_loop_by_hand, variant, stored_llama):
@@ -95,6 +87,7 @@ def test_accelerate(variant):
         assert by_accelerate == pytest.approx(by_hand, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_accelerate_with_fsdp2_goes_on_after_a_save(tmp_path):
     options = "FSDP2", True, "SHARDED_STATE_DICT", str(tmp_path)
     runs = run_on_ranks(2, save_and_resume, *options, optimizer_of, store_activations_in_float8)
@@ -114,11 +107,11 @@ def with_fsdp2(checkpointing):
         model = sharded(model)
         if when == "after":
             store_activations_in_float8(model)
-        losses.append(train_by_hand(model, rank=dist.get_rank()))
+        losses.append(train_by_hand(model, rank=dist.get_rank(), only=range(2)))
     return losses
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("checkpointing", [False, *at_night([(True,)])])
 def test_fsdp2(checkpointing):
     for kept, before, after in run_on_ranks(2, with_fsdp2, checkpointing):
         assert before == after
@@ -151,9 +144,9 @@ def test_peft():
     adapts_first.load_state_dict(stores_first.state_dict())
     teacher = copy.deepcopy(adapts_first)
     store_activations_in_float8(adapts_first)
-    kept = train_by_hand(copy.deepcopy(teacher))
+    kept = train_by_hand(copy.deepcopy(teacher), only=range(2))
     for model in (stores_first, adapts_first):
-        losses = train_by_hand(model)
+        losses = train_by_hand(model, only=range(2))
         assert losses == pytest.approx(kept, rel=0.01)
         assert losses != kept
     prompt = torch.arange(8)[None]

@@ -14,11 +14,11 @@ from tests.library.foreign.llama import batches, clip, llama, mixture, not_the_h
 from tests.library.foreign.table import proves
 from tests.library.foreign.test_accelerate import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
 from tests.ranks import run
-from tests.thinned import at_night, first
+from tests.thinned import at_night
 
-WAYS = [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
+DDP, FSDP2, GATHER = ("DDP", False), ("FSDP2", False), ("FSDP2", True)
 """Strategy, and whether weights are gathered in float8."""
-MODELS_AND_WAYS = first(2, [(llama, *WAYS[0]), (mixture, *WAYS[2]), *((llama, *way) for way in WAYS[1:])])
+STEPS = 2
 
 
 def replicated(model):
@@ -46,10 +46,11 @@ def is_distributed_as(strategy, float8_all_gather, model):
     return bool(shards) == (strategy == "FSDP2") and gathered == (matrices if float8_all_gather else set())
 
 
-def by_hand(model, rank, distribute=replicated, **options):
+def by_hand(model, rank, strategy, distribute=None, **options):
     """The losses of this rank."""
+    distribute = distribute or (sharded if strategy == "FSDP2" else replicated)
     after = precompute_float8_dynamic_scale_for_fsdp
-    return train_by_hand(distribute(model), rank=rank, after=after, **options)
+    return train_by_hand(distribute(model), rank=rank, after=after, only=range(STEPS), **options)
 
 
 def transformers_trainer(folder, model, **options):
@@ -70,14 +71,14 @@ def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
     from tests.library.foreign.test_transformers_trainer import losses_of
 
     with as_torchrun_starts_a_rank() as rank:
-        trained = made_by(folder, converted(float8_all_gather, make), per_device_train_batch_size=1)
+        options = {"per_device_train_batch_size": 1, "max_steps": STEPS}
+        trained = made_by(folder, converted(float8_all_gather, make), **options)
         if strategy == "FSDP2":
             make_fsdp2(trained.accelerator)
             trained.is_fsdp_enabled = True
         trained.train()
     assert is_distributed_as(strategy, float8_all_gather, trained.model)
-    distribute = sharded if strategy == "FSDP2" else replicated
-    return losses_of(trained), by_hand(converted(float8_all_gather, make), rank, distribute, before=clip)
+    return losses_of(trained), by_hand(converted(float8_all_gather, make), rank, strategy, before=clip)
 
 
 @proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
@@ -85,9 +86,10 @@ def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
 @pytest.mark.parametrize(
     ("made_by", "make", "strategy", "float8_all_gather"),
     [
-        (transformers_trainer, llama, *WAYS[0]),
-        (transformers_trainer, mixture, *WAYS[2]),
-        *at_night((made_by, llama, *way) for made_by in (transformers_trainer, trl_trainer) for way in WAYS),
+        (transformers_trainer, llama, *DDP),
+        (transformers_trainer, llama, *GATHER),
+        *at_night([(transformers_trainer, mixture, *GATHER), (transformers_trainer, llama, *FSDP2)]),
+        *at_night((trl_trainer, llama, *way) for way in (DDP, FSDP2, GATHER)),
     ],
 )
 def test_a_trainer(tmp_path, made_by, make, strategy, float8_all_gather):
@@ -105,7 +107,7 @@ def with_adapters(strategy, float8_all_gather):
     model, optimizer = made, optimizer_of(made)
     model, optimizer = accelerator.prepare(model, optimizer)
     after = precompute_float8_dynamic_scale_for_fsdp
-    losses = train_by_hand(model, optimizer, accelerator.backward, rank=rank, after=after)
+    losses = train_by_hand(model, optimizer, accelerator.backward, rank=rank, after=after, only=range(STEPS))
     assert is_distributed_as(strategy, float8_all_gather, model)
 
     def distribute(model):
@@ -115,11 +117,11 @@ def with_adapters(strategy, float8_all_gather):
             fully_shard(layer)
         return fully_shard(model)
 
-    return losses, by_hand(plain, rank, distribute=distribute)
+    return losses, by_hand(plain, rank, strategy, distribute)
 
 
 @proves("PEFT", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("strategy", "float8_all_gather"), [WAYS[2], *at_night(WAYS[:2])])
+@pytest.mark.parametrize(("strategy", "float8_all_gather"), [GATHER, *at_night([DDP, FSDP2])])
 def test_adapters(strategy, float8_all_gather):
     for by_accelerate, expected in run(2, with_adapters, strategy, float8_all_gather):
         assert by_accelerate == expected
@@ -144,14 +146,16 @@ def with_fabric(make, strategy, float8_all_gather):
         fabric.launch()
         model = fabric.setup_module(make())
         optimizer = fabric.setup_optimizers(optimizer_of(model))
-        losses = train_by_hand(model, optimizer, fabric.backward, rank=rank)
+        losses = train_by_hand(model, optimizer, fabric.backward, rank=rank, only=range(STEPS))
     assert is_distributed_as(strategy, float8_all_gather, model)
-    distribute = sharded if strategy == "FSDP2" else replicated
-    return losses, by_hand(converted(float8_all_gather, make), rank, distribute=distribute)
+    return losses, by_hand(converted(float8_all_gather, make), rank, strategy)
 
 
 @proves("Fabric", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
+@pytest.mark.parametrize(
+    ("make", "strategy", "float8_all_gather"),
+    [(mixture, *GATHER), *at_night([(llama, *DDP), (llama, *FSDP2), (llama, *GATHER)])],
+)
 def test_fabric(make, strategy, float8_all_gather):
     for by_the_library, expected in run(2, with_fabric, make, strategy, float8_all_gather):
         assert by_the_library == expected
@@ -178,19 +182,19 @@ def with_lightning(folder, make, strategy, float8_all_gather):
 
     module = ShardedModule("rowwise", False)
     with as_torchrun_starts_a_rank() as rank:
-        parts = [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in batches()]
         how = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if strategy == "FSDP2" else "ddp"
         options = {"devices": 2, "strategy": how, "use_distributed_sampler": False}
-        trainer(folder, len(parts), plugins=[TorchElasticEnvironment()], **options).fit(
-            module, torch.utils.data.DataLoader(parts, batch_size=None), []
-        )
+        loader = torch.utils.data.DataLoader(batches(rank), batch_size=None)
+        trainer(folder, STEPS, plugins=[TorchElasticEnvironment()], **options).fit(module, loader, [])
     assert is_distributed_as(strategy, float8_all_gather, module)
-    distribute = sharded if strategy == "FSDP2" else replicated
-    return module.losses, by_hand(converted(float8_all_gather, make), rank, distribute=distribute)
+    return module.losses, by_hand(converted(float8_all_gather, make), rank, strategy)
 
 
 @proves("Lightning's Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
+@pytest.mark.parametrize(
+    ("make", "strategy", "float8_all_gather"),
+    [(llama, *DDP), *at_night([(llama, *FSDP2), (llama, *GATHER), (mixture, *GATHER)])],
+)
 def test_lightnings_trainer(tmp_path, make, strategy, float8_all_gather):
     for by_the_library, expected in run(2, with_lightning, tmp_path, make, strategy, float8_all_gather):
         assert by_the_library == expected
