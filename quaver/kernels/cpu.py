@@ -39,11 +39,11 @@ from quaver.torch_private.dispatch import (
 )
 from quaver.torch_private.tracing import is_jit_tracing
 
-_PURE_PYTORCH = os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0")
+PURE_PYTORCH = os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0")
 
 
 def _load() -> tuple[Any, str | None]:
-    if _PURE_PYTORCH:
+    if PURE_PYTORCH:
         return None, "QUAVER_PURE_PYTORCH is set"
     try:
         return importlib.import_module("quaver._cpu"), None
@@ -68,7 +68,7 @@ _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
 }
 # About 20 us of work for one thread.
 THREADS_PAY_FROM = 1 << 17  # elements of a cast
-_MM_THREADS_PAY_FROM = 1 << 21  # multiplications
+MM_THREADS_PAY_FROM = 1 << 21  # multiplications
 _MOST_THREADS = 64  # the limit in cpu.c
 
 with without_dispatch_modes():
@@ -132,7 +132,7 @@ def check_memory(*tensors: Tensor | None) -> None:
 
 def say_unavailable() -> None:
     """Report once that casts on this CPU run in PyTorch, unless QUAVER_PURE_PYTORCH is set."""
-    if not _PURE_PYTORCH:
+    if not PURE_PYTORCH:
         say_once(
             "casts without the C extension",
             f"float8 casts on the CPU run in PyTorch, up to 10 times slower: {UNAVAILABLE_BECAUSE}",
@@ -377,7 +377,7 @@ def mm(
         *(a.data_ptr(), FLOAT8_KIND[a.dtype], *a.stride(), a_dequant_scale.data_ptr(), a_dequant_scale.dim() > 0),
         *(b.data_ptr(), FLOAT8_KIND[b.dtype], *b.stride()[::-1], b_dequant_scale.data_ptr(), b_dequant_scale.dim() > 0),
         *(m, k, n, HP_KIND[out.dtype], 0 if bias is None else bias.data_ptr()),
-        1 if m * k * n < _MM_THREADS_PAY_FROM else torch.get_num_threads(),
+        1 if m * k * n < MM_THREADS_PAY_FROM else torch.get_num_threads(),
     )
     return out if out.dtype is out_dtype else out.to(out_dtype)
 

@@ -127,7 +127,7 @@ def _multiply(
     larger, smaller = (b_operand, a_operand) if dim else (a_operand, b_operand)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     widened = _widen_operand(smaller, wide, scales_are_powers_of_2, varies[1 - dim])
-    for start, length in _split_panels(larger.data, dim, larger.layout[dim] or 1):
+    for start, length in split_panels(larger.data, dim, larger.layout[dim] or 1):
         panel = _widen_operand(larger.part(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (widened, panel) if dim else (panel, widened)
@@ -173,7 +173,7 @@ def _widen_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2:
     return _Wide(widen(codes, dtype), dequant_scale)
 
 
-def _split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
+def split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Start and length of the panels ([Note: panels]), nearly equal; starts are multiples of `multiple`."""
     length = codes.shape[dim]
     longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // max(codes.numel(), 1))

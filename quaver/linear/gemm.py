@@ -261,16 +261,16 @@ def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = Non
 
 
 @contextlib.contextmanager
-def assuming_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[None]:
+def assuming_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
     """Inside the block, `failures` replaces the probes of the first device; other kinds are probed.
 
-    For tests and predictions.
+    For tests and predictions. Yields the results of all probes: by device and kind, why the hardware failed, or None.
     """
     before = dict(_native_failures)
     _native_failures.clear()
     _native_failures.update({(0, kind): failure for kind, failure in failures.items()})
     try:
-        yield
+        yield _native_failures
     finally:
         _native_failures.clear()
         _native_failures.update(before)

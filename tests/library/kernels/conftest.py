@@ -1,4 +1,4 @@
-"""Threads for the C extension."""
+"""Threads for the C extension, and a process whose Triton interprets."""
 
 from collections.abc import Iterator
 
@@ -13,6 +13,14 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """So many threads of torch, which quaver's matmul uses for matrices of any size."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu, "_MM_THREADS_PAY_FROM", 1)
+    monkeypatch.setattr(cpu, "MM_THREADS_PAY_FROM", 1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def interpreter():
+    from tests.library.kernels.triton_kernels import interpreting_process  # imports triton
+
+    with interpreting_process() as call:
+        yield call

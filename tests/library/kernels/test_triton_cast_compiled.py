@@ -18,8 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from quaver.kernels import triton_blocks, triton_cast
-from quaver.lab.memory.compiling.machine_code import _parse_disassembly
-from quaver.recipes.config import BLOCK_SIZES
+from quaver.lab.memory.compiling.machine_code import parse_disassembly
 from tests.library.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 from tests.thinned import at_night
 
@@ -82,10 +81,11 @@ def instructions(asm):
 def assert_fits(asm, folder, registers):
     """What NVIDIA's assembler says of the kernel: registers of a thread, bytes of spills.
 
-    Also that no pair of codes has a register of its own, which ptxas 12.8 and 12.9 read once, where two instructions do
-    (triton-lang/triton#11111).
+    Also that subnormal numbers are kept, and that no pair of codes has a register of its own, which ptxas 12.8 and 12.9
+    read once, where two instructions do (triton-lang/triton#11111).
     """
     assert not re.search(r"cvt\.rn\.satfinite\.\w+\.f32\s+%", asm["ptx"])
+    assert ".ftz" not in asm["ptx"]  # subnormal numbers are not flushed to zero
     file, binary = folder / "kernel.ptx", folder / "kernel.cubin"
     file.write_text(asm["ptx"])
     for tool in ("ptxas", "ptxas_blackwell"):  # the first may be too old for this PTX
@@ -102,7 +102,7 @@ def assert_fits(asm, folder, registers):
 def instructions_of_machine(folder):
     """Those of the kernel that `assert_fits` assembled."""
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "kernel.cubin")]
-    code, _, _ = _parse_disassembly(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    code, _, _ = parse_disassembly(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return code.total()
 
 
@@ -123,7 +123,7 @@ def assert_whole_accesses(asm, hp_dtype, conversions):
 
 @pytest.mark.parametrize(
     ("hp_dtype", "float8_dtype"),
-    [(torch.float32, E4M3), (torch.bfloat16, E5M2), pytest.param(torch.float16, E4M3, marks=pytest.mark.nightly)],
+    [(torch.bfloat16, E5M2), *at_night([(torch.float32, E4M3), (torch.float16, E4M3)])],
     ids=str,
 )
 def test_one_scale(compiled, hp_dtype, float8_dtype, tmp_path):
@@ -144,7 +144,7 @@ def test_scales_per_row_and_column(compiled, hp_dtype, tmp_path):
 
 
 @HP
-@pytest.mark.parametrize(("width", "registers"), [(112, 96), (4096, 64), (triton_cast.WIDEST_ROW, 64)])
+@pytest.mark.parametrize(("width", "registers"), [(112, 96), (triton_cast.WIDEST_ROW, 64), *at_night([(4096, 64)])])
 def test_whole_rows(compiled, hp_dtype, width, registers, tmp_path):
     triton_cast.cast_rowwise(empty(hp_dtype, columns=width), E4M3, *ROWS, False)
     [asm] = compiled["_cast_whole_rows"]
@@ -175,18 +175,22 @@ def test_amaxes_of_groups(compiled, hp_dtype, tmp_path):
 
 
 @HP
-def test_blocks(compiled, hp_dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("block_size", "wanted"),
+    [
+        ((1, 128), ROWS),
+        ((1, 32), COLUMNS),
+        ((128, 128), BOTH),
+        *at_night([((1, 128), COLUMNS), ((1, 32), ROWS), ((32, 32), BOTH), ((1, 128), BOTH), ((1, 32), BOTH)]),
+    ],
+)
+def test_blocks(compiled, hp_dtype, block_size, wanted, tmp_path):
     """Blocks of 128 x 128 spill up to 200 bytes where the width is no multiple of 16, and accesses are narrow."""
-    for block_size in BLOCK_SIZES:
-        mode = "" if 128 in block_size else "rceil"  # as the recipes have them
-        for wanted in (BOTH, ROWS, COLUMNS) if 1 in block_size else (BOTH,):
-            triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *wanted, True, *block_size, mode)
-    assert {name: len(asms) for name, asms in compiled.items()} == {"_cast_blocks": 2 + 4, "_cast_rows_and_columns": 2}
-    for name, asms in compiled.items():
-        for asm in asms:
-            assert ".ftz" not in asm["ptx"]
-            assert CONVERSION[E4M3] in asm["ptx"]
-            assert_fits(asm, tmp_path, 208 if name == "_cast_rows_and_columns" else 200)
+    mode = "" if 128 in block_size else "rceil"  # as the recipes have them
+    triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *wanted, True, *block_size, mode)
+    [[asm]] = compiled.values()
+    assert CONVERSION[E4M3] in asm["ptx"]
+    assert_fits(asm, tmp_path, 208 if "_cast_rows_and_columns" in compiled else 200)
 
 
 @pytest.mark.parametrize(
@@ -239,24 +243,35 @@ def every_cast(hp, float8_dtype=E4M3):
     triton_cast.cast_rowwise(hp, float8_dtype, *BOTH, True)
 
 
+def assert_addresses_of_64_bits(asm):
+    offsets = r"tt\.addptr %\w+, %\w+ : tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>"
+    assert set(re.findall(offsets, asm["ttir"])) == {"i64"}
+
+
 def test_odd_sizes_do_not_spill(compiled, tmp_path):
     every_cast(empty(torch.bfloat16, 129, 129))
-    for length, mode in ((128, ""), (32, "rceil")):
-        triton_cast.cast_blockwise(empty(torch.bfloat16, 129, 129), E4M3, *BOTH, True, 1, length, mode)
     triton_cast.cast_rowwise(empty(torch.bfloat16, 3, triton_cast.WIDEST_ROW - 1), E4M3, *ROWS, False)
+    assert set(compiled) == {"_amax", "_cast_tensorwise", "_cast_rowwise", "_cast_whole_rows"}
+    for asm in itertools.chain(*compiled.values()):
+        assert_addresses_of_64_bits(asm)
+        assert_fits(asm, tmp_path, 200)
+
+
+@pytest.mark.parametrize(("length", "mode"), [(128, ""), *at_night([(32, "rceil")])])
+def test_odd_sizes_of_both_directions_of_blocks_do_not_spill(compiled, length, mode, tmp_path):
+    triton_cast.cast_blockwise(empty(torch.bfloat16, 129, 129), E4M3, *BOTH, True, 1, length, mode)
     for asm in itertools.chain(*compiled.values()):
         assert_fits(asm, tmp_path, 200)
 
 
-@pytest.mark.parametrize("capability", [90, *at_night([(100,), (120,)])])
-def test_addresses_and_one_rounding(compiled, capability, monkeypatch):
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_code_for_other_gpus(compiled, capability, monkeypatch):
     monkeypatch.setattr(_Driver, "capability", capability)
     every_cast(empty(torch.bfloat16, 128, 4096), E5M2)
-    assert set(compiled) == {"_amax", "_cast_tensorwise", "_cast_rowwise", "_cast_whole_rows"}
     for asm in itertools.chain(*compiled.values()):
-        offsets = r"tt\.addptr %\w+, %\w+ : tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>"
-        assert set(re.findall(offsets, asm["ttir"])) == {"i64"}
-        assert ".ftz" not in asm["ptx"]  # subnormal numbers are not flushed to zero
+        assert_addresses_of_64_bits(asm)
+        assert ".ftz" not in asm["ptx"]
     assert instructions(compiled["_cast_whole_rows"][0])[CONVERSION[E5M2]] == 16
     assert_whole_accesses(compiled["_cast_tensorwise"][0], torch.bfloat16, conversions=1)
     assert_whole_accesses(compiled["_cast_rowwise"][0], torch.bfloat16, conversions=2)
@@ -266,8 +281,9 @@ def test_addresses_and_one_rounding(compiled, capability, monkeypatch):
 def test_integers_of_1_and_missing_pointers_compile(compiled, shape):
     """Triton makes constants of both."""
     hp, one = empty(torch.bfloat16, *shape), torch.ones(())
-    every_cast(hp)
+    triton_cast.cast_with_persistent_scale(hp, E4M3, *BOTH, True, one)
+    triton_cast.cast_rowwise(hp, E4M3, *ROWS, True)
     triton_cast.cast_tensorwise(hp, E5M2, *COLUMNS, False)
     triton_cast.cast_with_scale(hp, E4M3, one, None)
     launches = {name: len(each) for name, each in compiled.items()}
-    assert launches == {"_amax": 3, "_cast_tensorwise": 2, "_cast_rowwise": 2, "_cast_whole_rows": 1}
+    assert launches == {"_amax": 2, "_cast_tensorwise": 2, "_cast_rowwise": 1, "_cast_whole_rows": 1}

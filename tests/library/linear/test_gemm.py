@@ -2,26 +2,24 @@
 
 import functools
 import itertools
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.nn.functional import ScalingType, SwizzleType
 
 from quaver import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
-from quaver.kernels.native_blocks import _native_block_mm, native_block_mm
+from quaver.kernels.native_blocks import native_block_mm
 from quaver.kernels.operands import Operand
 from quaver.linear import gemm
 from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_operands
-from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import TENSORWISE, layout_of
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
+from quaver.runtime.devices import simulate_capture
 from quaver.runtime.slow_paths import error_on_slow_path
 from tests.reference import assert_matmul_exact
-from tests.thinned import thinned
+from tests.thinned import at_night, thinned
+from tests.virtual_gpu import matmuls, virtual_gpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,7 +75,7 @@ def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transpo
     if transposed:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
     bias = torch.randn(n)
-    panels = exact_mm._split_panels(a, 0) if m > n else exact_mm._split_panels(b, 1)
+    panels = exact_mm.split_panels(a, 0) if m > n else exact_mm.split_panels(b, 1)
     assert [start for start, _ in panels] == [0, 75, 150, 225]
     assert [length for _, length in panels] == [75, 75, 75, 76]
     layouts = layout_of(a_scale, a.shape), layout_of(b_scale, b.shape)
@@ -122,17 +120,13 @@ def of_shape(codes, scale):
     return Operand(codes, scale, layout_of(scale, codes.shape))
 
 
-def test_scales_along_the_contracted_dim_never_go_to_the_hardware():
-    a, one = torch.ones(16, 256).to(E4M3), torch.tensor(1.0)
-    b = torch.ones(256, 160).to(E4M3)
-    shapes = [(1, 160), (256, 1), (2, 2)]
-    kinds = {shape: gemm.find_kind(Operand(a, one), of_shape(b, torch.ones(shape))) for shape in shapes}
-    assert kinds == {(1, 160): ScaleKind.ROWWISE, (256, 1): None, (2, 2): None}
-
-
 @pytest.mark.parametrize(
     ("scaling", "out_dtype", "backend"),
-    list(zip(SCALINGS, (*DTYPES, torch.bfloat16), ("inductor", *["aot_eager"] * 3), strict=True)),
+    [
+        ("tensorwise", torch.float32, "inductor"),
+        ("mixed_a", torch.bfloat16, "aot_eager"),
+        *at_night([("rowwise", torch.float16, "aot_eager"), ("mixed_b", torch.bfloat16, "aot_eager")]),
+    ],
 )
 def test_compiled_is_exact_too(scaling, out_dtype, backend):
     a, a_scale, b, b_scale = operands(128, 96, 160, scaling, power_of_2=True)
@@ -251,51 +245,33 @@ def test_a_cpu_never_takes_the_native_path():
 
 
 def test_emulate_never_takes_the_native_path():
-    with mock.patch.object(gemm, "_native_works", return_value=True):
-        assert backend_for(torch.device("cuda"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
-        assert backend_for(torch.device("cuda"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("shape", [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)], ids=str)
-def test_native_operands_obey_the_hardware_and_mean_the_same(scaling, shape):
-    a, a_scale, b, b_scale = operands(*shape, scaling)
-    na, nb, na_scale, nb_scale = native_operands(of_shape(a.t().contiguous().t(), a_scale), of_shape(b, b_scale))
-    assert na.shape[1] % 16 == nb.shape[0] % 16 == nb.shape[1] % 16 == 0
-    assert na.is_contiguous()
-    assert nb.t().is_contiguous()
-    assert (na_scale.dim() == 0) == (nb_scale.dim() == 0) == (scaling == "tensorwise")
-    if scaling != "tensorwise":
-        assert na_scale.shape == (na.shape[0], 1)
-        assert nb_scale.shape == (1, nb.shape[1])
-        assert na_scale.is_contiguous()
-        assert nb_scale.is_contiguous()
-    product = (na.double() * na_scale) @ (nb.double() * nb_scale)
-    expected = (a.double() * a_scale) @ (b.double() * b_scale)
-    torch.testing.assert_close(product[:, : shape[2]], expected, rtol=1e-12, atol=0)
+    with virtual_gpu("h100"):
+        assert backend_for(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
+        assert backend_for(torch.device("cpu"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
 
 
 @pytest.mark.parametrize(
-    ("scaling", "out_dtype", "bias_dtype"), thinned(SCALINGS, DTYPES, (None, torch.bfloat16, torch.float32))
+    ("scaling", "shape", "out_dtype", "bias_dtype"),
+    thinned(
+        SCALINGS,
+        [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)],
+        DTYPES,
+        (None, torch.bfloat16, torch.float32),
+    ),
 )
-def test_native_call_passes_torchs_checks_for_a_gpu(scaling, out_dtype, bias_dtype):
-    """torch's own checks of strides, sizes and dtypes of a CUDA call, run on meta tensors, on any machine."""
-    m, k, n = 33, 17, 5
-    a = torch.empty(m, k, device="meta", dtype=E4M3)
-    b = torch.empty(k, n, device="meta", dtype=E5M2)
-    a_scale = torch.empty((m, 1) if scaling in ("rowwise", "mixed_a") else (), device="meta")
-    b_scale = torch.empty((1, n) if scaling in ("rowwise", "mixed_b") else (), device="meta")
-    bias = None if bias_dtype is None else torch.empty(n, device="meta", dtype=bias_dtype)
-    with (
-        mock.patch("torch._meta_registrations.device_hint", return_value="cuda") as hint,
-        mock.patch.object(gemm, "backend_for", return_value=GemmBackend.NATIVE),
-    ):
-        out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
-        assert hint.called
-        with pytest.raises(RuntimeError, match="divisible by 16|row_major|col_major"):
-            torch._scaled_mm(a, b, torch.empty((), device="meta"), torch.empty((), device="meta"))
-    assert out.shape == (m, n)
+def test_native_matmuls_obey_the_hardware_and_mean_the_same(scaling, shape, out_dtype, bias_dtype):
+    a, a_scale, b, b_scale = operands(*shape, scaling, b_dtype=E5M2)
+    bias = None if bias_dtype is None else torch.randn(shape[2], dtype=bias_dtype)
+    expected = (a.double() * a_scale) @ (b.double() * b_scale)
+    rounding = 2**-7 * (expected.abs() + (0 if bias is None else bias.abs())) + 2**-24  # subnormal in float16
+    expected = expected if bias is None else expected + bias
+    with virtual_gpu("h100") as card:
+        assert backend_for(torch.device("cpu"), gemm.find_kind(of_shape(a, a_scale), of_shape(b, b_scale)))
+        card.calls.clear()  # of the probe
+        out = float8_mm(a.t().contiguous().t(), b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
+    assert list(card.calls) == [("_scaled_mm", "tensorwise" if scaling == "tensorwise" else "rowwise")]
     assert out.dtype is out_dtype
+    assert ((out.double() - expected).abs() <= rounding).all()
 
 
 def test_native_matmuls_read_scales_at_multiples_of_16_bytes():
@@ -321,54 +297,17 @@ def block_operands(m, k, n, length, is_square):
     return of_a[0], of_b[0], of_a[1], of_b[1]
 
 
-def scales_in(layout, rows, blocks, recipe, swizzle):
-    """What torch documents of the scales of [rows, K]: one row of `blocks` scales for each row, float32."""
-    if recipe == ScalingType.BlockWise128x128:
-        assert layout.stride(0) == 1
-        return layout[:blocks].t().repeat_interleave(128, 0)[:rows]
-    if recipe == ScalingType.BlockWise1x128:
-        assert layout.shape == (rows, blocks)
-        assert layout.stride(0) == 1
-        return layout
-    assert (recipe, swizzle) == (ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4)
-    tiles_along_k = -(-blocks // 4)
-    row, block = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
-    tile = row // 128 * tiles_along_k + block // 4
-    return layout.float()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
-
-
-def hardware(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle, swizzle_b):
-    """torch.nn.functional.scaled_mm with scales of blocks, in float64."""
-    assert swizzle_b == swizzle
-    length = 32 if recipe_a == ScalingType.BlockWise1x32 else 128
-    if length == 128:  # cuBLAS reads columns of scales at multiples of 16 bytes
-        assert all(scale.shape[1] == 1 or scale.stride(1) % 4 == 0 for scale in (scale_a, scale_b))
-    assert a.is_contiguous()
-    assert b.t().is_contiguous()
-    assert a.shape[1] % length == b.shape[1] % 16 == 0
-    blocks = a.shape[1] // length
-    wide_a = scales_in(scale_a, a.shape[0], blocks, recipe_a, swizzle).repeat_interleave(length, 1) * a.double()
-    wide_b = scales_in(scale_b, b.shape[1], blocks, recipe_b, swizzle).repeat_interleave(length, 1) * b.t().double()
-    return (wide_a @ wide_b.t()).bfloat16()
-
-
 @pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
-def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square, monkeypatch):
+def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square):
     """Every scale is read where the hardware reads it; ragged blocks are completed with zeros."""
     a, b, a_scale, b_scale = block_operands(*shape, length, is_square)
-    monkeypatch.setattr(F, "scaled_mm", hardware)
     expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
-    out = native_block_mm(a, b, a_scale, b_scale, length, is_square)
+    with virtual_gpu({128: "h100", 32: "b200"}[length]) as card:
+        out = native_block_mm(a, b, a_scale, b_scale, length, is_square)
+    assert card.calls.total() == 1
     torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=1e-6)
     if min(shape) > length:
         assert gemm.find_kind(of_shape(a, a_scale), of_shape(b, b_scale)).block_length == length
-
-
-@pytest.mark.parametrize("is_square", [True, False])
-def test_complete_blocks_are_not_padded(is_square, monkeypatch):
-    monkeypatch.setattr(F, "scaled_mm", hardware)
-    with mock.patch.object(F, "pad", side_effect=AssertionError):
-        native_block_mm(*block_operands(128, 512, 256, 128, is_square), 128, is_square)
 
 
 def test_padded_codes_lie_as_they_lay():
@@ -382,48 +321,44 @@ def test_padded_codes_lie_as_they_lay():
         assert padded.float().count_nonzero() == codes.float().count_nonzero()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._meta_registrations, "_check_scaled_mm_sizes_v2"),
-    reason="PyTorch 2.15 checks them on the device alone",
+@pytest.mark.parametrize(
+    ("kind", "card", "bits"),
+    [(ScaleKind.BLOCKS_OF_128, "h100", torch.int32), (ScaleKind.BLOCKS_OF_32, "b200", torch.uint8)],
 )
-@pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
-def test_native_blocks_pass_torchs_checks_for_a_gpu(shape, length, is_square):
-    operands = [each.to("meta") for each in block_operands(*shape, length, is_square)]
-    with mock.patch("torch._meta_registrations.device_hint", return_value="cuda") as hint:
-        out = _native_block_mm(*operands, length, is_square)
-    assert hint.called
-    assert (out.shape, out.dtype, out.is_contiguous()) == ((shape[0], shape[2]), torch.bfloat16, True)
+def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
+    def exchange_scales_of_a(card, a, b, scale_a, *rest):
+        exchanged = scale_a[0].view(bits).t().flip(0).t().view(scale_a[0].dtype)
+        return matmuls.scaled_mm_v2(card, a, b, [exchanged], *rest)
+
+    monkeypatch.setitem(matmuls.MODELS, "_scaled_mm_v2", exchange_scales_of_a)
+    with virtual_gpu(card), gemm.assuming_native({}):
+        assert "wrong result" in gemm.native_failure(0, kind)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ScaleKind if kind is not ScaleKind.GROUPS])
-def test_a_probe_sees_each_wrong_scale(kind, monkeypatch):
-    """It multiplies as a linear does; one scale of a wrong block is enough."""
-    calls = []
-
-    def native_mm(a, b, bias, out_dtype, use_fast_accum):
-        calls.append(b.dequant_scale.shape)
-        return gemm.mm(a, b, MatmulOptions(), out_dtype, bias)
-
-    monkeypatch.setattr(gemm, "_native_mm", native_mm)
-    assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
-    assert len(calls) == 2
-    if kind.block_length:
-
-        def transposes_scales(a, b, *options):
-            scale = a.dequant_scale
-            return native_mm(a._replace(dequant_scale=scale.t().contiguous().view(scale.shape)), b, *options)
-
-        monkeypatch.setattr(gemm, "_native_mm", transposes_scales)
-        assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
-
-
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("blockwise", ScaleKind.BLOCKS_OF_128), ("mxfp8", ScaleKind.BLOCKS_OF_32)]
+)
+def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe, kind):
     """On a device whose blocks work all three are native; 1 x 32 with scales that have mantissas is not."""
-    config, kind = Float8LinearConfig.from_recipe_name(recipe), gemm._BLOCKS[128 if recipe == "blockwise" else 32]
+    config = Float8LinearConfig.from_recipe_name(recipe)
     assert {gemm.find_cast_kind(*pair) for pair in gemm.list_matmul_casts(config)} == {kind}
     plain = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32), target_dtype=E4M3)
     assert gemm.find_cast_kind(plain, plain) is None
+
+
+@pytest.fixture
+def device_errors(monkeypatch):
+    """Errors for the next calls of the virtual GPU's matmul, and the names of the cards that were called."""
+    errors, called = [], []
+
+    def multiply(card, *args, **options):
+        called.append(card.name)
+        if errors:
+            raise errors.pop()
+        return matmuls.scaled_mm(card, *args, **options)
+
+    monkeypatch.setitem(matmuls.MODELS, "_scaled_mm", multiply)
+    return errors, called
 
 
 @pytest.mark.parametrize(
@@ -435,55 +370,32 @@ def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe):
         RuntimeError("CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error, gpu_probe):
-    probe = gpu_probe([error])
-    with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
-        gemm.native_failure(0, ScaleKind.TENSORWISE)
-    assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
-    assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
-    assert probe == ["failed", "multiplied", "multiplied"]  # of two formats, once
+def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error, device_errors):
+    errors, called = device_errors
+    errors.append(error)
+    with virtual_gpu("h100"):
+        with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
+            gemm.native_failure(0, ScaleKind.TENSORWISE)
+        assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
+        assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
+    assert len(called) == 1 + 2  # of two formats, once
 
 
-def test_a_verdict_about_the_hardware_is_remembered_and_said_once(gpu_probe, caplog):
-    probe = gpu_probe([RuntimeError("torch._scaled_mm is only supported on compute capability >= 9.0\nat line 1")])
-    for _ in range(3):
-        assert gemm.backend_for(torch.device("cuda", 0), ScaleKind.ROWWISE) is gemm.GemmBackend.EXACT
-    assert probe == ["failed"]
+def test_a_verdict_about_the_hardware_is_remembered_and_said_once(device_errors, caplog):
+    with virtual_gpu("rtx5090"):
+        for _ in range(3):
+            assert backend_for(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.EXACT
+        with error_on_slow_path(), pytest.raises(RuntimeError, match="no row-wise scales on sm_120"):
+            backend_for(torch.device("cpu"), ScaleKind.ROWWISE)
+    assert device_errors[1] == ["rtx5090"]
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert "row-wise scales exactly" in said[0]
-    assert said[0].endswith("compute capability >= 9.0")
-    with error_on_slow_path(), pytest.raises(RuntimeError, match="only supported"):
-        gemm.backend_for(torch.device("cuda", 0), ScaleKind.ROWWISE)
+    assert said[0].endswith("no row-wise scales on sm_120")
 
 
-def test_no_probe_runs_while_a_graph_is_captured(gpu_probe, monkeypatch):
-    probe = gpu_probe([])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="run a step before the capture"):
-        gemm.native_failure(0, ScaleKind.TENSORWISE)
-    assert probe == []
-
-
-@pytest.fixture
-def gpu_probe(monkeypatch):
-    """A GPU whose native matmul raises the given errors, one a call, and is then right."""
-
-    def install(errors):
-        calls = []
-
-        def native_mm(a, b, *options):
-            calls.append("failed" if errors else "multiplied")
-            if errors:
-                raise errors.pop()
-            return ((a.data.float() * a.dequant_scale) @ (b.data.float() * b.dequant_scale)).bfloat16()
-
-        monkeypatch.setattr(gemm, "_native_failures", {})
-        monkeypatch.setattr(gemm, "_native_mm", native_mm)
-        monkeypatch.setattr(gemm, "probe_native_mm", lambda device, kind: real_probe(torch.device("cpu"), kind))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        return calls
-
-    real_probe = gemm.probe_native_mm
-    return install
+def test_no_probe_runs_while_a_graph_is_captured():
+    with virtual_gpu("h100") as card, simulate_capture():
+        with pytest.raises(RuntimeError, match="run a step before the capture"):
+            gemm.native_failure(0, ScaleKind.TENSORWISE)
+        assert not card.calls

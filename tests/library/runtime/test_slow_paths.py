@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from quaver import (
 )
 from quaver.kernels import cast, cpu, operation
 from quaver.lab.cli import main
-from quaver.runtime import devices
+from quaver.runtime.devices import simulate_gpu
 from quaver.runtime.slow_paths import clear_slow_paths, say_once, slow_paths
 from tests.isolated import isolated
 
@@ -80,7 +79,7 @@ def test_the_environment_variable(value, raises):
 def without_extension(monkeypatch):
     monkeypatch.setattr(cpu, "AVAILABLE", False)
     monkeypatch.setattr(cpu, "UNAVAILABLE_BECAUSE", "quaver._cpu was not built at install")
-    monkeypatch.setattr(cpu, "_PURE_PYTORCH", False)
+    monkeypatch.setattr(cpu, "PURE_PYTORCH", False)
 
 
 NO_EXTENSION = "float8 casts on the CPU run in PyTorch, up to 10 times slower: quaver._cpu was not built at install"
@@ -97,7 +96,7 @@ def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
     assert caplog.text.count(NO_EXTENSION) == 1
     with error_on_slow_path(), pytest.raises(RuntimeError, match="not built at install"):
         model(torch.randn(4, 16))
-    monkeypatch.setattr(cpu, "_PURE_PYTORCH", True)  # the user asked for it
+    monkeypatch.setattr(cpu, "PURE_PYTORCH", True)  # the user asked for it
     clear_slow_paths()
     with error_on_slow_path():
         model(torch.randn(4, 16))
@@ -123,14 +122,14 @@ def test_casts_without_triton(monkeypatch, caplog):
         monkeypatch.delitem(sys.modules, f"quaver.kernels.{name}", raising=False)
         monkeypatch.delattr(f"quaver.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    on_gpu = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda", 0), dtype=torch.float32)
-    for _ in range(2):
-        assert operation.triton_kernels(on_gpu) is None
-    assert len(caplog.records) == len(slow_paths()) == 1
-    assert "casts on cuda:0 run in PyTorch" in slow_paths()[0]
-    assert "import of triton halted" in slow_paths()[0]
-    with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
-        operation.triton_kernels(on_gpu)
+    with simulate_gpu((9, 0)):
+        for _ in range(2):
+            assert operation.triton_kernels(torch.ones(4, 4)) is None
+        assert len(caplog.records) == len(slow_paths()) == 1
+        assert "casts on cpu run in PyTorch" in slow_paths()[0]
+        assert "import of triton halted" in slow_paths()[0]
+        with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
+            operation.triton_kernels(torch.ones(4, 4))
 
 
 @pytest.mark.parametrize(
@@ -140,9 +139,8 @@ def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
     triton_blocks = pytest.importorskip("quaver.kernels.triton_blocks")
     monkeypatch.setattr(triton_blocks, "UNAVAILABLE_BECAUSE", None)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(devices, "_compute_capability", lambda index: capability)
-    on_gpu = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda", 0), dtype=torch.float32)
-    assert operation.triton_kernels(on_gpu) is None
+    with simulate_gpu(capability):
+        assert operation.triton_kernels(torch.ones(4, 4)) is None
     assert len(slow_paths()) == 1
     assert because in slow_paths()[0]
 

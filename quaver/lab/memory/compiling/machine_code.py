@@ -116,7 +116,7 @@ def _compile_config(tuner: Any, config: Any, capability: int, layout: KernelLayo
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     usage = _run_tool(tools / "cuobjdump", "-res-usage", binary)
     registers, stack = (int(_search(rf"{resource}:(\d+)", usage)) for resource in ("REG", "STACK"))
-    instructions, loops, loaded = _parse_disassembly(_run_tool(tools / "nvdisasm", "-c", binary))
+    instructions, loops, loaded = parse_disassembly(_run_tool(tools / "nvdisasm", "-c", binary))
     warps = config.num_warps
     issued = _count_issued(instructions.total(), loops, loaded, layout, config.kwargs, warps)
     sizes = {**config.kwargs, "warps": warps}
@@ -155,7 +155,7 @@ def _search(pattern: str, text: str) -> str:
     return match[1]
 
 
-def _parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
+def parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
     labels: dict[str, int] = {}
     names: list[str] = []
     spans = []
