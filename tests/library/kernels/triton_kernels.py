@@ -79,8 +79,9 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
     of_matrix, of_rows, of_columns = (
         scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2, mode=mode) for dim in (None, 1, 0)
     )
-    for dim in (None, 0, 1):
-        assert_equal([triton_cast.amax(hp, dim)], [scaling.amax(host, dim).float()])
+    if not mode:  # no rule changes the amax
+        for dim in (None, 0, 1):
+            assert_equal([triton_cast.amax(hp, dim)], [scaling.amax(host, dim).float()])
     for rows, columns in wanted:
         args = (float8_dtype, rows, columns, power_of_2)
         assert_operands(triton_cast.cast_tensorwise(hp, *args, mode), of_matrix, of_matrix, rows, columns)

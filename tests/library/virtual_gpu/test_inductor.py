@@ -125,9 +125,18 @@ def test_a_card_without_inductors_code_and_a_missing_interpreter_are_refused(int
         _refused_card()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", *at_night((each,) for each in (*RECIPES[1:], *BLOCK_RECIPES))])
-def test_a_linear_for_hopper_has_eager_bits(interpreter, recipe):
-    assert_same(interpreter(_both, _linear, recipe, "h100"))
+@pytest.mark.parametrize(
+    ("make", "recipe", "card_name"),
+    [
+        (_linear, "tensorwise", "h100"),
+        *at_night((_linear, each, "h100") for each in (*RECIPES[1:], *BLOCK_RECIPES)),
+        *at_night((_linear, each, "b200") for each in ("mxfp8", "mxfp8_with_gw_hp", "rowwise")),
+        *at_night((_experts, each, "h100") for each in ("rowwise", "rowwise_with_gw_hp")),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_compiled_code_has_eager_bits(interpreter, make, recipe, card_name):
+    assert_same(interpreter(_both, make, recipe, card_name))
 
 
 @pytest.mark.nightly
@@ -146,18 +155,6 @@ def test_kernels_that_inductor_joins_side_by_side_have_eager_bits(interpreter, r
     assert_same(joined)
     apart = interpreter(_both, _linear, recipe, "h100")
     assert sum(joined[2].values()) < sum(apart[2].values())
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_with_gw_hp", "rowwise"])
-def test_a_linear_for_blackwell_has_eager_bits(interpreter, recipe):
-    assert_same(interpreter(_both, _linear, recipe, "b200"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_experts_for_hopper_have_eager_bits(interpreter, recipe):
-    assert_same(interpreter(_both, _experts, recipe, "h100"))
 
 
 @pytest.mark.nightly

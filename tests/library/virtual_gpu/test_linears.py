@@ -8,13 +8,13 @@ from torch.profiler import profile
 
 pytest.importorskip("triton")
 
-from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, monitor, serving_config
+from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, serving_config
 from quaver.lab.bench.modules import Subject
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
+from quaver.runtime.devices import has_cuda
 from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
-from tests.steps import train
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
 
@@ -47,17 +47,16 @@ def _experts(recipe, transposed, backend):
 
 
 def _block(recipe):
-    torch.manual_seed(0)
     subject = Subject(Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=96), 32)
-    if recipe:
-        convert_to_float8_training(subject, config=recipe)
-        fuse_producers(subject)
+    convert_to_float8_training(subject, config=recipe)
+    fuse_producers(subject)
     made = results(compiled(subject, "aot_eager"), torch.randn(1, 32, 64))
     return [*made, *(each.grad for each in subject.parameters())]
 
 
 def compiled(function, backend):
-    return torch.compile(function, fullgraph=True, backend=backend) if backend else function
+    """The function, compiled for the card; a CPU runs it eagerly."""
+    return torch.compile(function, fullgraph=True, backend=backend) if backend and has_cuda() else function
 
 
 @np.errstate(all="ignore")
@@ -65,7 +64,6 @@ def on_card(name, make, *args):
     """The results on a virtual GPU and on the CPU, the vendor's matmuls that ran, and the slow paths."""
     torch.manual_seed(0)
     expected = make(*args)
-    torch.compiler.reset()
     torch.manual_seed(0)
     clear_slow_paths()
     with virtual_gpu(name) as card:
@@ -81,10 +79,10 @@ def assert_results(made, expected, floor):
         assert sqnr_db(reference.float(), got.float()) > floor
 
 
-@pytest.mark.parametrize(("recipe", "floor"), [(None, 80), ("blockwise", 25)])
-def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe, floor):
+@pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("blockwise",)])])
+def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe):
     made, expected, *_ = interpreter(on_card, "h100", _block, recipe)
-    assert_results(made, expected, floor)
+    assert_results(made, expected, 25)
 
 
 NATIVE = {
@@ -108,7 +106,7 @@ NATIVE_RECIPES = {
     [
         *((recipe, "h100", (48, 272, 144), torch.bfloat16, False, None) for recipe in ALL),
         ("tensorwise", "h100", (33, 40, 24), torch.float32, True, None),
-        ("rowwise", "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager"),
+        *at_night([("rowwise", "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager")]),
         (serving_config("vllm-per-token-kernel"), "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager"),
         ("mxfp8", "b200", (33, 100, 60), torch.bfloat16, False, None),
         ("rowwise", "rtx5090", (48, 64, 32), torch.bfloat16, False, None),
@@ -165,20 +163,13 @@ def names_around(event):
 
 @pytest.mark.parametrize(
     ("recipe", "backend", "length"),
-    [("tensorwise", None, 16), ("rowwise", None, 16), ("blockwise", None, 128), ("blockwise", "aot_eager", 128)],
+    [("tensorwise", None, 16), ("rowwise", None, 16), ("blockwise", "aot_eager", 128)],
 )
 def test_matmuls_read_codes_and_scales_as_the_casts_wrote_them(interpreter, recipe, backend, length):
     assert interpreter(_copies, recipe, backend, length) == (3, 0)
 
 
-def _sample(recipe):
-    model, lines = convert_to_float8_training(nn.Linear(64, 32, dtype=torch.bfloat16), config=recipe), []
-    with monitor(model, every=1, sink=lines.append):
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.randn(48, 64).bfloat16()])
-    return [lines[1]["sqnr_db"]]
-
-
-DYNAMIC = ("tensorwise", "delayed", "mxfp8")
+DYNAMIC = ("delayed", "mxfp8")
 
 
 @pytest.mark.parametrize("recipe", [*DYNAMIC, *at_night([(each,) for each in ALL if each not in DYNAMIC])])
@@ -197,11 +188,3 @@ def test_graphs_of_dynamic_shapes_hold_several_linears(recipe):
         for rows in (256, 384):
             step(torch.randn(rows, 64).bfloat16().requires_grad_())
     assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("rowwise",), ("mxfp8",)])])
-def test_a_monitor_compares_the_same_results(interpreter, recipe):
-    """On a GPU the input's column codes, which are saved for grad_weight, are not its row codes."""
-    (made,), (expected,), *_ = interpreter(on_card, "h100", _sample, recipe)
-    for got, reference in zip(made, expected, strict=True):
-        assert got == (None if reference is None else pytest.approx(reference, abs=0.1))
