@@ -21,7 +21,7 @@ from quaver.distributed import (
 )
 from quaver.fsdp.gradients import BLOCK, decode, encode, sum_over_ranks
 from quaver.recipes.scaling import sqnr_db
-from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host
+from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
 from tests.library.distributed.models import config_of
 from tests.reference import RECIPES
 
@@ -57,7 +57,7 @@ def losses(model, *, precompute=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator(DEVICE).manual_seed(1)
     result = []
-    for _ in range(3):
+    for _ in range(smaller(3, 2)):
         input = torch.randn(2, 16, 64, generator=generator, device=DEVICE, dtype=torch.bfloat16)
         loss = model(input).float().square().mean()
         loss.backward()
