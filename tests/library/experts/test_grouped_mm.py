@@ -1,6 +1,5 @@
 """float8_grouped_mm: every expert is the float8 linear of its tokens, to the bit, on every path."""
 
-import contextlib
 import functools
 import itertools
 from dataclasses import replace
@@ -12,16 +11,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear, serving_config
 from quaver.experts import gemm, gpu_gemm, grouped_mm
-from quaver.experts.cast import _cast_groups, cast_groups
+from quaver.experts.cast import cast_groups
 from quaver.experts.gemm import Form
 from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale
 from quaver.kernels.operands import Operand
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ROWWISE
+from quaver.runtime.devices import simulate_gpu
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night, thinned
+from tests.virtual_gpu import grouped_matmuls, virtual_gpu
 
 RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
 BACKWARDS = ["tensorwise:dequantized", "rowwise:dequantized", "mxfp8:dequantized", "rowwise:high_precision"]
@@ -155,17 +156,22 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "blockwise", *at_night([("tensorwise",), ("mxfp8",)])])
-def test_compiled_without_breaks_for_any_ends(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        ("rowwise_with_gw_hp", "inductor"),
+        ("blockwise", "aot_eager"),
+        *at_night([("blockwise", "inductor"), ("tensorwise", "inductor"), ("mxfp8", "inductor")]),
+    ],
+)
+def test_compiled_without_breaks_for_any_ends(recipe, backend):
     a, b_t, _ = operands()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    torch._dynamo.reset()
-    compiled = torch.compile(float8_grouped_mm, fullgraph=True)
+    compiled = torch.compile(float8_grouped_mm, fullgraph=True, backend=backend)
     for stops in (ENDS, [5, 100, 100, 310]):
         ends = torch.tensor(stops, dtype=torch.int32)
         eager = step(a, b_t, ends, grad_output, recipe)
-        with torch.compiler.set_stance(fail_on_recompile := "default" if stops is ENDS else "fail_on_recompile"):
-            assert fail_on_recompile
+        with torch.compiler.set_stance("default" if stops is ENDS else "fail_on_recompile"):
             assert_same(step(a, b_t, ends, grad_output, recipe, compiled), eager)
 
 
@@ -209,9 +215,8 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
     for ends in (torch.tensor(ENDS, dtype=torch.int32), None):
         groups = 4 if ends is not None else 5
         made = getattr(cast_groups(hp, cast, ends, groups, True, True, power_of_2), direction)
-        options = *(cast.block_size or (0, 0)), cast.mode
-        granularity = cast.scaling_granularity.value
-        operands = _cast_groups(hp, cast.float8_dtype, ends, groups, True, True, power_of_2, granularity, *options)
+        with simulate_gpu((8, 0)):
+            operands = cast_groups(hp, cast, ends, groups, True, True, power_of_2)
         codes, scale, *_ = getattr(operands, direction)
         end = ENDS[-1] if ends is not None else 310
         nan = made.data[:end].float().isnan()
@@ -228,10 +233,10 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
 def test_the_reference_takes_no_rows(recipe):
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     for cast in {casts.input.row, casts.input.column} - {c for c in casts.all_casts() if c.is_disabled}:
-        options = *(cast.block_size or (0, 0)), cast.mode
-        ends, granularity = torch.zeros(4, dtype=torch.int32), cast.scaling_granularity.value
-        operands = _cast_groups(torch.zeros(0, 70), cast.float8_dtype, ends, 4, True, True, True, granularity, *options)
-        made = cast_groups(torch.zeros(0, 70), cast, ends, 4, True, True, True)
+        arguments = torch.zeros(0, 70), cast, torch.zeros(4, dtype=torch.int32), 4, True, True, True
+        made = cast_groups(*arguments)
+        with simulate_gpu((8, 0)):
+            operands = cast_groups(*arguments)
         assert operands.row.data.shape == made.row.data.shape == (0, 70)
         assert operands.row.dequant_scale.shape == made.row.dequant_scale.shape
 
@@ -276,62 +281,51 @@ def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
     grad_output = torch.randn(310, 33, dtype=a.dtype)
     pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
     dtype = torch.bfloat16 if pair[0].dequant_scale is None else torch.float32
-    expected = gemm._multiply_groups(*pair, ends, form, transposed, MatmulOptions(False, True), dtype).float()
+    expected = gemm.grouped_mm(*pair, ends, form, MatmulOptions(False, True), dtype, transposed).float()
     got = gpu_gemm.multiply_widened(*pair, ends, form, transposed)
     assert got.dtype is torch.bfloat16
     assert got.shape == expected.shape
     torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
 
 
-@pytest.fixture
-def scaled_grouped_mm(monkeypatch):
-    """torch's scaled grouped matmul, checked by its own meta kernel and computed expert by expert."""
-
-    def multiply(a, b, a_scale, b_scale, *, offs, out_dtype, use_fast_accum):
-        meta = [each.to("meta") for each in (a, b, a_scale, b_scale)]
-        meta = [m.as_strided(each.shape, each.stride()) for m, each in zip(meta, (a, b, a_scale, b_scale), strict=True)]
-        shape = torch._scaled_grouped_mm(*meta, offs=offs.to("meta"), out_dtype=out_dtype).shape
-        wide_a, wide_b = a.float(), b.float()
-        out = torch.full(shape, torch.nan)
-        start = 0
-        for group, stop in enumerate(offs.tolist()):
-            if b.dim() == 3:
-                scales = a_scale[start:stop, None] * b_scale[group][None]
-                out[start:stop] = wide_a[start:stop] @ wide_b[group] * scales
-            else:
-                assert (stop - start) % 16 == 0
-                of_group = (each.view(len(offs), -1)[group] for each in (a_scale, b_scale))
-                out[group] = wide_a[:, start:stop] @ wide_b[start:stop] * torch.outer(*of_group)
-            start = stop
-        return out.to(out_dtype)
-
-    monkeypatch.setattr(gpu_gemm, "scaled_grouped_mm", multiply)
-
-
 @pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_tensorwise_weight", "tensorwise"])
-def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed, scaled_grouped_mm):
+def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
     a, b_t, ends = operands(k=70, n=33)
     grad_output = torch.randn(310, 33, dtype=a.dtype)
     pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
-    got = gpu_gemm.multiply_scaled(*pair, ends, form, transposed, False)
+    with virtual_gpu("h100"):
+        got = gpu_gemm.multiply_scaled(*pair, ends, form, transposed, False)
     if recipe == "tensorwise" and form is not Form.OUTPUT:
         assert got is None  # e5m2
         return
-    expected = gemm._multiply_groups(*pair, ends, form, transposed, MatmulOptions(), torch.float32)
+    expected = gemm.grouped_mm(*pair, ends, form, MatmulOptions(), torch.float32, transposed)
     torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
 
 
-def test_the_probe_of_the_hardware(scaled_grouped_mm, monkeypatch):
-    assert gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS) is None
-    right = gpu_gemm.scaled_grouped_mm
-    monkeypatch.setattr(gpu_gemm, "scaled_grouped_mm", lambda *args, **options: right(*args, **options) * 1.1)
-    assert "wrong result" in gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
-    for error, raises in ((RuntimeError("CUDA out of memory"), True), (RuntimeError("needs sm_90\nat line 1"), False)):
-        monkeypatch.setattr(gemm.gpu_gemm, "multiply_scaled", mock.Mock(side_effect=error))
-        with pytest.raises(RuntimeError, match="out of memory") if raises else contextlib.nullcontext():
-            assert gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS) == "needs sm_90"
+@pytest.mark.parametrize(
+    ("result", "failure"),
+    [
+        (1.1, "gave a wrong result"),
+        (RuntimeError("needs sm_90\nat line 1"), "needs sm_90"),
+        (RuntimeError("CUDA out of memory"), None),
+    ],
+    ids=str,
+)
+def test_the_probe_of_the_hardware(result, failure, monkeypatch):
+    def multiply(*args, **options):
+        if isinstance(result, Exception):
+            raise result
+        return grouped_matmuls.scaled_grouped_mm(*args, **options) * result
+
+    monkeypatch.setitem(grouped_matmuls.MODELS, "_scaled_grouped_mm", multiply)
+    with virtual_gpu("h100"):
+        if failure is None:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
+        else:
+            assert gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS).endswith(failure)
 
 
 def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():

@@ -20,7 +20,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.checkpointing.policy import apply_activation_checkpointing, selective_checkpoint_contexts
-from quaver.kernels import cpu
+from tests.library.linear.test_module import needs_counts, reads
 from tests.steps import assert_same
 
 RECIPES = ("tensorwise", "rowwise")
@@ -67,39 +67,33 @@ def test_a_write_that_no_version_counter_sees_is_seen(recipe, write, records_gra
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.mul_(3), lambda x: x.view(-1)[5].fill_(100.0)], ids=["mul_", "view"])
-def test_a_write_between_two_linears_of_one_forward_is_seen(change):
-    class Changing(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            self.q(x)
-            change(x)
-            return self.k(x)
+class Changing(Attention):
+    """Changes something between two linears that read one input."""
 
-    model, x = convert_to_float8_training(Changing(), config="tensorwise"), torch.randn(32, 64)
-    actual = model(x)
-    assert torch.equal(actual, model.k(x.clone()))
+    def __init__(self, change, reader: str = "k") -> None:
+        super().__init__()
+        self.change, self.reader = change, reader
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.q(x)
+        self.change(x)
+        return getattr(self, self.reader)(x)
 
 
-def test_a_linear_called_twice_in_one_forward_sees_a_write_that_no_version_counter_sees():
-    class Twice(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            self.q(x)
-            through_data(x)
-            return self.q(x)
-
-    model, x = convert_to_float8_training(Twice(), config="tensorwise"), torch.randn(32, 64)
-    assert torch.equal(model(x), model.q(torch.full_like(x, 3.0)))
+@pytest.mark.parametrize(
+    ("change", "reader"),
+    [(lambda x: x.mul_(3), "k"), (lambda x: x.view(-1)[5].fill_(100.0), "k"), (through_data, "q")],
+    ids=["mul_", "view", "through_data, one linear twice"],
+)
+def test_a_write_between_two_calls_in_one_forward_is_seen(change, reader):
+    model, x = convert_to_float8_training(Changing(change, reader), config="tensorwise"), torch.randn(32, 64)
+    assert torch.equal(model(x), getattr(model, reader)(x.clone()))
 
 
 def test_a_scale_written_between_two_linears_of_one_forward_is_seen():
-    class Rescaled(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            self.q(x)
-            self.q.scaling.state.quant_scale.mul_(0.7)
-            return self.k(x)
-
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name("delayed"), shared_inputs=(("q", "k", "v"),))
-    model, x = convert_to_float8_training(Rescaled(), config=config), torch.randn(32, 64)
+    model = convert_to_float8_training(Changing(lambda x: model.q.scaling.state.quant_scale.mul_(0.7)), config=config)
+    x = torch.randn(32, 64)
     model(x)
     sync_float8_amax_and_scale_history(model)  # before it, each cast has a scale of its own
     actual = model(x)
@@ -156,48 +150,42 @@ def test_a_part_of_the_forward_may_be_checkpointed_selectively(recipe):
     assert_same(actual, expected)
 
 
-def elements_read(run) -> int:
-    before = cpu.elements_read()
-    run()
-    return cpu.elements_read() - before
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
+@needs_counts
 @pytest.mark.parametrize(
-    ("recipe", "reads", "trains"), [("tensorwise", 2, 2), ("rowwise", 1, 2), ("rowwise_with_gw_hp", 1, 1)]
+    ("recipe", "times", "trains"), [("tensorwise", 2, 2), ("rowwise", 1, 2), ("rowwise_with_gw_hp", 1, 1)]
 )
-def test_one_forward_that_trains_casts_its_input_once(recipe, reads, trains):
+def test_one_forward_that_trains_casts_its_input_once(recipe, times, trains):
     """An amax and a cast; row-wise in one read for the forward, and in two for both matmuls."""
     attention = convert_to_float8_training(Attention(), config=recipe)
     x = torch.randn(32, 64)
-    weights, once = 3 * reads * 64 * 64, trains * x.numel()
-    assert elements_read(lambda: attention(x)) == weights + once
+    weights, once = 3 * times * 64 * 64, trains * x.numel()
+    assert reads(lambda: attention(x)) == weights + once
     with torch.no_grad():
-        assert elements_read(lambda: attention(x)) == weights + 3 * reads * x.numel()
-    assert elements_read(lambda: (attention.v(x), attention.v(x))) == 2 * (weights // 3 + once)
-    assert elements_read(lambda: (attention.q(x), attention.k(x), attention.v(x))) == weights + 3 * once
+        assert reads(lambda: attention(x)) == weights + 3 * times * x.numel()
+    assert reads(lambda: (attention.v(x), attention.v(x))) == 2 * (weights // 3 + once)
+    assert reads(lambda: (attention.q(x), attention.k(x), attention.v(x))) == weights + 3 * once
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
+@needs_counts
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_parent_that_is_checkpointed_itself_casts_its_input_once_again(recipe):
     """A recomputation calls its forward without hooks; one of a module around it calls the parent with its hooks."""
-    reads = []
+    counts = []
     for around in (lambda attention: attention, nn.Sequential):
         module = around(convert_to_float8_training(Attention(), config=recipe))
         apply_activation_checkpointing([module], mode="full")
         x = torch.randn(32, 64, requires_grad=True)
-        reads.append(elements_read(lambda module=module, x=x: module(x).sum().backward()))
-    assert reads[0] == reads[1]
+        counts.append(reads(lambda module=module, x=x: module(x).sum().backward()))
+    assert counts[0] == counts[1]
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
+@needs_counts
 def test_a_forward_that_raised_leaves_nothing_open():
     attention = convert_to_float8_training(Attention(), config="tensorwise")
     with pytest.raises(ValueError, match="expected an input of shape"):
         attention(torch.randn(32, 7))
     x = torch.randn(32, 64)
-    assert elements_read(lambda: (attention.q(x), attention.k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
+    assert reads(lambda: (attention.q(x), attention.k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
 
 
 def test_the_hooks_are_copied_pickled_and_removed():

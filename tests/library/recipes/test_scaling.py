@@ -21,7 +21,7 @@ from quaver.recipes.scaling import (
     multiply_scale_,
     to_dequant_scale,
 )
-from tests.reference import MAX, assert_same_bits, every_value, reference_codes, reference_scales, sqnr_db
+from tests.reference import assert_same_bits, every_value, reference_codes, reference_scales
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,11 +51,11 @@ def test_every_16_bit_input_casts_like_ml_dtypes(hp_dtype, float8_dtype, scale):
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_every_16_bit_amax_has_its_scale(hp_dtype, float8_dtype, power_of_2):
     amaxes = every_value(hp_dtype)
-    amaxes = amaxes[~amaxes.signbit() & amaxes.isfinite()]
+    amaxes = amaxes[~amaxes.signbit()]
     scales = amax_to_quant_scale(amaxes, float8_dtype, power_of_2=power_of_2)
     quant_scales, dequant_scales = reference_scales(amaxes, float8_dtype, power_of_2=power_of_2)
-    assert scales.equal(quant_scales)
-    assert to_dequant_scale(scales).equal(dequant_scales)
+    assert_same_bits(scales, quant_scales)
+    assert_same_bits(to_dequant_scale(scales), dequant_scales)
 
 
 @FLOAT8
@@ -73,7 +73,7 @@ def test_the_integers_of_compiled_code_give_the_scales_of_the_division(float8_dt
 
 @FLOAT8
 @given(value=st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_float32_amax_has_its_scale(float8_dtype, value):
     for power_of_2 in (False, True):
         scale = amax_to_quant_scale(torch.tensor(value), float8_dtype, power_of_2=power_of_2)
@@ -82,20 +82,6 @@ def test_any_float32_amax_has_its_scale(float8_dtype, value):
         assert codes.float().isfinite().all()
         assert dequant_scale.isfinite()
         assert dequant_scale > 0
-
-
-@FLOAT8
-@HP
-def test_unusual_amaxes(hp_dtype, float8_dtype):
-    largest_scale = np.float32(MAX[float8_dtype] / EPS)
-    for amax_value, scale in [(0.0, largest_scale), (1e-30, largest_scale), (math.inf, 0.0)]:
-        got = amax_to_quant_scale(torch.tensor(amax_value, dtype=hp_dtype), float8_dtype)
-        assert got.item() == scale
-        assert got.dtype is torch.float32
-    assert to_dequant_scale(torch.tensor(0.0)).item() == math.inf
-    nan_scale = amax_to_quant_scale(torch.tensor(math.nan, dtype=hp_dtype), float8_dtype)
-    assert nan_scale.isnan()
-    assert to_dequant_scale(nan_scale).isnan()
 
 
 @pytest.mark.parametrize(
@@ -188,14 +174,6 @@ def test_compiled_casts_and_scales_agree_on_every_bfloat16():
         eager = casts_and_scales(hp, torch.tensor(scale))
         for got, expected in zip(compiled(hp, torch.tensor(scale)), eager, strict=True):
             assert_same_bits(got, expected)
-
-
-@pytest.mark.parametrize(("float8_dtype", "decibels"), [(E4M3, 31.5), (E5M2, 25.6)])
-@pytest.mark.parametrize("dim", [None, 1])
-def test_sqnr_of_a_cast(float8_dtype, decibels, dim):
-    hp = torch.randn(1024, 1024)
-    codes, _, scale = dynamic_cast(hp, float8_dtype, dim)
-    assert sqnr_db(hp, codes.double() * scale.double()) == pytest.approx(decibels, abs=0.3)
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
