@@ -16,7 +16,7 @@ from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.devices import simulate_gpu
 from tests.reference import MAX, every_value, reference_amax, reference_scales
 from tests.steps import assert_same
-from tests.thinned import thinned
+from tests.thinned import at_night, thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,7 +75,11 @@ FOR_A_GPU = pytest.param(compiled_for_a_gpu, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
-    ("path", "hp_dtype", "float8_dtype"), thinned([*PATHS, compiled_for_a_gpu], HP_DTYPES, [E4M3, E5M2])
+    ("path", "hp_dtype", "float8_dtype"),
+    [
+        *thinned([path for path in PATHS if path is not compiled], HP_DTYPES, [E4M3, E5M2]),
+        *thinned([compiled, compiled_for_a_gpu], HP_DTYPES, [E4M3, E5M2], together=1),
+    ],
 )
 def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
     hp = every_value(hp_dtype).view(256, 256)
@@ -83,8 +87,15 @@ def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
         assert_same(path(hp, torch.tensor(scale), float8_dtype, False), oracle(hp, scale, float8_dtype, False))
 
 
-@pytest.mark.parametrize("path", [*PATHS, FOR_A_GPU])
-@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(
+    ("path", "float8_dtype"),
+    [
+        *((path, E5M2) for path in PATHS),
+        *((path, E4M3) for path in PATHS if path is not compiled),
+        *at_night([(compiled, E4M3), (compiled_for_a_gpu, E5M2), (compiled_for_a_gpu, E4M3)]),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
 def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
     """As the dynamic cast to the bit where everything is finite; 0, negative and NaN scales all stand for unknown."""
     values = every_value(torch.bfloat16)
@@ -104,7 +115,9 @@ def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
         assert got[3][1] == 0  # nothing saturates under a scale of its own
 
 
-@pytest.mark.parametrize(("path", "bad", "scale"), thinned([*PATHS, compiled_for_a_gpu], [INF, -INF, NAN], [0.0, 2.0]))
+@pytest.mark.parametrize(
+    ("path", "bad", "scale"), thinned([*PATHS, compiled_for_a_gpu], [INF, -INF, NAN], [0.0, 2.0], together=1)
+)
 def test_what_is_not_finite_reaches_the_codes_and_the_amax(path, bad, scale):
     hp = torch.randn(5, 5)
     hp[2, 3] = bad

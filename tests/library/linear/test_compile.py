@@ -24,7 +24,7 @@ from tests.steps import assert_same, results_of
 from tests.thinned import at_night, thinned
 
 E4M3 = torch.float8_e4m3fn
-TRACED_ANEW = ("tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+TRACED_ANEW = ("rowwise_with_gw_hp", "mxfp8")
 """Recipes with casts or matmuls that the others lack."""
 
 
@@ -92,7 +92,7 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
 
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([("tensorwise",)])])
 def test_equal_blocks_share_one_graph(recipe):
-    """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so those may not differ.
+    """Dynamo guards on the keys of hooks, so those may not differ.
 
     On those of modules inside the compiled one, not on its own.
     """
@@ -105,7 +105,7 @@ def test_equal_blocks_share_one_graph(recipe):
         def forward(self, hidden):
             return self.inner(hidden)
 
-    model = convert_to_float8_training(nn.Sequential(*(Around() for _ in range(10))), config=recipe)
+    model = convert_to_float8_training(nn.Sequential(*(Around() for _ in range(3))), config=recipe)
     for block in model:
         block.compile(fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
@@ -148,7 +148,7 @@ def test_dynamic_shapes_compile_once(recipe, backend):
     linear = make(recipe, 200, 150)
     compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (300, 130, 256, 511):  # up to 128 there is one block of tokens, and sizes of 1 are compiled anew
+        for tokens in (300, 130, 511):  # up to 128 there is one block of tokens, and sizes of 1 are compiled anew
             input = torch.randn(tokens, 200).bfloat16()
             results = results_of(linear, input), results_of(linear, input, call=compiled)
             assert_same(*results) if backend == "aot_eager" else torch.testing.assert_close(*results)
@@ -230,7 +230,7 @@ class ScalesInside(torch.autograd.Function):
         return grad.new_zeros(8), None
 
 
-@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("power_of_2", [True, *at_night([(False,)])])
 def test_dynamic_shapes_make_no_inputs_of_the_constants_of_scales(power_of_2):
     compiled = torch.compile(ScalesInside.apply, dynamic=True, backend="aot_eager", fullgraph=True)
     values = torch.randn(8, requires_grad=True)

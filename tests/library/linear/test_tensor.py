@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from quaver.linear.tensor import Float8Tensor
 from tests.library.distributed.models import config_of
 from tests.reference import RECIPES
 from tests.steps import assert_same, results_of
+from tests.thinned import at_night
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -58,8 +58,12 @@ def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
-        *itertools.product(["tensorwise", "rowwise", "rowwise_with_tensorwise_weight"], [None, "aot_eager"]),
-        pytest.param("rowwise", "inductor", marks=pytest.mark.nightly),
+        ("tensorwise", None),
+        ("rowwise", None),
+        ("rowwise_with_tensorwise_weight", None),
+        ("rowwise", "aot_eager"),
+        *at_night([("tensorwise", "aot_eager"), ("rowwise_with_tensorwise_weight", "aot_eager")]),
+        *at_night([("rowwise", "inductor")]),
     ],
 )
 def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):
