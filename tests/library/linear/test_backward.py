@@ -149,8 +149,9 @@ def test_primary_weights_and_a_monitor(backward):
     assert_same(gradients(model, input, grad_output), results)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+@pytest.mark.parametrize(
+    ("recipe", "backward"), thinned(("tensorwise", "rowwise"), ("dequantized", "high_precision"), together=1)
+)
 def test_compiled(recipe, backward):
     model, input, grad_output = made(named(recipe, backward))
     compiled = torch.compile(model, fullgraph=True)

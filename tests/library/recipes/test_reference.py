@@ -165,10 +165,8 @@ def test_eager_steps_have_the_references_bits(name, dtype):
     assert_steps_are_equal(CONFIGS[name], LARGE, dtype, bias=False)
 
 
-IN_EACH_RUN = ("delayed", "static", "frozen")
-"""test_dynamic_shapes_compile_once has the bits of eager code for other recipes."""
-COMPILED = [*((name, "aot_eager") for name in IN_EACH_RUN), ("delayed", "inductor")]
-COMPILED += at_night((name, "aot_eager") for name in (*RECIPES, "rowwise, weight kept") if name not in IN_EACH_RUN)
+COMPILED = [("delayed", "inductor"), ("static", "aot_eager"), ("frozen", "aot_eager")]
+COMPILED += at_night((name, "aot_eager") for name in (*RECIPES, "rowwise, weight kept"))
 COMPILED += at_night((name, "inductor") for name in RECIPES if name != "delayed")
 
 
