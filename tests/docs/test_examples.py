@@ -13,6 +13,7 @@ from tests.isolated import Forked
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
+assert EXAMPLES
 NOTEBOOK = FOLDER / "quickstart.ipynb"
 
 
@@ -26,10 +27,6 @@ def test_example(path):
     done = Forked(execute, path).finished()
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-
-
-def test_there_are_examples():
-    assert EXAMPLES
 
 
 def cells(kind: str) -> list[str]:

@@ -14,11 +14,15 @@ MONITOR, CHECK = "tests/library/numerics/test_monitor.py", "tests/library/conver
 TORCHTITAN, MEMORY = "tests/library/foreign/test_torchtitan.py", "tests/lab/memory/test_compiled.py"
 REPORT, RELIABILITY = "tests/lab/report/test_command.py", "tests/lab/integration/test_resume.py"
 TRAIN = "tests/lab/integration/test_train_cli.py"
-
-SERVING = "tests/library/conversion/test_serving.py"
+SERVING, FREEZE = "tests/library/conversion/test_serving.py", "tests/library/conversion/test_freeze.py"
+OPTIONS, PRIMARY = "tests/library/optim/test_options.py", "tests/library/weights/test_primary.py"
 BACKWARD = "tests/library/linear/test_backward.py"
 COMFYUI = "tests/library/export/test_comfyui.py"
 ELSEWHERE: dict[str, dict[str, str]] = {
+    "activations.md": {
+        "| a module whose `forward` was replaced on the instance | refused": "tests/library/checkpointing/test_store.py"
+        "::test_bad_input_is_refused_in_one_line_and_changes_nothing",
+    },
     "commands.md": {
         "| 3 | `quaver train`": f"{TRAIN}::test_a_diverging_run_stops_with_one_line",
         "| 4 | a result cannot be written": f"{REPORT}::test_a_disk_that_is_full "
@@ -27,6 +31,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "configuration.md": {
         "a waiting collective ends the run with an error": f"{RUN_END}::test_a_collective_raises_after_its_timeout",
+    },
+    "data.md": {
+        "SentencePiece models and tiktoken ranks (`tokenizer.model`) are refused": "tests/lab/data/test_data_sources.py"
+        "::test_files_that_are_no_tokenizers",
     },
     "diagnosing.md": {
         "raises where one that should be float8 is not": f"{CHECK}"
@@ -78,10 +86,15 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "and the roofline refuse it": "tests/library/test_extending.py::test_each_diff_touches_one_file_a_table",
     },
     "fine-tuning.md": {
+        "| a gradient for a frozen weight": f"{FREEZE}::test_it_presents_a_frozen_high_precision_parameter",
+        "| freezing after adapters are added": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
+        "| a tied weight": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
+        "| NaN or inf in a weight": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
+        "| a recipe with two weight casts": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
         "A shard cannot have other scales, and refuses": f"{FROZEN}::test_what_is_refused",
         "| tensor parallelism, expert parallelism, FSDP1, `shard_placement_fn`": f"{FROZEN}::test_what_is_refused "
         f"{SPLIT_EXPERTS}::test_experts_that_cannot_be_split",
-        "A refusal is one line": "tests/library/conversion/test_freeze.py::test_refusals_leave_the_model_as_it_was",
+        "A refusal is one line": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
     },
     "from-torchao.md": {
         "is an error of torchao's": "tests/library/foreign/test_torchao_names.py::test_what_behaves_otherwise",
@@ -116,6 +129,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "and refuses others": "tests/library/experts/test_seam.py::test_an_unknown_signature_is_refused",
     },
     "limitations.md": {
+        "- Row-wise delayed or static scaling is refused": "tests/library/recipes/test_config.py"
+        "::test_bad_combinations_fail_when_made_and_say_why",
         "within blocks of scales, which is refused": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
         "A resume under another recipe is refused": f"{RESUMES}"
         "::test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte",
@@ -145,25 +160,37 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_what_a_callback_raises_ends_the_step",
     },
     "numerics.md": {
+        "autograd refuses a weight that was changed in between": "tests/library/linear/test_module.py"
+        "::test_a_weight_changed_before_backward_is_an_error",
         "`high_precision` refuses the float8 all-gather": f"{BACKWARD}::test_bad_names_and_values "
         f"{BACKWARD}::test_primary_weights_and_a_monitor",
     },
     "optimizer.md": {
-        "a step inside a CUDA graph": "tests/library/optim/test_options.py::test_a_step_in_a_cuda_graph_is_refused"
+        "`exp_avg` in float8 with `exp_avg_sq` in bfloat16 or float32": "tests/library/optim/test_adamw.py"
+        "::test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded",
+        "Refused: complex and float16 parameters": f"{OPTIONS}::test_a_bad_option_is_refused_in_one_line "
+        f"{OPTIONS}::test_options_of_torch_that_these_lack_are_refused "
+        f"{OPTIONS}::test_states_of_another_algorithm_are_refused "
+        "tests/library/optim/test_adamw.py::test_states_that_do_not_fit_are_refused",
+        "a step inside a CUDA graph": f"{OPTIONS}::test_a_step_in_a_cuda_graph_is_refused",
     },
     "plan.md": {
         "A simulation above 100% of a peak ends in an error": "tests/lab/plan/test_search.py"
         "::test_no_step_is_faster_than_the_peak_of_its_gpu",
     },
     "primary-weights.md": {
-        "- A weight of the optimizer that is tied, sharded": "tests/library/weights/test_primary.py"
+        "- A weight of the optimizer that is tied, sharded": f"{PRIMARY}"
         "::test_what_cannot_be_is_refused_and_nothing_is_changed",
+        "the next `optimizer.step()` raises": f"{PRIMARY}"
+        "::test_a_weight_that_was_replaced_is_an_error_and_not_untrained",
         "is an error at its next all-gather": f"{CAST_ONCE}"
         "::test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit",
         "and `fully_shard` replace the parameters": "tests/library/distributed/test_primary_weights.py"
         "::test_weights_that_fully_shard_replaced_are_an_error",
     },
     "profiling.md": {
+        "`quaver.error_on_slow_path()`, raises a RuntimeError for each": "tests/library/runtime/test_slow_paths.py"
+        "::test_an_op_that_dequantizes_a_frozen_weight",
         "`QUAVER_ERROR_ON_SLOW_PATH=1`": "tests/library/runtime/test_slow_paths.py::test_the_environment_variable",
         "require_native=True)` raises": (f"{CHECK}::test_training_may_be_required_to_multiply_natively"),
     },
@@ -208,13 +235,20 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line",
     },
     "weights.md": {
+        "the scope's exit. A write inside is an error": "tests/library/weights/test_cast_once.py"
+        "::test_a_change_inside_is_an_error_at_the_next_use_and_at_the_exit",
+        "where their config would quantize a primary or frozen weight in another way": f"{PRIMARY}"
+        "::test_codes_of_one_recipe_are_not_those_of_another",
+        "a conversion back and another config are errors": "tests/library/weights/test_cast_once.py"
+        "::test_a_conversion_inside_the_scope_is_an_error "
+        "tests/library/weights/test_cast_once.py::test_another_config_inside_the_scope_is_an_error",
         "so are a collective": f"{FROZEN}::test_what_is_refused",
         "For a gathered weight and inside": f"{FSDP}"
         "::test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale",
     },
     "what-works-with-what.md": {
-        '"no" ends in an error': "tests/library/conversion/test_freeze.py::test_refusals_leave_the_model_as_it_was "
-        "tests/library/weights/test_primary.py::test_what_cannot_be_is_refused_and_nothing_is_changed "
+        '"no" ends in an error': f"{FREEZE}::test_refusals_leave_the_model_as_it_was "
+        f"{PRIMARY}::test_what_cannot_be_is_refused_and_nothing_is_changed "
         f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied {SPLIT_EXPERTS}::test_experts_that_cannot_be_split "
         f"{FROZEN}::test_what_is_refused "
         "tests/library/distributed/test_ddp_fsdp1.py::test_fsdp1_refuses_weights_to_gather "
@@ -225,7 +259,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "Refused: Inductor's code for GPUs": f"{MEMORY}::test_what_is_refused_and_that_settings_are_as_before",
     },
     "design/0010-primary-weights.md": {
-        "because it would be wrong in silence": "tests/library/weights/test_primary.py"
+        "because it would be wrong in silence": f"{PRIMARY}"
         "::test_what_cannot_be_is_refused_and_nothing_is_changed tests/library/weights/test_primary.py"
         "::test_the_wrapped_optimizer_is_not_stepped_or_scheduled_by_itself "
         "tests/library/distributed/test_primary_weights.py::test_wrapped_models_are_refused",
