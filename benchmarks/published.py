@@ -135,11 +135,11 @@ def published() -> tuple[Published, ...]:
     runs = []
     for group in _content()["group"]:
         rows = group.pop("runs")
-        runs += [_run({**group, **row, "name": f"{group['name']} {row['name']}"}) for row in rows]
+        runs += [parse_run({**group, **row, "name": f"{group['name']} {row['name']}"}) for row in rows]
     return tuple(runs)
 
 
-def _run(values: dict[str, Any]) -> Published:
+def parse_run(values: dict[str, Any]) -> Published:
     try:
         # From JSON, because strict validation then accepts a list as a tuple.
         return TypeAdapter(Published).validate_json(json.dumps(values))

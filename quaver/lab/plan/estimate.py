@@ -84,10 +84,10 @@ def estimated_peak(config: TrainConfig, ranks: int = 1) -> int:
         ValueError: the degrees do not fit the ranks, as `resolve` says.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
-    return _Estimate(config, layout).peak
+    return Estimate(config, layout).peak
 
 
-class _Estimate:
+class Estimate:
     """The terms of the estimate."""
 
     def __init__(self, config: TrainConfig, layout: ParallelDims) -> None:

@@ -24,7 +24,7 @@ from quaver.lab.plan.simulate import SimulatedTimeline, simulate
 from quaver.lab.plan.step import Costs, training_step
 from quaver.lab.settings.parallel_dims import resolve
 
-_MOST_TASKS = 10_000
+MOST_TASKS = 10_000
 
 Progress = Callable[[str], None]
 
@@ -172,7 +172,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     """
     costs = costs or Costs.of(run, cluster)
     tasks_per_micro_batch = len(training_step(replace(run, micro_batches=1), cluster, costs).tasks)
-    few = min(run.micro_batches, max(2, _MOST_TASKS // tasks_per_micro_batch))
+    few = min(run.micro_batches, max(2, MOST_TASKS // tasks_per_micro_batch))
     timeline = simulate(training_step(replace(run, micro_batches=few), cluster, costs))
     seconds = timeline.seconds
     if few < run.micro_batches:

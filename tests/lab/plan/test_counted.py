@@ -18,6 +18,7 @@ from quaver.lab.plan.step import Costs, training_step
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.roofline.device_specs import find_device_spec
+from tests.thinned import at_night
 
 pytest.importorskip("triton")
 COUNTS = tomllib.loads((ROOT / "tests/lab/bench/ledger_counts.toml").read_text())["block"]
@@ -27,12 +28,10 @@ STEP = Training(
 )
 CONFIG = TrainConfig(model=MODEL, training=STEP)
 H200 = find_device_spec("h200")
-OTHERS = (BFLOAT16, "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
 
 
-@pytest.mark.parametrize(
-    "precision", ["tensorwise", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
-)
+@pytest.mark.parametrize("precision", [BFLOAT16, *at_night((recipe,) for recipe in RECIPES)])
 def test_one_rank_equals_the_ledger(precision, monkeypatch):
     """Counts, but for halves of rotary tables, which the ledger's block has as buffers and reads whole in the backward;
     and, at the ledger's rates, the time of a block in a simulated step.

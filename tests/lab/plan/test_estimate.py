@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.plan_memory import peak_bytes
 from quaver.lab.memory.runs.predict import SEES_GATHERS
-from quaver.lab.plan.estimate import _Estimate, estimated_peak
+from quaver.lab.plan.estimate import Estimate, estimated_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
@@ -62,7 +62,7 @@ def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
         parallelize(model, config, mesh)
         parts = [each for parameter in model.parameters() for each in plain_tensors(parameter)]
         states = state_bytes(build_optimizer(model, config.optimizer))
-    estimate = _Estimate(config, layout)
+    estimate = Estimate(config, layout)
     assert estimate.parameters == sum(each.nbytes for each in parts)
     assert estimate.states == states
 

@@ -1,6 +1,6 @@
-"""The exchanges of one block equal what `quaver memory --links` counts: the links of two blocks less those of one."""
+"""The collectives of one block, and of a step, are those that `quaver memory --links` counts in the trainer."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -8,12 +8,14 @@ import pytest
 from quaver.lab.memory.faking.gpu import predicting_for
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.predict import SEES_GATHERS
+from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.exchanges import exchanges_of_block
 from quaver.lab.plan.run import run_of
-from quaver.lab.plan.step import GRADIENT_BYTES, block_groups
+from quaver.lab.plan.step import GRADIENT_BYTES, block_groups, training_step
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.device_specs import find_device_spec
 from tests.thinned import at_night
 
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
@@ -125,3 +127,54 @@ def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
     amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
     assert found.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
     assert found == counted
+
+
+BFLOAT16 = Float8(enable_float8_linear=False)
+GATHERED = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
+
+
+def step_config(float8, *, replicate=1, tensor=1, micro_batches=1, reshard="default"):
+    batch = 2 * RANKS // tensor * micro_batches
+    return TrainConfig(
+        model=Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64),
+        training=Training(seq_len=32, local_batch_size=2, global_batch_size=batch, device="cpu"),
+        parallelism=Parallelism(
+            data_parallel_replicate_degree=replicate,
+            tensor_parallel_degree=tensor,
+            fsdp_reshard_after_forward=reshard,
+        ),
+        float8=float8,
+    )
+
+
+STEPS = {
+    "bfloat16": step_config(BFLOAT16),
+    "two micro-batches, never resharded": step_config(BFLOAT16, micro_batches=2, reshard="never"),
+    "always resharded": step_config(BFLOAT16, reshard="always"),
+    "a float8 gather": step_config(GATHERED),
+    "replicas": step_config(GATHERED, replicate=2),
+    "tensor parallel": step_config(BFLOAT16, tensor=2),
+}
+STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas", "tensor parallel"]
+
+
+@pytest.mark.parametrize("name", [*STEPS_ALWAYS, *at_night((name,) for name in STEPS if name not in STEPS_ALWAYS)])
+def test_a_step_issues_the_trainers_collectives(name):
+    resolved, layout = resolve(STEPS[name], rank=0, world_size=RANKS)
+    with predicting_for("cuda"):
+        links = predict_links(STEPS[name], RANKS)
+    counted = Counter()
+    for traffic in links.traffic:
+        counted[traffic.kind] += traffic.number
+    assert counted == Counter(_kinds(resolved, layout))
+    # norms stay in bfloat16 where matrices are gathered as codes, and shards are padded: a few percent of these sizes
+    sent = sum(task.sent_bytes for task in _step(resolved, layout).tasks)
+    assert sent == pytest.approx(sum(size for _, size in links.sums.values()), rel=0.05)
+
+
+def _step(resolved, layout):
+    return training_step(run_of(resolved, layout), Cluster.of(find_device_spec("h100")))
+
+
+def _kinds(resolved, layout):
+    return [task.kind for task in _step(resolved, layout).tasks if task.kind.startswith(("all_", "reduce_"))]

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.published import _run, models, published
+from benchmarks.published import models, parse_run, published
 
 
 def test_runs_are_sorted_by_source_and_told_apart():
@@ -46,4 +46,4 @@ def test_micro_batches_of_a_pipeline():
 def test_a_run_that_contradicts_itself_is_refused(change, message):
     first = {key: value for key, value in asdict(published()[0]).items() if value is not None}
     with pytest.raises(ValueError, match=message):
-        _run({**first, **change})
+        parse_run({**first, **change})

@@ -1,5 +1,7 @@
 """The simulator: streams run one task at a time, in order, and no task before what it waits for."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,27 +32,21 @@ def critical_path(step):
 
 @settings(max_examples=25, deadline=None)
 @given(steps())
-def test_streams_run_one_task_at_a_time_and_wait(step):
-    spans = simulate(step).spans
-    assert [span.task for span in spans] == step.tasks
-    for span in spans:
-        assert all(spans[each].end_s <= span.start_s for each in span.task.after)
-    for stream in STREAMS:
-        of_stream = [span for span in spans if span.task.stream == stream]
-        for one, next_one in zip(of_stream, of_stream[1:], strict=False):
-            assert one.end_s <= next_one.start_s
-
-
-@settings(max_examples=25, deadline=None)
-@given(steps())
-def test_a_step_takes_between_its_longest_part_and_the_sum(step):
+def test_streams_run_one_task_at_a_time_and_wait_and_take_between_the_longest_part_and_the_sum(step):
     for contention in (0.0, CONTENTION):
         timeline = simulate(step, contention)
+        spans = timeline.spans
+        assert [span.task for span in spans] == step.tasks
+        for span in spans:
+            assert all(spans[each].end_s <= span.start_s for each in span.task.after)
+        for stream in STREAMS:
+            of_stream = [span for span in spans if span.task.stream == stream]
+            assert all(one.end_s <= following.start_s for one, following in pairwise(of_stream))
         longest = max(sum(task.seconds for task in step.tasks if task.stream == stream) for stream in STREAMS)
         slowed = [task.seconds / (1 - contention) if "compute" in task.stream else task.seconds for task in step.tasks]
         assert timeline.seconds >= max(longest, critical_path(step)) - TINY
         assert timeline.seconds <= sum(slowed) + 1e-9
-        assert all(span.end_s - span.start_s >= span.task.seconds - TINY for span in timeline.spans)
+        assert all(span.end_s - span.start_s >= span.task.seconds - TINY for span in spans)
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,4 +1,4 @@
-"""A simulated step: bounds, and that more bandwidth, fewer tokens or more overlap never take longer."""
+"""A simulated step: more bandwidth, fewer tokens or more overlap never take longer."""
 
 from dataclasses import replace
 
@@ -39,16 +39,6 @@ RUNS = {
 
 def seconds(run, cluster=FAST):
     return simulate(training_step(run, cluster)).seconds
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_step_is_between_its_streams_and_its_sum(name):
-    step = training_step(RUNS[name], SLOW)
-    timeline = simulate(step)
-    assert timeline.seconds >= max(timeline.busy_s(stream) for stream in timeline.streams) > 0
-    assert timeline.busy_s(COMPUTE) >= sum(task.seconds for task in step.tasks if task.stream == COMPUTE) * (1 - 1e-9)
-    assert timeline.seconds <= sum(span.end_s - span.start_s for span in timeline.spans) * (1 + 1e-9)
-    assert simulate(training_step(RUNS[name], SLOW)).seconds == timeline.seconds
 
 
 @pytest.mark.parametrize("name", RUNS)

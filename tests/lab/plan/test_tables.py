@@ -25,6 +25,7 @@ QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches
 def test_the_tables_are_those_of_the_recorded_predictions(part, results):
     page = part.PAGE.read_text()
     assert fill(page, part.tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
+    assert plan_scaling.PICTURE.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,3 @@ def test_further_micro_batches_take_as_long_as_the_third():
     cluster = Cluster.of(H100)
     whole = simulate(training_step(run, cluster)).seconds
     assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-3)
-
-
-def test_the_picture_is_there():
-    assert plan_scaling.PICTURE.read_bytes().startswith(b"\x89PNG")
