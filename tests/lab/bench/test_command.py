@@ -1,9 +1,8 @@
-"""quaver bench: the list of benchmarks, one run from end to end; its one-line errors."""
+"""quaver bench: the list of benchmarks, one run from end to end; one-line errors of it and of quaver doctor."""
 
 import json
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +129,22 @@ BAD_INPUT = {
     "bench roofline --model llama-8b llama-8b": "two models are called llama-8b",
     "bench roofline --device H200 --pictures B200": "--pictures B200: expected devices that are in --device",
     "bench roofline --pictures --output /dev/null/x": "/dev/null/x",
+    "bench ledger --model llama-9b": "must be one of debug, llama-8b, llama-70b, or a TOML file, got 'llama-9b'",
+    "bench ledger --model missing.toml": "missing.toml",
+    "bench ledger --gpu h300": "--gpu must be one of h100, h200, b200, got 'h300'",
+    "bench ledger --gpu a100": "--gpu must be one of h100, h200, b200, got 'a100'",
+    "bench ledger --recipe tensorwide": "tensorwide",
+    "bench ledger --recipe mxfp8": "mxfp8: no float8 matmul of H200 takes 1 x 32 scales; there operands are widened",
+    "bench ledger --recipe blockwise --gpu b200": "no float8 matmul of B200 takes 1 x 128 scales",
+    "bench ledger --peer transformer-engine": "--peer must be one of none, torchao",
+    "bench ledger --seq-len 0": "--seq-len must be at least 1, got 0",
+    "bench ledger --part layer": "--part must be one of block, linear",
+    "doctor --gpu=nope": "name one of GB200",
+    "doctor --gpu=MI300X": "expected an NVIDIA GPU",
+    "doctor --gpu=h100 --model=/nowhere": "has no config.json and no config.toml",
+    "doctor --gpu=h100 --no-compile": "unless --gpu is not given",
+    "doctor --recipe=rowwise": "unless --gpu and --model are given",
+    "doctor --gpu=h100 --model=train_configs/llama3_debug.toml --recipe=nope": "nope",
 }
 
 
@@ -159,9 +174,7 @@ def test_the_docs_have_every_benchmark():
     assert all(f"quaver bench {verb}" in docs for verb in VERBS)
 
 
-def test_a_full_disk_is_one_line_and_exit_code_4(monkeypatch, capsys):
-    monkeypatch.setattr(
-        "quaver.lab.cli.bench._prepare", lambda *_: (SimpleNamespace(result_file=Path("/dev/full")), dict)
-    )
-    assert main(["bench", "cast"]) == 4
+def test_a_full_disk_is_one_line_and_exit_code_4(capsys):
+    words = "--device cpu --shapes 16 --rounds 1 --output /dev/full"
+    assert main(["bench", "gemm", *words.split()]) == 4
     assert capsys.readouterr().err == "quaver: error: cannot write the result: No space left on device\n"

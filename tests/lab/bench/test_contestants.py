@@ -1,13 +1,18 @@
-"""quaver bench gemm, cast and host: the operands of matmuls, the bytes that a cast moves, counted operations."""
+"""quaver bench gemm, cast, host and block: operands of matmuls, bytes of a cast, operations, the block's step."""
 
 import pytest
 import torch
 
 from quaver.lab.bench import cast
+from quaver.lab.bench.block import BlockBenchmark
 from quaver.lab.bench.cast import KINDS
 from quaver.lab.bench.gemm import GRANULARITIES, Matmul, matmuls_of, share_of_peak
 from quaver.lab.bench.host import count_operations
-from quaver.lab.bench.shapes import Shape
+from quaver.lab.bench.modules import build_subject, make_steps
+from quaver.lab.bench.results import BFLOAT16
+from quaver.lab.bench.shapes import Shape, model_of
+from quaver.lab.recorder.allocator import measure_usage
+from quaver.linear.module import Float8Linear
 from quaver.roofline.device_specs import PeakFlops
 
 CPU = torch.device("cpu")
@@ -60,3 +65,50 @@ def test_the_floor_of_a_cpu_and_of_hardware_that_multiplies_float8(monkeypatch):
 def test_operations_are_counted_by_name():
     a = torch.zeros(2, 3)
     assert count_operations(lambda: (a + 1 + a).t()) == {"aten.add.Tensor": 2, "aten.t.default": 1}
+
+
+def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
+    (step,) = make_steps(model_of("debug", divisor=4), 2, 32, ["quaver rowwise"], CPU, compiled=False).values()
+    assert sum(isinstance(module, Float8Linear) for module in step.subject.modules()) == 7
+    before = [parameter.clone() for parameter in step.subject.parameters()]
+    step()
+    assert not any(torch.equal(old, new) for old, new in zip(before, step.subject.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in step.subject.parameters())
+    with measure_usage(CPU) as measured:  # raises if the step leaves memory behind
+        step(measured.mark)
+    assert measured.usage.saved_bytes > 0
+
+
+def test_every_precision_has_the_same_weights():
+    steps = make_steps(model_of("debug", divisor=4), 2, 32, [BFLOAT16, "quaver tensorwise"], CPU, compiled=False)
+    plain, float8 = (step.subject for step in steps.values())
+    for expected, got in zip(plain.parameters(), float8.parameters(), strict=True):
+        assert torch.equal(expected, got)
+    hidden = steps[BFLOAT16].sources.next()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = plain(hidden).float(), float8(hidden).float()
+    assert 0 < (got - expected).norm() < 0.1 * expected.norm()
+    assert expected.shape == steps[BFLOAT16].direction.shape
+
+
+def test_compiled_is_compiled():
+    for compiled in (False, True):
+        subject = build_subject(model_of("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
+        assert (subject._compiled_call_impl is not None) == compiled
+
+
+def test_shapes_of_models():
+    model = model_of("llama-70b", divisor=16)
+    assert (model.dim, model.n_heads, model.n_kv_heads, model.hidden_dim, model.head_dim) == (512, 4, 1, 1792, 128)
+
+
+def test_blocks_too_large_for_a_gpu_are_refused(monkeypatch, tmp_path):
+    class Properties:
+        total_memory = 16 << 30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    options = {"model": "llama-70b", "device": "cuda", "output": str(tmp_path / "x.json")}
+    with pytest.raises(ValueError, match="2 blocks .* take 26 GiB, and this GPU has 16; name fewer --recipes"):
+        BlockBenchmark(**options, recipes=("rowwise",)).prepare()
+    BlockBenchmark(**options, divisor=2, recipes=("rowwise",)).prepare()

@@ -1,4 +1,4 @@
-"""quaver doctor: it tries, and it says what fails."""
+"""quaver doctor: it tries, and says what fails; with --gpu it says what the dispatch does there, and of a model."""
 
 import json
 from unittest import mock
@@ -6,10 +6,16 @@ from unittest import mock
 import pytest
 import torch
 
+from quaver.experts.gemm import find_grouped_backend
 from quaver.lab.bench import doctor
+from quaver.lab.bench.doctor_gpu import on_gpu
 from quaver.lab.cli import main
-from quaver.recipes.config import Float8LinearRecipeName
+from quaver.linear.gemm import find_backend
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.linear_casts import MATMULS
+from quaver.roofline.device_specs import require_device_spec
 from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
+from tests.virtual_gpu import virtual_gpu
 
 
 def test_every_recipe_is_tried_on_the_cpu(capsys):
@@ -26,7 +32,7 @@ def test_a_recipe_that_raises_or_is_wrong_is_impossible(capsys):
     with mock.patch.object(doctor, "Float8Linear", side_effect=RuntimeError("no such kernel\nmore")):
         finding = doctor.try_recipe(Float8LinearRecipeName.ROWWISE, torch.device("cpu"))
     assert (finding["verdict"], finding["detail"]) == ("impossible", "no such kernel")
-    with mock.patch.object(doctor, "_worst_sqnr_db", return_value=3.0):
+    with mock.patch.object(doctor, "sqnr_db", return_value=3.0):
         assert main(["doctor", "--no-compile"]) == 1
     assert "wrong results (3.0 dB)" in capsys.readouterr().out
 
@@ -60,3 +66,72 @@ def test_the_recipe_follows_from_what_a_device_multiplies(native, expected):
     ]
     assert doctor.recommendation("cuda:0", findings) == expected
     assert doctor.recommendation("cpu", findings).startswith("no recipe is faster")
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_size": 100,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 96,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize("card", ["a100", "l40s", "h100", "h200", "b200"])
+def test_it_says_what_the_dispatch_finds_by_trying(card):
+    found = {each.recipe: each for each in on_gpu(require_device_spec(card, "gpu")).recipes}
+    device = torch.device("cpu")
+    with virtual_gpu(card):
+        for name in Float8LinearRecipeName:
+            config = Float8LinearConfig.from_recipe_name(name)
+            for position, operands in enumerate(MATMULS.values()):
+                pair = [config.casts.get(*operand) for operand in operands]
+                if pair[0].is_disabled:
+                    expected = ["high precision"] * 2
+                else:
+                    of_linear, of_experts = (
+                        ask(*pair, device, emulate=False).value for ask in (find_backend, find_grouped_backend)
+                    )
+                    expected = [of_linear, of_experts]
+                said = [matmuls[position].backend for matmuls in (found[name.value].linear, found[name.value].experts)]
+                assert said == expected, (name, position)
+
+
+def test_a_model_needs_its_config_alone(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    assert main(["doctor", "--gpu=h100", f"--model={tmp_path}", "--recipe=blockwise", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    layers = {each["name"]: each for each in found["layers"]}
+    assert layers["model.layers.*.self_attn.q_proj"]["count"] == 2
+    assert "in 100 to 128" in layers["model.layers.*.self_attn.q_proj"]["note"]
+    assert "out 192 to 256" in layers["model.layers.*.mlp.experts.gate_up_proj"]["note"]
+    assert not layers["lm_head"]["converted"]
+    assert not layers["model.layers.*.mlp.gate.weight"]["converted"]
+    file = tmp_path / "config.json"
+    assert main(["doctor", "--gpu=h100", f"--model={file}", "--recipe=blockwise"]) == 0
+    assert "in blockwise, linears native" in capsys.readouterr().out
+
+
+def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(tmp_path, refused):
+    pytest.importorskip("transformers")
+    (tmp_path / "configuration_x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    brings = {"model_type": "x", "auto_map": {"AutoConfig": "configuration_x.X"}}
+    (tmp_path / "config.json").write_text(json.dumps(brings))
+    line = refused("doctor", "--gpu=h100", f"--model={tmp_path}")
+    assert "auto_map in config.json), which is not run; expected a model_type of transformers, got 'x'" in line
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_has_its_recipe(capsys):
+    assert main(["doctor", "--gpu=b200", "--model=train_configs/llama3_debug.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["capability"] == "sm_100"
+    assert {each["note"] for each in found["layers"] if each["converted"]} == {""}

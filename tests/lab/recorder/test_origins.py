@@ -45,7 +45,8 @@ def allocations_of(model, input):
     """The allocations of a step, and its report."""
     with record_timeline(model) as timeline:
         model(input).sum().backward()
-    return [entry.allocation for entry in timeline._recorder.log], timeline.report()
+    report = timeline.report()
+    return [timeline.allocation(event) for event in range(1, len(report["timeline"]))], report
 
 
 def saved(report, **wanted):
@@ -117,9 +118,11 @@ def test_gathered_weights_have_names_and_buffers_of_collectives_a_category():
             model(torch.randn(ROWS, WIDTH)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert "communication" in timeline.report()["columns"]
-    log = [(entry.allocation, entry.size_bytes) for entry in timeline._recorder.log if entry.size_bytes]
-    gathered = {(each.parameter, size) for each, size in log if each.category == "gathered_weights"}
+    report = timeline.report()
+    assert "communication" in report["columns"]
+    alive = [sum(columns) for _, _, *columns in report["timeline"]]
+    log = [(timeline.allocation(event), alive[event] - alive[event - 1]) for event in range(1, len(alive))]
+    gathered = {(each.parameter, size) for each, size in log if each.category == "gathered_weights" and size > 0}
     assert gathered == {("0.weight", WIDTH * WIDTH * 4), ("2.weight", 2 * WIDTH * 4)}  # one row, and one of padding
     sizes = {size for each, size in log if each.communicates and each.category is None}
     assert WIDTH * WIDTH * 4 in sizes  # what is gathered into, and what is reduced

@@ -118,12 +118,12 @@ def _compile_config(tuner: Any, config: Any, capability: int, layout: KernelLayo
     registers, stack = (int(_search(rf"{resource}:(\d+)", usage)) for resource in ("REG", "STACK"))
     instructions, loops, loaded = parse_disassembly(_run_tool(tools / "nvdisasm", "-c", binary))
     warps = config.num_warps
-    issued = _count_issued(instructions.total(), loops, loaded, layout, config.kwargs, warps)
+    issued = count_issued(instructions.total(), loops, loaded, layout, config.kwargs, warps)
     sizes = {**config.kwargs, "warps": warps}
     return MachineCode(sizes, registers, stack, compiled.metadata.shared, instructions, loops, loaded, issued)
 
 
-def _count_issued(
+def count_issued(
     total: int, loops: tuple[Loop, ...], loaded: int, layout: KernelLayout, sizes: dict[str, int], warps: int
 ) -> int:
     """The instructions that all warps of a launch issue.
