@@ -8,6 +8,7 @@ from torch import nn
 from quaver import convert_to_float8_training
 from quaver.lab.memory import explain
 from tests.lab.memory.models import check_explained
+from tests.thinned import at_night
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,10 +106,11 @@ MODELS = {
     # where all rows are chosen, the assumption is what happens
     "an estimate": (lambda: nn.Sequential(_Of(_chosen, 64, 256), nn.Linear(256, 32)), ONES, _square, "0"),
 }
+ALWAYS = ["llama, attention in Python, tied", "llama, checkpointed", "plain layers, float8", *list(MODELS)[-2:]]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*ALWAYS, *at_night((name,) for name in MODELS if name not in ALWAYS)])
 def test_a_prediction_is_what_is_measured(name):
     build, inputs, loss, module = MODELS[name]
     model = build()

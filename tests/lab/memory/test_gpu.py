@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.graph import GraphLowering
 
-import quaver.linear.gemm
 from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.lab.memory.faking.fakes import fake_tensors
@@ -18,9 +17,12 @@ from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.lab.trainer.model import FeedForward, RMSNorm
+from quaver.linear.gemm import find_backend
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import is_cpu, is_cuda
 from tests.counting import CollectiveCounter
-from tests.thinned import first
+from tests.thinned import at_night, first
 
 aten = torch.ops.aten
 SIZE = Size(sequences=2)
@@ -146,17 +148,17 @@ def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, matmul):
 
 
 def test_all_is_put_back_afterwards():
-    before = dict(quaver.linear.gemm._native_failures), F.rms_norm
+    casts = Float8LinearConfig.from_recipe_name("rowwise").casts
+    pair, device = [casts.get(*operand) for operand in MATMULS["output"]], torch.device("cpu")
+    before = find_backend(*pair, device, emulate=False), F.rms_norm
     with pytest.raises(ZeroDivisionError), fake_tensors(), as_on_a_gpu():
         assert is_cuda(torch.empty(2))
         assert not is_cpu(torch.empty(2))
+        assert find_backend(*pair, device, emulate=False) is not before[0]
         raise ZeroDivisionError
-    assert (quaver.linear.gemm._native_failures, F.rms_norm) == before
+    assert (find_backend(*pair, device, emulate=False), F.rms_norm) == before
     with fake_tensors():
         assert is_cpu(torch.empty(2))
-
-
-LAID_OUT = ["rowwise", "delayed", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 
 
 def _run(words, ranks, device="cuda"):
@@ -187,16 +189,29 @@ SPLIT = (
 
 
 @on_ranks
-@pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.nightly)])
-def test_tensor_parallel_runs(compiled):
-    on_gpu, on_cpu = (_run(f"{SPLIT} --training.compile {compiled}", 4, device) for device in ("cuda", "cpu"))
+@pytest.mark.nightly
+def test_tensor_parallel_runs():
+    on_gpu, on_cpu = (_run(SPLIT, 4, device) for device in ("cuda", "cpu"))
     assert on_gpu.by_category["parameters"] == on_cpu.by_category["parameters"]
     assert on_cpu.by_category["gathered_weights"] > 0
     assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.2)
 
 
+RECIPES = ["tensorwise", "rowwise", "delayed", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+
+
 @on_ranks
-@pytest.mark.parametrize("recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.nightly) for r in LAID_OUT)])
-def test_compiled_tensor_parallel_code_multiplies_columns_as_the_gpu_reads_them(recipe):
-    """Inductor refuses a float8 matmul whose second operand is not contiguous along columns."""
-    assert _run(f"{SPLIT} --float8.recipe_name {recipe} --training.compile true", 4).peak_bytes > 0
+@pytest.mark.parametrize(
+    ("recipe", "in_high_precision"),
+    [("tensorwise", "lm_head,self_attn,gate_proj"), *at_night((recipe, "lm_head") for recipe in RECIPES)],
+)
+def test_compiled_tensor_parallel_code_multiplies_columns_as_the_gpu_reads_them(recipe, in_high_precision):
+    """Inductor refuses a float8 matmul whose second operand is not contiguous along columns.
+
+    up_proj and down_proj are split in the two ways that there are.
+    """
+    words = f"--float8.recipe_name {recipe} --float8.filter_fqns {in_high_precision} --training.compile true"
+    prediction = _run(f"{SPLIT} {words}", 4)
+    assert prediction.by_category["gathered_weights"] > 0
+    saved = {row["module"] for row in prediction.saved_for_backward if row["saved_by"] == "compiled graph"}
+    assert "model.layers.0.mlp.gate_proj" in saved

@@ -23,14 +23,11 @@ SIZE = Size(sequences=2)
 
 QUICK = {
     ("linear", "bfloat16", "none"),
-    ("attention", "tensorwise", "op"),
-    ("ffn", "bfloat16", "full"),
+    ("attention", "tensorwise", "full"),
     ("ffn", "rowwise", "op"),
-    ("1 block", "tensorwise", "full"),
-    ("1 block", "rowwise", "op"),
     ("1 block", "rowwise_with_gw_hp", "none"),
 }
-"""Every module, precision and mode of checkpointing; the full product runs nightly."""
+"""Every module and mode of checkpointing; the full product runs nightly."""
 
 ROWS = [
     pytest.param(*row, marks=() if row in QUICK else pytest.mark.nightly)
@@ -78,18 +75,6 @@ def test_a_step_by_arithmetic(device):
     if device == "cpu":
         assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
     json.dumps(prediction.to_dict(timeline=True))
-
-
-def test_a_converted_model_and_autocast():
-    """Two linears keep their inputs, in bfloat16 or in float8; the output's sum keeps nothing."""
-    high = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 32, bias=False))
-    predictions = [explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16)]
-    convert_to_float8_training(high, config="tensorwise")
-    predictions.append(explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16))
-    elements = 4096 * (64 + 256)
-    assert predictions[0].saved_bytes == 2 * (elements + 256 * 32)  # autocast's copy of the second weight, too
-    scales = predictions[1].saved_bytes - elements
-    assert 0 < scales < 100
 
 
 def test_persistent_scales_are_copied():

@@ -90,7 +90,7 @@ def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
     device = resolve_device(config.training.device)
     resolved, layout = resolve(config, rank=0, world_size=ranks)
     if ranks == 1:
-        return _measure(resolved, layout, Ranks(), device)
+        return measure_rank(resolved, layout, Ranks(), device)
     if is_cuda_device(device):
         raise NotImplementedError(
             f"expected one rank on a GPU, or --training.device cpu, got {ranks} ranks; for several GPUs start the run "
@@ -109,7 +109,7 @@ def _measure_rank(rank: int, config: TrainConfig, ranks: int, folder: str) -> No
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
         resolved, layout = resolve(config, rank=rank, world_size=ranks)
-        measured = _measure(resolved, layout, Ranks(rank, rank, ranks), torch.device("cpu"))
+        measured = measure_rank(resolved, layout, Ranks(rank, rank, ranks), torch.device("cpu"))
         if rank == 0:
             torch.save(measured, Path(folder) / "measured")
         dist.barrier()
@@ -130,7 +130,7 @@ class _MarkedModel(TrainedModel):
         return loss
 
 
-def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
+def measure_rank(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
     name, model = next(iter(make_models(config, device).by_name.items()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dims = tuple(layout.mesh)
