@@ -11,7 +11,7 @@ ranks merge into one slot, which `finish` turns into the statistics of a sample.
     exponents  how many scales have each exponent, from which the median follows: exactly for powers of two, rounded
                down to a power of two for other scales
 
-On a CPU the C extension reads a matrix once (kernels/cpu.py). `_observe_in_pytorch` is its oracle and runs on any
+On a CPU the C extension reads a matrix once (kernels/cpu.py). `observe_in_pytorch` is its oracle and runs on any
 device. Statistics describe the operand that the linear multiplies: its codes, its scales and its high-precision matrix.
 
     signal      sum of hp^2 over finite hp
@@ -151,7 +151,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
         quant = dequant.reciprocal() if cast.quant_scale is None else cast.quant_scale.double().contiguous()
     sums = cpu.observe(hp, codes, quant, dequant, layout) if is_cpu(hp) else None
     if sums is None:
-        sums = _observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
+        sums = observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
     signal, noise, counts = sums
     slot[_COUNTED], slot[SlotIndex.FOURTH] = counts[:-1], counts[-1]
     slot[SlotIndex.SIGNAL] = signal.sum()
@@ -163,7 +163,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     return slot
 
 
-def _observe_in_pytorch(
+def observe_in_pytorch(
     hp: Tensor, codes: Tensor | None, quant: Tensor, dequant: Tensor, blocks: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The oracle of `kernels.cpu.observe`: signal and noise of each block, and counts [7]."""

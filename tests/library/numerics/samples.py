@@ -1,4 +1,4 @@
-"""Samples of a healthy run of four layers, in the form of numerics.jsonl, and what a test changes in them."""
+"""Samples of a healthy run of two blocks, in the form of numerics.jsonl, and what a test changes in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-LAYERS = tuple(f"layers.{index}.mlp.{name}" for index in range(4) for name in ("up_proj", "down_proj"))
+LAYERS = tuple(f"layers.{index}.mlp.{name}" for index in range(2) for name in ("up_proj", "down_proj"))
 OPERANDS = (
     ("input", "both", "float8_e4m3fn"),
     ("weight", "both", "float8_e4m3fn"),

@@ -4,7 +4,6 @@ import copy
 import importlib.metadata
 import math
 from importlib.metadata import PackageNotFoundError
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -140,7 +139,7 @@ def test_equal_layers_share_one_compiled_graph():
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(*[convert_to_float8_training(nn.Sequential(nn.Linear(48, 48))) for _ in range(3)])
     for block in model:
-        block.compile(fullgraph=True, backend="aot_eager")
+        block.compile(fullgraph=True, backend="eager")
     with monitor(model, every=1):
         model(torch.randn(8, 48, requires_grad=True)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the first input, too, is one with a gradient
@@ -208,13 +207,6 @@ def test_without_a_monitor_nothing_is_called(monkeypatch):
         assert not calls
         train(model, steps=1)
     assert len(calls) == 2 * 6  # three operands and three results of each linear
-
-
-def test_a_step_that_is_not_sampled_observes_nothing(monkeypatch):
-    monkeypatch.setattr(observe, "observe_matrix", lambda *_: pytest.fail("observed"))
-    with monitor(make(), every=10, completed_steps=1) as watching:
-        train(make(), steps=1)
-    assert not watching.samples
 
 
 def test_freed_memory_is_not_read():
@@ -431,8 +423,7 @@ def test_a_monitor_that_cannot_start_leaves_no_probes(monkeypatch):
     monitor(model).close()
 
 
-def test_a_sample_in_a_cuda_graph_is_refused(monkeypatch):
-    monkeypatch.setattr(observe, "note_use", lambda number: SimpleNamespace())
-    said = "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
-    with simulate_gpu((9, 0)), simulate_capture(), pytest.raises(RuntimeError, match=said):
-        observe._run_if_sampled(lambda *_: None)(torch.zeros(1, 1), 0, torch.tensor(0))
+def test_a_sample_in_a_cuda_graph_is_refused():
+    model, said = make(), "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
+    with monitor(model), simulate_gpu((9, 0)), simulate_capture(), pytest.raises(RuntimeError, match=said):
+        model(torch.randn(4, 48).bfloat16())

@@ -105,7 +105,7 @@ def test_threads_and_pytorch_agree_on_every_block(monkeypatch, recipe, threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     wide = quant.double().contiguous(), dequant.double().contiguous()
     signal, noise, counts = cpu.observe(hp, codes, *wide, layout)
-    expected = statistics._observe_in_pytorch(hp, codes, *wide, layout.block(hp.shape))
+    expected = statistics.observe_in_pytorch(hp, codes, *wide, layout.block(hp.shape))
     assert torch.equal(counts[:-1], expected[2][:-1])
     for got, want in zip((signal, noise, counts), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
