@@ -33,6 +33,21 @@ class Experts(nn.Module):
         return out
 
 
+class GroupedExperts(nn.Module):
+    """As torchtitan's: a method multiplies. The first of two experts has two tokens."""
+
+    def __init__(self, dim=16, hidden=24):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(2, hidden, dim))
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return F.grouped_mm(A, B_t, offs=offs)
+
+    def forward(self, tokens):
+        ends = torch.tensor([2, len(tokens)], dtype=torch.int32)
+        return self._grouped_mm(A=tokens, B_t=self.w1.transpose(1, 2), offs=ends)
+
+
 class Mixture(nn.Module):
     """A residual block with a router, two experts per token, and a linear after them."""
 

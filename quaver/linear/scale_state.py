@@ -62,7 +62,7 @@ from quaver.torch_private.tracing import FakeTensor
 OPERANDS = ("input", "weight", "grad_output")
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_FORWARDS_WITHOUT_SYNC = 1000
+FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
 _NOT_COPIED = ("views", "_persistent")
 """Attributes of a `ScaleState` that copies do not get."""
@@ -214,11 +214,11 @@ class ScaleState:
             self._renew_views()
 
     def count_forward(self) -> None:
-        """Count a forward that records gradients, and warn after `_FORWARDS_WITHOUT_SYNC` for each linear."""
+        """Count a forward that records gradients, and warn after `FORWARDS_WITHOUT_SYNC` for each linear."""
         self.forwards_since_sync += 1
-        if self.forwards_since_sync == _FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
+        if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
             warnings.warn(
-                f"{_FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
+                f"{FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
                 "delayed scales do not change until it is called. Call it once a step, after the backward",
                 RuntimeWarning,
                 stacklevel=2,

@@ -20,6 +20,7 @@ from quaver import (
 from quaver.experts.seam import to_float8_grouped_mm
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import say_once
+from tests.mixture import GroupedExperts
 
 
 def test_training_may_be_required_to_multiply_natively():
@@ -156,20 +157,8 @@ def test_a_wrapper_is_judged_by_what_ran(replaced_at, caplog):
     refused(model, "1: converted, .*: the forward that replaced its own does not call the original")
 
 
-class Grouped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.ones(2, 16, 16))
-
-    def forward(self, input):
-        return self._grouped_mm(A=input, B_t=self.w1, offs=torch.tensor([2, 4], dtype=torch.int32))
-
-    def _grouped_mm(self, *, A, B_t, offs):
-        return torch._grouped_mm(A, B_t, offs)
-
-
 def test_experts_are_judged_by_what_ran():
-    experts = to_float8_grouped_mm(Grouped(), resolve_config("rowwise"))
+    experts = to_float8_grouped_mm(GroupedExperts(), resolve_config("rowwise"))
     model = nn.Sequential(convert_to_float8_training(nn.Linear(16, 16)), experts)
     experts.forward = lambda input: input
     step(model)

@@ -23,7 +23,7 @@ from quaver.conversion import convert
 from quaver.experts.seam import to_float8_grouped_mm
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.recipes.config import resolve_config
-from tests.mixture import make_mixture
+from tests.mixture import GroupedExperts, make_mixture
 
 GATHERING = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
 
@@ -306,7 +306,7 @@ class Adapter(nn.Module):
 )
 def test_reports_of_wrapped_models_and_the_way_back(wrap, one_rank):
     model = Model()
-    del model.attention
+    del model.attention, model.blocks[1]
     plain, tokens = copy.deepcopy(model), torch.arange(10)
     convert_to_float8_training(model)
     wrapped = wrap(model)
@@ -406,21 +406,6 @@ def test_a_float8_all_gather_refuses_experts_that_are_tied():
     with pytest.raises(ValueError, match=r"weight of 0.experts is tied to 1.experts.down_proj, so it cannot"):
         convert_to_float8_training(model, config=GATHERING)
     assert states(model) == before
-
-
-class GroupedExperts(nn.Module):
-    """As torchtitan's: a method multiplies."""
-
-    def __init__(self):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(0)))
-
-    def _grouped_mm(self, *, A, B_t, offs):
-        return nn.functional.grouped_mm(A, B_t, offs=offs)
-
-    def forward(self, tokens):
-        ends = torch.tensor([4, 4, 9], dtype=torch.int32)
-        return self._grouped_mm(A=tokens, B_t=self.w1.transpose(1, 2), offs=ends)
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
