@@ -40,7 +40,7 @@ RECOMPUTED_HOOKS: Any = "quaver.shared_input"
 """The key of the hooks, which a recomputation calls too. Pickled models contain it."""
 
 
-class _SharedOperands(NamedTuple):
+class SharedOperands(NamedTuple):
     """The operands of one activation, and what they are valid for."""
 
     activation: weakref.ref[Tensor]
@@ -73,7 +73,7 @@ def _get_version(scale: PersistentScale | None) -> int:
     return -1 if scale is None else version_of(scale.quant_scale)
 
 
-_entry: _SharedOperands | None = None
+_entry: SharedOperands | None = None
 _open = threading.local()
 """`forwards`: the number of parents' forwards that run on this thread."""
 
@@ -170,7 +170,7 @@ class CachedQuantizer(Quantizer):
         operands = Operands(known.row or operands.row, known.column or operands.column)
         cached = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
         weak_mode = None if mode is None else weakref.ref(mode)
-        _entry = _SharedOperands(
+        _entry = SharedOperands(
             weakref.ref(hp, _clear_if),
             version_of(hp),
             weak_mode,

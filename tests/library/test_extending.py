@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import quaver
-from tests.reference import BACKEND
+from tests.thinned import at_night
 
 ROOT = Path(quaver.__file__).parent
 DIFF = re.compile(r"```diff\n(.*?)```", re.S)
@@ -82,7 +82,7 @@ experts = convert_to_float8_training(make_mixture(layers=1), config=of_blocks)
 assert any(isinstance(each, Float8Experts) for each in experts.modules())
 assert find_cast_kind(of_64, squares) is None
 
-linear, model, input = trains(config, sys.argv[1])
+linear, model, input = trains(config, *sys.argv[1:])
 assert "segments" in str(conversion_report(model))
 
 # What depends on which elements share a scale refuses a granularity that does not say.
@@ -130,8 +130,8 @@ def _apply(diff: str, root: Path) -> list[str]:
     return files[::2]
 
 
-@BACKEND
-def test_each_diff_touches_one_file_a_table(tmp_path, backend):
+@pytest.mark.parametrize("backends", [(), *at_night([(("aot_eager", "inductor"),)])])
+def test_each_diff_touches_one_file_a_table(tmp_path, backends):
     page = (ROOT.parent / "docs" / "extending.md").read_text()
     shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
     changed = [_apply(diff, tmp_path) for diff in DIFF.findall(page)]
@@ -144,7 +144,7 @@ def test_each_diff_touches_one_file_a_table(tmp_path, backend):
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     environment |= {"PYTHONPATH": f"{tmp_path}:{ROOT.parent}", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TRAIN, backend]
+    command = [sys.executable, "-c", TRAIN, *backends]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.fail(done.stderr[-3000:])

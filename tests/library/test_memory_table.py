@@ -16,11 +16,16 @@ from tests.thinned import at_night
 
 CPU = torch.device("cpu")
 SMALL = Size(dim=128, hidden_dim=448, sequences=4, seq_len=128)
-FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+BY_DAY = ("tensorwise", "rowwise", "blockwise")
+FLOAT8 = (*BY_DAY, "rowwise_with_gw_hp", "mxfp8")
 
 
-def rows_of(module: str, checkpointing: str, precisions=("bfloat16", *FLOAT8), compiled=False) -> list[dict]:
-    made = [Case(module, precision, checkpointing, compiled=compiled) for precision in precisions]
+MODULES = tuple(product(("attention", "ffn", "1 block"), ("none", "full", "op")))
+"""With their checkpointing."""
+
+
+def rows_of(module: str, checkpointing: str, recipes, compiled=False) -> list[dict]:
+    made = [Case(module, precision, checkpointing, compiled=compiled) for precision in ("bfloat16", *recipes)]
     return [measure_row(case, SMALL, CPU) for case in made]
 
 
@@ -29,21 +34,22 @@ def no_more_than_bfloat16(rows: list[dict]) -> bool:
     return all(of["peak"] <= 1 and of["saved"] <= 1.08 for of in (ratios(row, rows) for row in rows))
 
 
-def quick(*most: tuple[str, str]) -> list:
-    """All modules with all checkpointing; those that are not named are for the night."""
-    every = product(("attention", "ffn", "1 block"), ("none", "full", "op"))
-    return [pytest.param(*each, marks=() if each in most else pytest.mark.nightly) for each in every]
-
-
 @pytest.mark.parametrize(
-    ("module", "checkpointing"), quick(("attention", "op"), ("ffn", "full"), ("1 block", "none"), ("1 block", "op"))
+    ("module", "checkpointing", "recipes"),
+    [
+        ("attention", "op", BY_DAY),
+        ("ffn", "full", BY_DAY),
+        ("1 block", "none", BY_DAY),
+        ("1 block", "op", BY_DAY),
+        *at_night((*each, FLOAT8) for each in MODULES),
+    ],
 )
-def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
+def test_float8_takes_no_more_than_bfloat16(module, checkpointing, recipes):
     """Except attention checkpointed by itself: its linears save codes in addition to its input (docs/design/0008).
 
     Of mxfp8 also a float32 scale for 32 codes.
     """
-    rows = rows_of(module, checkpointing)
+    rows = rows_of(module, checkpointing, recipes)
     if (module, checkpointing) in {("attention", "full"), ("attention", "op")}:
         for row in rows:
             full = 1.03 if row["precision"] in ("blockwise", "mxfp8") else 1.02  # float32 scales of blocks
@@ -57,17 +63,16 @@ def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
 
 @pytest.mark.nightly  # test_compiled.py compares predictions with the committed table
 def test_compiled_float8_takes_no_more_than_bfloat16():
-    rows = rows_of("ffn", "none", ("bfloat16", "rowwise"), compiled=True)
+    rows = rows_of("ffn", "none", ("rowwise",), compiled=True)
     assert no_more_than_bfloat16(rows)
     assert ratios(rows[1], rows)["saved"] < 0.9
 
 
-OF_TWO_RANKS = [("attention", "none", FLOAT8[:2])]
-"""A recipe with one cast of each weight and one with two; at night all."""
-OF_TWO_RANKS += at_night((*each.values, FLOAT8) for each in quick())
-
-
-@pytest.mark.parametrize(("module", "checkpointing", "recipes"), OF_TWO_RANKS)
+# A recipe with one cast of each weight and one with two; at night all.
+@pytest.mark.parametrize(
+    ("module", "checkpointing", "recipes"),
+    [("attention", "none", FLOAT8[:2]), *at_night((*each, FLOAT8) for each in MODULES)],
+)
 def test_sharded_float8_takes_no_more_than_bfloat16(module, checkpointing, recipes):
     """But for attention by itself, whose row-wise weights are all-gathered in two casts (docs/design/0008)."""
     case = Case(module, "bfloat16", checkpointing, ranks=2)

@@ -1,14 +1,17 @@
 """quaver under torch's process-wide defaults: a default dtype, a default device, a fake mode at its import."""
 
+import re
 import subprocess
 import sys
 import textwrap
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import quaver
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu, widen
 from quaver.linear import gemm, shared_input
@@ -38,6 +41,18 @@ IMPORTED_LATE = """
 """
 
 
+CONSTANT = re.compile(
+    r"^\w+(?:: .+?)? = (?!.*device=).*\btorch\.(?:arange|empty|full|linspace|logspace|ones|tensor|zeros)\(", re.M
+)
+
+
+def test_no_constant_is_a_tensor_of_the_default_device():
+    """It would have the dtype and the device that are the defaults when its module is imported."""
+    files = Path(quaver.__file__).parent.rglob("*.py")
+    assert {file.name: found for file in files if (found := CONSTANT.findall(file.read_text()))} == {}
+
+
+@pytest.mark.nightly
 def test_an_import_under_other_defaults():
     subprocess.run([sys.executable, "-c", textwrap.dedent(IMPORTED_LATE)], check=True, timeout=120)
 
@@ -67,7 +82,7 @@ def test_a_step(recipe, defaults, monkeypatch):
     input = torch.randn(128, 128)
 
     def step():
-        widen._pair_table.cache_clear()
+        widen.pair_table.cache_clear()
         return results_of(model, input, grad_output=1.0)
 
     expected = step()
@@ -97,7 +112,7 @@ def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
 
 
 def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
-    serves = shared_input._SharedOperands.serves
+    serves = shared_input.SharedOperands.serves
 
     def serves_and_goes(*args):
         hit = serves(*args)
@@ -107,5 +122,5 @@ def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
     model = convert_to_float8_training(Qkv(32, 32, torch.float32), config="tensorwise")
     x = torch.randn(32, 32)
     expected = model(x)
-    monkeypatch.setattr(shared_input._SharedOperands, "serves", serves_and_goes)
+    monkeypatch.setattr(shared_input.SharedOperands, "serves", serves_and_goes)
     assert all(map(torch.equal, model(x), expected))
