@@ -64,14 +64,14 @@ def run_updates(
             update.tensors.param, update.grad, *update.tensors[1:], values, skipped(update.grad.device),
             update.grid, update.key,
         )  # fmt: skip
-    function = _compile_update() if compile and in_buckets else update_blocks
+    function = compile_update() if compile and in_buckets else update_blocks
     for bucket in _fill_buckets(in_buckets):
         device = bucket[0][0].grad.device
         skipped(device).add_(_run_bucket(bucket, values.to(device), function))
 
 
 @functools.cache
-def _compile_update() -> Callable[..., Any]:
+def compile_update() -> Callable[..., Any]:
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
     compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
