@@ -234,7 +234,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             norms.append(dequantize(own.data, scale, layout=layout).sub_(matrix).norm().item())
         self.requantized_sqnr_db = decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
-        _warn_of_merges()
+        warn_of_merges()
 
     def check_numbers(self, *, power_of_2: bool) -> None:
         """Raise ValueError unless codes and scales are finite and scales above 0; with `power_of_2`, powers of two."""
@@ -464,7 +464,7 @@ _READS = frozenset(
 
 
 @functools.cache
-def _warn_of_merges() -> None:
+def warn_of_merges() -> None:
     """Warn once what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
     logger.warning(
         "a write into frozen float8 weights, as the merge of an adapter, quantizes them again: merged logits differ by "

@@ -15,6 +15,7 @@ from quaver.export import iter_float8_weights, load_float8, load_frozen, save_fl
 from quaver.export import weights as weights_module
 from quaver.recipes.scaling import dequantize, dynamic_cast_blocks
 from tests.library.export.mixtures import EXPERTS, mixture, multiplied_experts, plain
+from tests.mixture import GroupedExperts
 from tests.reference import RECIPES, assert_same_bits, sqnr_db
 from tests.steps import assert_same
 
@@ -186,14 +187,6 @@ def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
 
 
 def test_experts_of_torchtitan_stay_in_high_precision():
-    class GroupedExperts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w1 = torch.nn.Parameter(torch.ones(2, 16, 16))
-
-        def _grouped_mm(self, *, A, B_t, offs):
-            raise NotImplementedError
-
     model = mixture()
     model.titan = to_float8_grouped_mm(GroupedExperts(), model.o_proj.config)
     exported = iter_float8_weights(model)

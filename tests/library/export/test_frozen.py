@@ -44,6 +44,22 @@ def logits(model):
         return model(TOKENS)
 
 
+def assert_values(frozen, folder, codes=None):
+    """The weights are what the folder's codes stand for; `codes`: its tensors, if they stay as they are."""
+    values = load_float8(folder, dtype=torch.float32)
+    for name in (f"layer.{each}.weight" for each in PROJECTIONS):
+        weight = frozen.get_parameter(name)
+        assert weight.to_high_precision().equal(values[name])
+        assert codes is None or weight.data_fp8.view(torch.uint8).equal(codes[name].view(torch.uint8))
+
+
+def rewritten(source, tensors, folder):
+    """`folder` with other tensors and the config of `source`."""
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return folder
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Return the folder of an export with the codes of training, made once."""
@@ -102,12 +118,7 @@ def test_a_deepseek_style_folder(tmp_path):
     tensors = load_file(path)
     save_file({n: t.bfloat16() if n.endswith("_inv") else t for n, t in tensors.items()}, path)
     (folder / "quaver_export.json").unlink()
-    frozen = load_frozen(Tiny(128), folder)
-    values = load_float8(folder, dtype=torch.float32)
-    for name in PROJECTIONS:
-        weight = frozen.layer[name].weight
-        assert weight.data_fp8.view(torch.uint8).equal(tensors[f"layer.{name}.weight"].view(torch.uint8))
-        assert weight.to_high_precision().equal(values[f"layer.{name}.weight"])
+    assert_values(load_frozen(Tiny(128), folder), folder, codes=tensors)
 
 
 def test_blocks_of_32_with_float32_scales(exported, tmp_path):
@@ -118,27 +129,21 @@ def test_blocks_of_32_with_float32_scales(exported, tmp_path):
     save_file(others | inverse, tmp_path / "model.safetensors")
     config = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    frozen, values = load_frozen(Tiny(128), tmp_path), load_float8(tmp_path, dtype=torch.float32)
+    frozen = load_frozen(Tiny(128), tmp_path)
     assert not frozen.layer["q_proj"].config.round_scales_to_power_of_2
-    for name in PROJECTIONS:
-        weight = frozen.layer[name].weight
-        assert weight.data_fp8.view(torch.uint8).equal(others[f"layer.{name}.weight"].view(torch.uint8))
-        assert weight.to_high_precision().equal(values[f"layer.{name}.weight"])
+    assert_values(frozen, tmp_path, codes=others)
     plain = Tiny(128)
-    plain.load_state_dict(dict(values))
+    plain.load_state_dict(dict(load_float8(tmp_path, dtype=torch.float32)))
     assert sqnr_db(logits(plain), logits(frozen)) > 25
 
 
 def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):
     tensors = load_file(exported("rowwise") / "model.safetensors")
-    save_file({n: t * 1.1 if "scale" in n else t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((exported("rowwise") / "config.json").read_bytes())
+    rewritten(exported("rowwise"), {n: t * 1.1 if "scale" in n else t for n, t in tensors.items()}, tmp_path)
     frozen = load_frozen(Tiny(128), tmp_path)
     assert not frozen.layer["q_proj"].config.round_scales_to_power_of_2
     assert load_frozen(Tiny(128), exported("rowwise")).layer["q_proj"].config.round_scales_to_power_of_2
-    for name in PROJECTIONS:
-        values = load_float8(tmp_path, dtype=torch.float32)[f"layer.{name}.weight"]
-        assert frozen.layer[name].weight.to_high_precision().equal(values)
+    assert_values(frozen, tmp_path)
     assert logits(frozen).isfinite().all()
 
 
@@ -153,11 +158,9 @@ def test_a_dead_row_is_zero(config, power_of_2, codes, exported, tmp_path):
     dead = slice(2, 3) if config == "rowwise" else slice(None)  # one scale is that of all of the small matrix
     tensors[weight][dead] = torch.tensor(codes).to(torch.float8_e4m3fn)
     tensors[scale][dead] = 0.0 if codes else tensors[scale][dead]
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((exported(config) / "config.json").read_bytes())
-    frozen, values = load_frozen(Tiny(128), tmp_path), load_float8(tmp_path, dtype=torch.float32)
-    assert not values[weight][dead].any()
-    assert frozen.layer["v_proj"].weight.to_high_precision().equal(values[weight])
+    frozen = load_frozen(Tiny(128), rewritten(exported(config), tensors, tmp_path))
+    assert not load_float8(tmp_path, dtype=torch.float32)[weight][dead].any()
+    assert_values(frozen, tmp_path)
     assert frozen.layer["v_proj"].config.round_scales_to_power_of_2 is power_of_2
     assert logits(frozen).isfinite().all()
 
@@ -188,7 +191,7 @@ def test_delayed_exports_are_quantized_dynamically(tmp_path):
 
 
 def test_a_card_tells_of_a_merge(tmp_path, caplog):
-    frozen_weight._warn_of_merges.cache_clear()
+    frozen_weight.warn_of_merges.cache_clear()
     frozen = freeze_to_float8(Tiny(), module_filter_fn=not_the_head)
     save_float8(frozen, tmp_path / "plain", config={})
     assert "are bit-identical to the training forward" in (tmp_path / "plain/README.md").read_text()
@@ -235,14 +238,12 @@ def test_ties_that_init_empty_weights_undid_are_made_again(tmp_path):
 
 
 def test_the_base_does_not_depend_on_the_files(exported, tmp_path):
-    (tmp_path / "copy").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "copy" / name).write_bytes((exported("rowwise") / name).read_bytes())
-    frozen = load_frozen(Tiny(128), tmp_path / "copy")
+    rewritten(exported("rowwise"), load_file(exported("rowwise") / "model.safetensors"), tmp_path)
+    frozen = load_frozen(Tiny(128), tmp_path)
     for tensor in (getattr(each, "data_fp8", each) for each in frozen.state_dict().values()):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
     before = logits(frozen)
-    with (tmp_path / "copy" / "model.safetensors").open("r+b") as file:
+    with (tmp_path / "model.safetensors").open("r+b") as file:
         file.write(bytes(200_000))
     assert logits(frozen).equal(before)
 

@@ -158,28 +158,19 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(case, exported, tmp_path, capsys):
+def test_bad_input_is_one_line_and_leaves_nothing(case, exported, tmp_path, refused):
     spoil, message = BAD[case]
     folder = tmp_path / "in"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((exported / name).read_bytes())
     spoil(folder)
-    assert message in refused(capsys, "import", folder, tmp_path / "out")
+    assert message in refused("import", folder, tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
     model = Tiny()
     with pytest.raises((OSError, ValueError, NotImplementedError), match=re.escape(message)):
         load_frozen(model, folder)
     assert not any(isinstance(module, FrozenFloat8Linear) for module in model.modules())
-
-
-def refused(capsys, *words, code=2):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        main([str(word) for word in words])
-    assert stopped.value.code == code
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_a_bundle_is_compared_with_its_digests(exported, tmp_path):
@@ -238,7 +229,9 @@ def test_a_full_disk_is_one_line_and_exit_code_4_and_leaves_nothing(name, export
     monkeypatch.setattr("safetensors.torch.save_file", unless_full(save_file, 1))
     monkeypatch.setattr(Path, "write_text", unless_full(Path.write_text, 0))
     monkeypatch.setattr(shutil, "copyfile", unless_full(shutil.copyfile, 1))
-    line = refused(capsys, "import", folder, tmp_path / "out", code=4)
+    with pytest.raises(SystemExit, match="4"):
+        main(["import", str(folder), str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write" in line
     assert line.endswith("No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
