@@ -1,7 +1,6 @@
 """Activations stored in float8: which tensors, how well, in how many bytes, eager and compiled, and the way back."""
 
 import copy
-import functools
 import inspect
 import re
 from pathlib import Path
@@ -40,6 +39,8 @@ RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 SHAPE = (2, 64, 256)
 SAVED = {None: 0.95, "rowwise": 0.35, "rowwise_with_gw_hp": 0.4, "blockwise": 0.35, "mxfp8": 0.35}
 """Of bfloat16's saved bytes, at most. A block that stores nothing saves 1, 0.39 to 0.49, 0.44 to 0.52, 0.39 and 0.4."""
+COMPILED = 0.849
+"""Of an eager block's saved bytes a compiled one's, in bfloat16."""
 
 
 def inputs(seed=0, shape=SHAPE):
@@ -110,16 +111,17 @@ def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_o
     assert (again.shape, again.dtype) == (tensor.shape, dtype)
     assert again.stride() == tensor.stride() or not layout.is_dense
     assert sqnr_db(tensor, again) > 28
-    compiled = torch.compile(lambda *args: torch.ops.quaver.decode_blocks(*args), backend="eager")
-    assert torch.equal(layout.from_matrix(compiled(codes, scale, of_scales, dtype)), again)
 
 
-@functools.cache
-def saved_bytes_of_bfloat16(compiled):
-    net = make(None, width=256)
-    if compiled:
-        compile_blocks(net)
-    return saved_bytes(net)
+def test_decoding_is_one_operator_of_a_graph():
+    codes, scale, layout, *_ = encode(draw(4, 128), 32)
+    compiled = torch.compile(lambda *args: torch.ops.quaver.decode_blocks(*args), backend="eager", fullgraph=True)
+    assert torch.equal(*(call(codes, scale, layout, torch.float32) for call in (compiled, decode)))
+
+
+@pytest.fixture(scope="module")
+def bfloat16_bytes():
+    return saved_bytes(make(None, width=256))
 
 
 # Where a graph is cut depends on whether a linear's backward reads its input in high precision. A test below compiles a
@@ -132,7 +134,7 @@ def saved_bytes_of_bfloat16(compiled):
         *at_night((recipe, True) for recipe in RECIPES if recipe != "rowwise_with_gw_hp"),
     ],
 )
-def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled):
+def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloat16_bytes):
     exact, net = make(recipe, width=256), stored(recipe)
     if compiled:
         compile_blocks(net)
@@ -141,14 +143,21 @@ def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled):
     if recipe:  # the last linear reads what it saved, and the gradient of the loss
         last = "layers.0.mlp.down_proj.weight"
         assert sqnr_db(grads[last], approximate[last]) > 45
-    assert saved_bytes(net) <= SAVED[recipe] * saved_bytes_of_bfloat16(compiled)
+    assert saved_bytes(net) <= SAVED[recipe] * bfloat16_bytes * (COMPILED if compiled else 1)
 
 
-@pytest.mark.parametrize(("recipe", "mode"), thinned(RECIPES, [("full", "op"), ("selective", "op")], together=1))
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        ("rowwise", "selective"),
+        ("mxfp8", "full"),
+        *at_night((recipe, mode) for recipe in (None, *RECIPES[2:4]) for mode in ("full", "selective")),
+    ],
+)
 def test_a_checkpoint_recomputes_in_high_precision_and_stores_nothing(recipe, mode):
-    plain, net = make(recipe, *mode, width=256), make(recipe, width=256)
+    plain, net = make(recipe, mode, width=256), make(recipe, width=256)
     store_activations_in_float8(net)
-    apply_activation_checkpointing(net.layers, mode=mode[0], selective_ac_option=mode[1])
+    apply_activation_checkpointing(net.layers, mode=mode)
     expected, got = step(plain), step(net)
     assert_same(got, expected)
     assert saved_bytes(net) == saved_bytes(plain)
@@ -307,9 +316,10 @@ class Masked(nn.Module):
         return self.out(F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", ["bool", "infinite"])
-def test_masks_and_statistics_stay_as_they_are(compiled, kind):
+@pytest.mark.parametrize(
+    ("kind", "compiled"), [("bool", False), ("infinite", False), ("infinite", True), *at_night([("bool", True)])]
+)
+def test_masks_and_statistics_stay_as_they_are(kind, compiled):
     net = nn.Sequential()
     net.attention = Masked()
     mask = torch.ones(64, 64, dtype=torch.bool).tril().expand(2, 4, 64, 64).clone()
@@ -435,15 +445,10 @@ def test_a_new_storage_in_the_place_of_a_freed_one_has_codes_of_its_own():
         assert sqnr_db(expected, kept.restore()) > 28
 
 
-def test_a_second_backward_reads_the_codes_again_and_a_double_backward_is_refused():
+def test_a_double_backward_is_refused():
     net, x = stored("rowwise"), inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = net(x).float().square().mean()
-    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, x, retain_graph=True)
-    assert torch.equal(first, second)
     with pytest.raises(RuntimeError, match="support no double backward"):
-        torch.autograd.grad(loss, x, create_graph=True)
+        torch.autograd.grad(net(x).sum(), x, create_graph=True)
 
 
 def test_a_write_to_a_tensor_that_is_left_as_it_is_is_refused():
