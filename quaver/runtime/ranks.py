@@ -94,7 +94,7 @@ class Ranks:
     def _next_store(self) -> Store:
         """Return a part of the launcher's store for one agreement, because a process may train more than once."""
         self._agreements += 1
-        return PrefixStore(f"quaver/{self._agreements}", _store(self.rank, self.world_size))
+        return PrefixStore(f"quaver/{self._agreements}", open_store(self.rank, self.world_size))
 
     @contextmanager
     def process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
@@ -178,7 +178,7 @@ def _variable(name: str, *, default: int | None = None, least: int = 0, below: i
 
 
 @functools.cache
-def _store(rank: int, world_size: int) -> Store:
+def open_store(rank: int, world_size: int) -> Store:
     """Return the launcher's store, or a store that rank 0 hosts if the launcher has none."""
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=STORE_TIMEOUT_S)))
     return store

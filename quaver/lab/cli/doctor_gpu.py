@@ -61,10 +61,10 @@ def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        show(_views(result))
+        show(views_of(result))
 
 
-def _views(result: OnGpu) -> Iterator[str | Table]:
+def views_of(result: OnGpu) -> Iterator[str | Table]:
     yield f"{result.gpu}, {result.capability}, by its specification: nothing was run\ncasts: {result.casts}"
     rows = [(recipe.recipe, _backends(recipe.linear), _backends(recipe.experts)) for recipe in result.recipes]
     yield make_table(None, ("recipe", "linears", "experts"), rows=rows, wrapped=("linears", "experts"))

@@ -105,10 +105,10 @@ def print_survey(result: Survey, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_to_dict(result), indent=2, allow_nan=False))
         return
-    show(_views(result))
+    show(views_of(result))
 
 
-def _views(result: Survey) -> Iterator[str | Table]:
+def views_of(result: Survey) -> Iterator[str | Table]:
     yield f"one batch: {result.data}; decibels of the worst operand, and which that is"
     columns = ("linear\n  its worst operand; recipe", *SHOWN)
     rows = [_row(result, linear) for linear in result.surveyed]

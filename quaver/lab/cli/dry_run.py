@@ -25,11 +25,11 @@ def print_dry_run(words: list[str], ranks: int) -> int:
     """Print the plan of `quaver train WORDS` on `ranks` processes; returns 0 when done, 2 for bad input."""
     with bad_input(), working("planning the run"):
         result = dry_run(load_config(*parse_arguments(words, DryRunOptions)), ranks)
-    show(_views(result))
+    show(views_of(result))
     return 0
 
 
-def _views(run: DryRun) -> Iterator[str | Table]:
+def views_of(run: DryRun) -> Iterator[str | Table]:
     config, training = run.config, run.config.training
     about = {
         "model": f"{run.parameters:,} parameters in {training.dtype}, computed in {training.mixed_precision_param}",

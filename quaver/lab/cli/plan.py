@@ -175,7 +175,7 @@ def run(argv: list[str]) -> int:
             if number is not None and number > len(result.rows):
                 raise ValueError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
     limits = [limits_in_words(row, cluster) for row in result.rows]
-    show(_views(options, result, limits, cluster, memory))
+    show(views_of(options, result, limits, cluster, memory))
     show(_notes_on_steps(options, config, layouts, result))
     show(f"not simulated: {sentence}" for sentence in unmodelled(config))
     _write(options, result, limits, cluster)
@@ -194,7 +194,7 @@ def _nothing_fits(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
 NUMBERS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
 
 
-def _views(
+def views_of(
     options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, memory: int
 ) -> Iterator[str | Table]:
     first = result.rows[0]

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
         page = writable(first / _PAGE if options.html is None else expanded(options.html), "--html")
-    show(_views(runs, options.top))
+    show(views_of(runs, options.top))
     try:
         with working(f"writing {page}"):
             write_report(page, runs)
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _views(runs: Sequence[RunData], top: int) -> Iterator[str | Table]:
+def views_of(runs: Sequence[RunData], top: int) -> Iterator[str | Table]:
     """Yield a headline per run, a table of facts with a column per run, and a table of alarms per run."""
     for run_data in runs:
         yield f"{run_data.label}: {headline(run_data)}"

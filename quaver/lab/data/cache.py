@@ -56,7 +56,7 @@ class TokenCache:
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                self._wait(lock)
+                self.wait_for_lock(lock)
         try:
             entry = self._open(check, self.progress)
             if entry is None:
@@ -90,7 +90,7 @@ class TokenCache:
         expected = "a folder that belongs to you, or that you cannot write"
         require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", expected, str(self.folder))
 
-    def _wait(self, lock: FileLock) -> None:
+    def wait_for_lock(self, lock: FileLock) -> None:
         self.progress.say("waiting for another process, which makes the tokens")
         lock.acquire()
 

@@ -40,7 +40,7 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
     )
 
     def build(folder: Path, advance: Advance) -> None:
-        _build(folder, source, tokenizer, data, advance)
+        build_entry(folder, source, tokenizer, data, advance)
 
     entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes, check=check)
     if entry.about["corrupt"] and data.on_corrupt == "refuse":
@@ -51,7 +51,8 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
     )
 
 
-def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
+def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
+    """Write the tokens of both splits and entry.json to `folder`."""
     account = Account(refuse=data.on_corrupt == "refuse")
     dtype = token_dtype(tokenizer.vocab_size)
     with split_writers(folder, dtype) as writers:

@@ -155,7 +155,7 @@ class Checkpointer:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
         path = self.folder.complete(step)
-        record = _verified_record(path, self.ranks, verifies=self.config.verify)
+        record = verified_record(path, self.ranks, verifies=self.config.verify)
         progress = Progress(**record["progress"])
         if progress.step != step:
             problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
@@ -228,7 +228,7 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
     Raises:
         CheckpointError: on every rank, if they cannot be read or do not fit.
     """
-    saved = _verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
+    saved = verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
     for trained in models:
         state = {"model": get_model_state_dict(trained.model)}
         load_state(state, CheckpointReader(path / (trained.name if trained.name in saved else saved[0])))
@@ -302,7 +302,7 @@ def _unreadable(verb: str, reader: FileSystemReader, error: BaseException) -> Ch
     return CheckpointError(f"cannot {verb} {str(reader.path)!r}: {reason(error)}; choose another checkpoint")
 
 
-def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
+def verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
     """Return the record of the checkpoint at `path`; with `verifies`, compare its files with the manifest first.
 
     Raises:

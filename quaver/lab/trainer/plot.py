@@ -31,7 +31,7 @@ def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
     for name, color, marker, width in zip(names, COLORS, "ox", (2.4, 1.0), strict=False):  # curves overlap
         steps, losses = _series(records, name, "loss")
         axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        axis.plot(steps, _smooth(losses), color=color, linewidth=width, label=f"{name}, train")
+        axis.plot(steps, smooth(losses), color=color, linewidth=width, label=f"{name}, train")
         steps, losses = _series(records, name, "validation_loss")
         axis.plot(steps, losses, marker, color=color, markersize=6, fillstyle="none", label=f"{name}, validation")
     axis.set(title="Loss (nats per token)", xlabel="step")
@@ -43,7 +43,7 @@ def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
         steps, losses = _series(records, names[0], key)
         _, references = _series(records, names[1], key)
         if key == "loss":
-            losses, references = _smooth(losses), _smooth(references)
+            losses, references = smooth(losses), smooth(references)
         gaps = [100 * (loss / reference - 1) for loss, reference in zip(losses, references, strict=False)]
         axis.plot(steps[: len(gaps)], gaps, style, color=COLORS[0], linewidth=1.2, label=label)
     axis.axhline(0, color="black", linewidth=0.8)
@@ -72,7 +72,7 @@ def _series(records: Iterable[Record], name: str, key: str) -> tuple[list[int], 
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _smooth(values: list[float]) -> list[float]:
+def smooth(values: list[float]) -> list[float]:
     """Return centered moving averages."""
     radius = min(5, len(values) // 20)
     windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))

@@ -190,7 +190,7 @@ class TrainedModel:
         rate = learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss_sum = self._forward_backward(batches)
+        loss_sum = self.forward_backward(batches)
         if self.monitor is not None:
             self.monitor.step()
         sum_partial_gradients(self.model)
@@ -213,7 +213,7 @@ class TrainedModel:
         self.precompute_scales()
         return loss, grad_norm, rate, ""
 
-    def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`, and return the loss (float32, detached)."""
         graphs = self._graph_count()
         loss_sum = torch.zeros((), device=self.device)
@@ -223,7 +223,7 @@ class TrainedModel:
             accumulate(self.model, self.config, list(batches)) as micro_batches,
         ):
             for batch in micro_batches:
-                loss = self._loss(batch) / len(batches)
+                loss = self.loss_of(batch) / len(batches)
                 loss.backward()
                 loss_sum += loss.detach()
         self.compiled_graphs += self._graph_count() - graphs
@@ -236,7 +236,8 @@ class TrainedModel:
 
         return graph_count()
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the mean loss over the tokens of a batch, with its graph."""
         with autocast_of(self.config.training, self.device):
             return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
@@ -273,7 +274,7 @@ class TrainedModel:
 
     def _find_nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
         def replay() -> None:
-            self._forward_backward(batches)
+            self.forward_backward(batches)
 
         with self.monitor.repeating() if self.monitor else nullcontext():
             own = find_nonfinite(self.model, replay)
@@ -305,7 +306,7 @@ class TrainedModel:
 
     def _mean_loss(self, batches: Sequence[Batch]) -> float:
         self.model.eval()
-        losses = torch.stack([self._loss(batch) for batch in batches])
+        losses = torch.stack([self.loss_of(batch) for batch in batches])
         self.model.train()
         loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
         if not math.isfinite(loss):

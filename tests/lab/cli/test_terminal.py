@@ -20,7 +20,7 @@ from quaver.lab.cli import VERBS, bench, convert, dry_run, main
 from quaver.lab.cli.bench import ledger, roofline
 from quaver.lab.cli.console import show
 from quaver.lab.cli.doctor_model import SHOWN, Survey
-from quaver.lab.cli.doctor_model import _views as survey_views
+from quaver.lab.cli.doctor_model import views_of as survey_views
 from quaver.lab.cli.memory import views
 from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.lab.memory.runs.links import Links, Traffic
@@ -160,7 +160,7 @@ def bench_views(verb):
     about = {"device": "NVIDIA H100 80GB HBM3", "threads": 16, "torch": "2.13.0+cu130", "commit": "0123456+"}
     result = {"environment": about, "rows": [row, row], "complete": True}
     options = SimpleNamespace(case_fields=kind.case_fields, tables=kind.tables, note=lambda result: "", result_file="x")
-    return bench._views(options, result)
+    return bench.views_of(options, result)
 
 
 def advice_views():
@@ -180,8 +180,8 @@ def memory_views():
     compared |= dict.fromkeys(("peak_a", "peak_b", "saved_a", "saved_b"), GIB)
     comparison = SimpleNamespace(at=lambda moment: (), **compared)
     with mock.patch.object(views, "merged_layers", return_value=[row] * 3):
-        tensors = views._tensor_table(found, 3)
-    return [tensors, views._category_table(found), next(views.comparison_views(comparison, found, found, 1))]
+        tensors = views.tensor_table(found, 3)
+    return [tensors, views.category_table(found), next(views.comparison_views(comparison, found, found, 1))]
 
 
 def links_views():
@@ -203,7 +203,7 @@ def ledger_views():
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
     ledgers = [Ledger(f"torchao {LONGEST}", "H200", entries_of(graphs, 0), graphs)]
     options = ledger.LedgerOptions(kernels=True)
-    return ledger._views(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
+    return ledger.views_of(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
 
 
 def all_of_a_roofline():
@@ -211,7 +211,7 @@ def all_of_a_roofline():
     from quaver.lab.bench.roofline_layers import layers_of_model
 
     models = (layers_of_model("llama-70b"),)
-    return roofline._views(predict(RooflineSettings(specs_of(["H200"]), RECIPES, 16384, models)))
+    return roofline.views_of(predict(RooflineSettings(specs_of(["H200"]), RECIPES, 16384, models)))
 
 
 TABLES = {
@@ -223,7 +223,7 @@ TABLES = {
     "memory --links": (links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
     "doctor --model": (survey_of_a_model, [NAME, "grad_output", LONGEST, "25.1"]),
     "train --dry-run": (
-        lambda: dry_run._views(dry_run.dry_run(load_config(CONFIG), 8)),
+        lambda: dry_run.views_of(dry_run.dry_run(load_config(CONFIG), 8)),
         ["model.layers.*.self_attn.q_proj", "4,096 -> 14,336", "(2)"],
     ),
     "bench roofline": (all_of_a_roofline, [LONGEST, "28,672", "60%"]),

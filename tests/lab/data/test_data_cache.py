@@ -37,13 +37,13 @@ def load_and_print(text: Path, kept: str) -> None:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one for each entry that this process makes."""
     made = []
-    build = load_module._build
+    build = load_module.build_entry
 
     def counted(folder: Path, *rest: object) -> None:
         made.append(folder.name)
         build(folder, *rest)
 
-    monkeypatch.setattr(load_module, "_build", counted)
+    monkeypatch.setattr(load_module, "build_entry", counted)
     return made
 
 
@@ -192,7 +192,11 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, k
 
 def load_when_the_other_waits(text: Path, kept: str) -> None:
     """Build once the other process has found the lock taken; print which of the two this one is."""
-    build, wait, other_waits = load_module._build, cache_module.TokenCache._wait, Path(kept) / "other waits"
+    build, wait, other_waits = (
+        load_module.build_entry,
+        cache_module.TokenCache.wait_for_lock,
+        Path(kept) / "other waits",
+    )
 
     def slow_build(*arguments):
         print("builds")
@@ -206,7 +210,7 @@ def load_when_the_other_waits(text: Path, kept: str) -> None:
         other_waits.touch()
         wait(*arguments)
 
-    load_module._build, cache_module.TokenCache._wait = slow_build, announced_wait
+    load_module.build_entry, cache_module.TokenCache.wait_for_lock = slow_build, announced_wait
     load_and_print(text, kept)
 
 
@@ -284,7 +288,7 @@ def config(tmp_path: Path, text_folder: Path) -> Path:
 def test_a_run_finds_what_was_prepared(config, tmp_path, capsys, monkeypatch):
     assert main(["prepare-data", str(config)]) == 0
     said = capsys.readouterr().out
-    monkeypatch.setattr(load_module, "_build", None)  # a second build fails
+    monkeypatch.setattr(load_module, "build_entry", None)  # a second build fails
     assert main(["train", str(config)]) == 0
     origin = json.loads((tmp_path / "runs" / "r" / "data.json").read_text())
     assert f"train        {origin['train_documents']} documents, {origin['train_tokens']:,} tokens" in said

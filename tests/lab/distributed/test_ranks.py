@@ -103,7 +103,7 @@ def begin(fails):
 def read(fails):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "read_record", fails if dist.get_rank() == 0 else lambda _: {})
-        checkpoint._verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
+        checkpoint.verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
 
 
 @on_ranks(2)

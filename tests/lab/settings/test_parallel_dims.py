@@ -123,7 +123,7 @@ def test_more_ranks_than_gpus(monkeypatch):
 )
 def test_every_rank_hears_the_same_verdict(monkeypatch, told, verdict):
     store = HashStore()
-    monkeypatch.setattr(ranks_module, "_store", lambda rank, world_size: store)
+    monkeypatch.setattr(ranks_module, "open_store", lambda rank, world_size: store)
     heard: dict[int, str] = {}
 
     def agree(rank: int) -> None:

@@ -119,10 +119,10 @@ def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tin
     wrapped = type(float8.model.lm_head)
     assert wrapped is not Float8Linear
     with torch.no_grad():
-        expected = baseline._loss(batch)
+        expected = baseline.loss_of(batch)
         with in_high_precision(float8.model):
-            assert torch.equal(float8._loss(batch), expected)
-        assert not torch.equal(float8._loss(batch), expected)
+            assert torch.equal(float8.loss_of(batch), expected)
+        assert not torch.equal(float8.loss_of(batch), expected)
     assert type(float8.model.lm_head) is wrapped
 
 

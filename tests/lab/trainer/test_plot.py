@@ -10,7 +10,7 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from quaver.lab.trainer.plot import _smooth, draw_curves
+from quaver.lab.trainer.plot import draw_curves, smooth
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def test_a_matplotlibrc_that_needs_latex_has_no_effect(drawn):
 
 def test_smoothing_keeps_a_straight_line_and_halves_noise():
     line = [float(i) for i in range(100)]
-    assert _smooth(line)[10:-10] == line[10:-10]
-    assert max(map(abs, _smooth([(-1.0) ** i for i in range(100)])[10:-10])) < 0.2
-    assert _smooth([1.0, 2.0]) == [1.0, 2.0]
+    assert smooth(line)[10:-10] == line[10:-10]
+    assert max(map(abs, smooth([(-1.0) ** i for i in range(100)])[10:-10])) < 0.2
+    assert smooth([1.0, 2.0]) == [1.0, 2.0]
 
 
 def test_a_run_misses_matplotlib_before_it_draws(monkeypatch):

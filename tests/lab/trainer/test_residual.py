@@ -26,7 +26,7 @@ def stream_of(config: TrainConfig, ranks: int) -> dict:
         block.register_forward_pre_hook(lambda _, args: seen["blocks"].append(args[0].detach().float()))
         block.register_forward_hook(lambda _, args, out: seen["dtypes"].append((args[0].dtype, out.dtype)))
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
-    trained._forward_backward([Batch(tokens, tokens.roll(-1, 1))])  # each rank with the same
+    trained.forward_backward([Batch(tokens, tokens.roll(-1, 1))])  # each rank with the same
     grad = embedding.weight.grad
     seen["grad"] = grad.full_tensor() if ranks > 1 else grad
     return seen

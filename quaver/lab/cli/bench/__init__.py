@@ -52,11 +52,11 @@ def run(argv: list[str]) -> int:
         print_error(error)
         return EXIT_NONFINITE
     save(result, options.result_file)
-    show(_views(options, result))
+    show(views_of(options, result))
     return 0 if result["complete"] else EXIT_INTERRUPTED
 
 
-def _views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
+def views_of(options: BenchOptions, result: Result) -> Iterator[str | Table]:
     yield title_of(result)
     for case, case_rows in cases_of(result["rows"], options.case_fields):
         for title, fields in zip_longest((case,), options.tables):

@@ -138,7 +138,7 @@ def run(argv: list[str]) -> int:
         "ledgers": [_json_of(ledger, spec, kernels=options.kernels) for ledger in ledgers],
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
-    show(_views(options, ledgers, codes, spec, work))
+    show(views_of(options, ledgers, codes, spec, work))
     print(f"saved {output}, {output.with_suffix('.png')}")
     return 0
 
@@ -151,7 +151,7 @@ def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, An
     return {**ledger.to_json(kernels=kernels), "milliseconds": milliseconds_by_category(ledger, spec)}
 
 
-def _views(
+def views_of(
     options: LedgerOptions, ledgers: list[Ledger], codes: Codes, spec: DeviceSpec, work: Work
 ) -> Iterator[str | Table]:
     parameters = "autocast" if options.autocast else "bfloat16 parameters"

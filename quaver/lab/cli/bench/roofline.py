@@ -82,12 +82,12 @@ def run(argv: list[str]) -> int:
         files.append(output / f"roofline_{spec.name.lower()}.png")
         with working(f"drawing {files[-1]}"):
             draw_map(roofline, spec, files[-1])
-    show(_views(roofline))
+    show(views_of(roofline))
     print(f"saved {', '.join(map(str, files))}")
     return 0
 
 
-def _views(roofline: Roofline) -> Iterator[str | Table]:
+def views_of(roofline: Roofline) -> Iterator[str | Table]:
     """Yield two tables per device and model: one of its linears, one of their totals."""
     settings = roofline.settings
     for spec, model in product(settings.devices, settings.models):

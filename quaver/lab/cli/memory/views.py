@@ -40,9 +40,9 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
         *(("note", note) for note in (*memory.notes, *prediction.notes)),
     ]
     yield from (_line(name, text) for name, text in about)
-    yield _category_table(prediction)
+    yield category_table(prediction)
     if top:
-        yield _tensor_table(prediction, top)
+        yield tensor_table(prediction, top)
 
 
 def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
@@ -70,14 +70,14 @@ def _line(name: str, text: str) -> str:
     return f"{name:<11}{text}"
 
 
-def _category_table(prediction: Prediction) -> Table:
+def category_table(prediction: Prediction) -> Table:
     sizes = {**prediction.by_category, "sum": prediction.peak_bytes}
     rows = [(_words(name), *_peak_numbers(prediction, size)) for name, size in sizes.items()]
     numbers = _peak_columns(prediction)
     return make_table("Alive at the peak", ("what", *numbers), rows=rows, right=numbers)
 
 
-def _tensor_table(prediction: Prediction, top: int) -> Table:
+def tensor_table(prediction: Prediction, top: int) -> Table:
     rows = []
     for row in merged_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])

@@ -122,8 +122,8 @@ class _MarkedModel(TrainedModel):
 
     mark: Callable[[], None] | None = None
 
-    def _loss(self, batch: Batch) -> Tensor:
-        loss = super()._loss(batch)
+    def loss_of(self, batch: Batch) -> Tensor:
+        loss = super().loss_of(batch)
         mark, self.mark = self.mark, None
         if mark is not None:
             loss.register_hook(lambda _: mark())
