@@ -1,7 +1,5 @@
 """What a run does about an alarm: it records it, stops with a checkpoint, or gives a linear another recipe."""
 
-import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +9,11 @@ from torch import Tensor, nn
 from quaver import Float8Linear
 from quaver.lab.cli import main
 from quaver.lab.cli import train as train_cli
-from quaver.lab.runs.checkpoint_folder import read_record
+from quaver.lab.runs.checkpoint_folder import read_record, write_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer import training_run as run_module
+from quaver.lab.trainer.alarms import fall_back
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, build, prepare
@@ -29,7 +27,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     """Of one layer: what is sampled of each linear takes the time."""
     float8, numerics = vars(Float8()), {"every": 1, "extras_every": 1}
-    return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
+    return changed(tiny_config, model={"n_layers": 1}, training={"steps": 3}, float8=float8, numerics=numerics)
 
 
 def with_outlier(run: TrainingRun, where: Any = (..., 5)) -> TrainingRun:
@@ -49,7 +47,8 @@ def alarms_of(run: TrainingRun) -> list[dict]:
 
 
 def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
-    run = with_outlier(prepare(changed(watched_config, numerics={"extras_every": 1000})), (0, 0, 5))
+    config = changed(watched_config, training={"steps": 2}, numerics={"extras_every": 1000})
+    run = with_outlier(prepare(config), (0, 0, 5))
     assert train(run)["status"] == "finished"
     alarm = next(each for each in alarms_of(run) if each["rule"] in ("underflow", "sqnr"))
     assert (alarm["layer"], alarm["operand"], alarm["step"]) == (LAYER, "input", 2)
@@ -77,14 +76,14 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
     run = with_outlier(prepare(config))
     assert train(run)["status"] == "finished"
-    record = read_record(run.checkpoints.folder.complete(4))
+    record = read_record(run.checkpoints.folder.complete(3))
     assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
     headers = Record.read(run.folder.path).headers
     assert [header["step"] for header in headers] == [1, 3]
     recipes = [{each["recipe"] for each in header["tensors"] if each["layer"] == LAYER} for header in headers]
     assert recipes == [{"tensorwise"}, set() if recipe == "high_precision" else {recipe}]
     again = load_config(run.folder.path / "config.toml")
-    resumed = prepare(changed(again, checkpoint={"resume": "must"}, training={"steps": 5}))
+    resumed = prepare(changed(again, checkpoint={"resume": "must"}, training={"steps": 4}))
     linear = resumed.models[0].model.get_submodule(LAYER)
     found = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
     assert found == recipe
@@ -92,78 +91,64 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     assert train(resumed)["status"] == "finished"
 
 
-def test_a_fallback_keeps_weights_and_moments(watched_config):
-    """A run that falls back after step 2 goes on as one that is resumed there with that recipe."""
-    checkpoint = {"interval": 2, "keep_latest_k": 0}
-    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
-    train(run)
-    assert {int(state["step"]) for state in run.models[0].optimizer.state.values()} == {4}
-    config = load_config(run.folder.path / "config.toml")
-    resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": 2})))
-    train(resumed)
-    for name, parameter in run.models[0].model.named_parameters():
-        assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
-
-
-def test_a_run_resumed_from_before_a_fallback_falls_back_again_in_its_step(watched_config):
+def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):
+    """From step 1 it falls back again, in its step; from step 2 it begins with that recipe, weights and moments."""
     checkpoint = {"interval": 1, "keep_latest_k": 0}
     run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
     train(run)
+    assert {int(state["step"]) for state in run.models[0].optimizer.state.values()} == {3}
     config = load_config(run.folder.path / "config.toml")
-    resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": 1})))
-    assert type(resumed.models[0].model.get_submodule(LAYER)) is Float8Linear
-    train(resumed)
-    assert resumed.progress.fallbacks == {LAYER: "high_precision"}
-    for name, parameter in run.models[0].model.named_parameters():
-        assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
+    for step, kind in ((2, nn.Linear), (1, Float8Linear)):  # which discards the later ones
+        resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": step})))
+        assert type(resumed.models[0].model.get_submodule(LAYER)) is kind
+        train(resumed)
+        assert resumed.progress.fallbacks == {LAYER: "high_precision"}
+        for name, parameter in run.models[0].model.named_parameters():
+            assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
 
 
 def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(watched_config):
-    run = with_outlier(prepare(watched_config))
+    run = with_outlier(prepare(changed(watched_config, training={"steps": 2})))
     train(run)
     before = alarms_of(run)
-    config = changed(load_config(run.folder.path / "config.toml"), training={"steps": 8})
+    config = changed(load_config(run.folder.path / "config.toml"), training={"steps": 5})
     train(with_outlier(prepare(changed(config, checkpoint={"resume": "must"}))))
     assert before
     assert alarms_of(run) == before
-    stops = changed(config, checkpoint={"resume": "must", "load_step": 4}, numerics={"on_alarm": "stop"})
+    stops = changed(config, checkpoint={"resume": "must", "load_step": 2}, numerics={"on_alarm": "stop"})
     assert train(with_outlier(prepare(stops)))["status"] == "alarm"
 
 
-@pytest.mark.parametrize(
-    ("fallbacks", "message"),
-    [
-        ({LAYER: "high_precision"}, "float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"),
-        ({"model.layers.7.up_proj": "rowwise"}, "'model.layers.7.up_proj' is no linear or expert of this model"),
-        ({LAYER: "int8"}, "unknown recipe 'int8'"),
-    ],
-)
-def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config, monkeypatch, fallbacks, message):
-    run = prepare(watched_config)
-    run.progress.fallbacks |= fallbacks
+def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
+    run = prepare(changed(watched_config, training={"steps": 1}, numerics={"every": 0, "extras_every": 20}))
     train(run)
-    config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"})
-    if "tensor_parallel" in message:
-        build_models = run_module._build_models
+    checkpoint = run.checkpoints.folder.complete(1)
+    record = read_record(checkpoint)
+    config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})
+    for layer, recipe, message in (
+        ("model.layers.7.up_proj", "rowwise", "'model.layers.7.up_proj' is no linear or expert of this model"),
+        (LAYER, "int8", "unknown recipe 'int8'"),
+    ):
+        write_record(checkpoint, record | {"progress": record["progress"] | {"fallbacks": {layer: recipe}}})
+        with pytest.raises(CheckpointError, match=f"the run fell back in {layer}: .*{message}"):
+            prepare(config)
 
-        def with_two_ranks(setup, **options):
-            models = build_models(setup, **options)
-            parallelism = replace(models[0].config.parallelism, tensor_parallel_degree=2)
-            models[0].config = replace(models[0].config, parallelism=parallelism)
-            return models
 
-        monkeypatch.setattr(run_module, "_build_models", with_two_ranks)
-    with pytest.raises(CheckpointError, match=f"the run fell back in {next(iter(fallbacks))}: .*{re.escape(message)}"):
-        prepare(config)
+def test_tensor_parallel_linears_cannot_fall_back(watched_config):
+    run = prepare(watched_config)
+    (trained,) = run.models
+    trained.config = changed(trained.config, parallelism={"tensor_parallel_degree": 2})
+    with pytest.raises(ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree"):
+        fall_back(trained, run.checkpoints, {LAYER: "high_precision"})
 
 
 def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
-    run = prepare(watched_config)
+    run = prepare(changed(watched_config, training={"steps": 2}))
     weight = run.models[0].model.get_submodule(LAYER).weight.data
-    before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 4 else None)
+    before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 2 else None)
     with pytest.raises(NonFiniteError):
         train(run)
     record = Record.read(run.folder.post_mortem)
-    assert record.steps.tolist() == [1, 2, 3, 4]
+    assert record.steps.tolist() == [1, 2]
     (alarm,) = record.alarms
     assert (alarm["rule"], alarm["layer"], alarm["operand"]) == ("nonfinite", LAYER, "weight")

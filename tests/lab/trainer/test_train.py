@@ -93,11 +93,10 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     assert {layer["backend"] for layer in report["layers"] if layer["converted"]} == {"exact"}
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_only_exact_peaks_are_compared(tiny_float8_config, exact):
+def test_inexact_peaks_are_not_compared(tiny_float8_config):
     run = prepare(tiny_float8_config)
     for model, peak_bytes in zip(run.models, (100, 200), strict=True):
-        model.peak = PeakMemory(peak_bytes, exact, "said so")
+        model.peak = PeakMemory(peak_bytes, False, "said so")
     about = (run.config, run.models, run.device, run.peak, run.dims, run.flops_per_token)
     summary = summarize(*about, status="finished", steps=0, error=None)
-    assert summary["comparison"]["peak_memory_ratio"] == (0.5 if exact else None)
+    assert summary["comparison"]["peak_memory_ratio"] is None
