@@ -63,7 +63,7 @@ def test_what_one_rank_cannot_write_ends_all_ranks_with_one_line(tmp_path):
     runs = tmp_path / "runs"
     words = [
         *(*TINY, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={runs}", "--training.steps=3"),
-        "--checkpoint.interval=2",
+        *("--model.n_layers=1", "--checkpoint.interval=2"),
     ]
     options = {
         "snapshot": ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=2"],
