@@ -66,7 +66,6 @@ class Browser:
     def open(self, path: Path, *, width: int = 1280, height: int = 1000, dark: bool = False) -> None:
         """Show a page in a window of `width` x `height` CSS pixels, and wait until it is drawn."""
         self.show(width, height, dark=dark)
-        self._forget_what_was_logged()
         self.driver.get(path.as_uri())
         plots = "return [...document.querySelectorAll('.plot')]"
         self.wait(lambda: self.run(f"{plots}.every((each) => each.querySelector('svg'))"))
@@ -77,7 +76,7 @@ class Browser:
         frames = "const [done] = arguments; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
         self.driver.execute_async_script(frames)
 
-    def _forget_what_was_logged(self) -> None:
+    def forget_what_was_logged(self) -> None:
         """The log is in order, but late: wait for a word of our own."""
         word = f"log of {next(self._numbers)}"
         self.driver.get("about:blank")
@@ -122,11 +121,11 @@ class Browser:
         WebDriverWait(self.driver, _PATIENCE_S, poll_frequency=_POLL_S).until(lambda _: condition())
 
     def logged(self) -> list[dict]:
-        """What the console said since the last call."""
+        """What the console said since the last call, of pages before this one too: `forget_what_was_logged` first."""
         return self.driver.get_log("browser")
 
     def requested(self) -> list[str]:
-        """The addresses that this page asked for since the last call, itself included."""
+        """The addresses that this page asked for since the last call, itself included; see `logged`."""
         page = self.driver.current_url
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [each["params"] for each in messages if each["method"] == "Network.requestWillBeSent"]

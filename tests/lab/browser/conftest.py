@@ -30,7 +30,7 @@ def pages(tmp_path_factory):
         ("plain", {"prediction": given.made()}),
         ("full", {"prediction": given.made()} | more),
         ("real", {"prediction": given.predicted()}),
-        ("wide", {"prediction": given.wide(events=30_000, rows=500)}),
+        ("wide", {"prediction": given.wide(events=6_000, rows=120)}),
         ("blind", {"prediction": given.unseen(), "other": given.unseen(), "measured": given.unseen()}),
     ):
         write_html(folder / f"{name}.html", title=f"{name} {given.HOSTILE}", **about)

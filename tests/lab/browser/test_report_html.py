@@ -115,7 +115,7 @@ def test_cells_stand_where_their_tensor_and_step_are(browser, reports, runs):
             assert (pixel == _pixel(SPECIAL["light"][0])) == (saturated[row, sample] == 0)
 
 
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.nightly)])
 def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
     browser.open(reports / "large.html", width=width)
     heat = Map(browser, WIDE)
@@ -207,6 +207,7 @@ def test_walking_and_zooming_by_keyboard(browser, reports):
 
 
 def test_statistics_filters_and_order(browser, reports, runs):
+    browser.forget_what_was_logged()
     browser.open(reports / "one.html")
     heat = Map(browser, len(TENSORS))
     _choose(browser, "maps-statistic", "underflow")
