@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -206,32 +207,38 @@ def config(tiny_config: TrainConfig) -> TrainConfig:
     return replace(tiny_config, checkpoint=Checkpoint(interval=1, keep_latest_k=0, async_mode="disabled"))
 
 
-RENAMES = 12
+CALLS = 20
 """More than a save with retention and with steps to leave behind makes."""
+FOLDER = "quaver.lab.runs.checkpoint_folder"
+FATAL = (f"{FOLDER}.write_manifest", f"{FOLDER}.sync_all", "pathlib.Path.rename", "shutil.rmtree")
 
 
-def test_a_save_that_dies_at_any_change_of_a_name_leaves_no_fewer_checkpoints(config, monkeypatch):
+def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, monkeypatch):
     """Steps 3 and 4 are left for a new history from step 2 on; what counts is complete, and of one history."""
     run = prepare(config)
     train(run)
     folder = run.checkpoints.folder
     original = folder.path.with_name("original")
     shutil.copytree(folder.path, original)
-    rename, died = Path.rename, 0
-    for fatal in range(RENAMES):
+    calls, died = {name: resolve_name(name) for name in FATAL}, 0
+    for fatal in range(CALLS):
         shutil.rmtree(folder.path)
         shutil.copytree(original, folder.path)
         left = iter(range(fatal))
 
-        def rename_or_die(path: Path, to: Path, left=left) -> Path:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return rename(path, to)
+        def deadly(call: Callable[..., Any], left=left) -> Callable[..., Any]:
+            def call_or_die(*arguments: Any) -> Any:
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return call(*arguments)
+
+            return call_or_die
 
         again = CheckpointFolder(folder.path)
         record = {**json.loads((folder.complete(3) / "checkpoint.json").read_text()), "saved_at": "again"}
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", rename_or_die)
+            for name, call in calls.items():
+                patch.setattr(name, deadly(call))
             try:
                 again.begin(3)
                 shutil.copytree(original / "step-00000003" / "bfloat16", again.partial(3) / "bfloat16")
@@ -247,7 +254,7 @@ def test_a_save_that_dies_at_any_change_of_a_name_leaves_no_fewer_checkpoints(co
         again.remove_partials()
         assert {path.name for path in again.path.iterdir()} == {f"step-{step:08d}" for step in again.steps()}
         assert not list(again.path.glob(f"*/{ABANDONS}"))
-    assert 3 <= died < RENAMES
+    assert 6 <= died < CALLS
 
 
 def test_a_checkpoint_that_cannot_be_read_back_removes_none(config, monkeypatch):

@@ -388,11 +388,6 @@ def test_bad_words_and_places_are_refused_in_one_line(words, hf, out, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_without_words_the_conversions_are_listed(capsys):
-    assert main(["convert"]) == 2
-    assert "quaver-to-hf" in capsys.readouterr().out
-
-
 def test_checkpoints_that_are_damaged_are_refused_in_one_line(out, tmp_path, refused):
     checkpoint = Path(shutil.copytree(out, tmp_path / "out"))
     record = json.loads((checkpoint / "checkpoint.json").read_text())

@@ -28,7 +28,7 @@ def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.nightly), "delayed"])
 def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe):
     watched_config = changed(watched_config, float8={"recipe_name": recipe}, job={"compare": True})
     run = run_to_end(watched_config)
