@@ -17,6 +17,7 @@ from quaver.lab.trainer.loss import next_token_loss
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.training_run import prepare
+from tests.thinned import at_night
 
 TRAINING = Training(seq_len=16, local_batch_size=2, global_batch_size=12, seed=3)
 
@@ -205,7 +206,7 @@ def test_without_documents_attention_is_called_as_ever(model, packed, monkeypatc
 
 @pytest.mark.parametrize(
     ("recipe", "compiled", "mode"),
-    [(None, False, "full"), ("tensorwise", False, "selective"), ("rowwise", True, "selective")],
+    [(None, False, "full"), ("tensorwise", False, "selective"), *at_night([("rowwise", True, "selective")])],
 )
 def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, mode, packed, monkeypatch):
     float8 = Float8(recipe_name=recipe) if recipe else Float8(enable_float8_linear=False)

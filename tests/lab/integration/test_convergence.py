@@ -9,17 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quaver.lab.settings import (
-    Float8,
-    Job,
-    LRScheduler,
-    Metrics,
-    Model,
-    Optimizer,
-    TrainConfig,
-    Training,
-    Validation,
-)
+from quaver.lab.settings import Float8, Job, LRScheduler, Metrics, Model, Optimizer, TrainConfig, Training, Validation
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare
 from tests.reference import PERSISTENT_RECIPES, RECIPES

@@ -26,6 +26,7 @@ def test_a_seeded_fault_is_named_first(name, samples):
     assert (found["found"], found["first"], found["samples"]) == (True, True, samples)
 
 
+@pytest.mark.nightly  # the steps before a fault are healthy, too
 def test_a_healthy_run_raises_none():
     assert watched(replace(HEALTHY[0], steps=7, every=1)).events == []
 
