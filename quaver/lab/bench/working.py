@@ -10,8 +10,8 @@ from contextlib import contextmanager
 Tell = Callable[[str], None]
 """Called with the description of the next activity."""
 
-_EVERY_S = 0.2
-_EVERY_LINE_S = 10.0
+EVERY_S = 0.2
+EVERY_LINE_S = 10.0
 """Seconds between two lines in a file or a pipe."""
 
 
@@ -20,7 +20,7 @@ def working(activity: str) -> Iterator[Tell]:
     """Show `activity` on stderr while the block runs; the block may change it.
 
     A thread writes, because a single call may take long. A terminal's line has no escape codes. A file or a pipe gets a
-    line every _EVERY_LINE_S seconds, so a short command writes none.
+    line every EVERY_LINE_S seconds, so a short command writes none.
     """
     if sys.stderr is None:
         yield lambda text: None
@@ -33,7 +33,7 @@ def working(activity: str) -> Iterator[Tell]:
 
     def show() -> None:
         shown = ""
-        while not is_done.wait(_EVERY_S):
+        while not is_done.wait(EVERY_S):
             if line() != shown:
                 shown = line()
                 print(f"\r{shown[:width]:<{width}}", end="", file=sys.stderr, flush=True)
@@ -41,7 +41,7 @@ def working(activity: str) -> Iterator[Tell]:
             print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
     def log() -> None:
-        while not is_done.wait(_EVERY_LINE_S):
+        while not is_done.wait(EVERY_LINE_S):
             print(line(), file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=show if sys.stderr.isatty() else log, daemon=True)

@@ -106,7 +106,7 @@ def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeyp
             time.sleep(0.1)
         return 0
 
-    monkeypatch.setattr(working_module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(working_module, "EVERY_S", 0.01)
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=slow))
     code, out, err = on_terminal("train")
     assert (code, out) == (0, "")
@@ -116,7 +116,7 @@ def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeyp
 
 def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(working_module, "_EVERY_S", 0.001)
+    monkeypatch.setattr(working_module, "EVERY_S", 0.001)
     assert main([*ROOFLINE, str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out
@@ -124,7 +124,7 @@ def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
 
 
 def test_what_takes_long_is_said_in_a_pipe_in_whole_lines(monkeypatch, capsys):
-    monkeypatch.setattr(working_module, "_EVERY_LINE_S", 0.02)
+    monkeypatch.setattr(working_module, "EVERY_LINE_S", 0.02)
     with working("counting") as tell:
         time.sleep(0.1)
         tell("counting again")
