@@ -26,7 +26,8 @@ LIMIT_S = 300
 def where(tmp_path: Path) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    words = [*TINY, "--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3", "--float8.recipe_name=delayed"]
+    words = [*TINY, "--model.n_layers=1", "--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3"]
+    words += ["--float8.recipe_name=delayed"]
     return [*words, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
@@ -137,7 +138,9 @@ def part_of_reliability(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["--part", "phases", "--tries", "11"], id="a kill at each step of a save"),
+        # Before the manifest; test_hostile_checkpoint.py has the steps from there on.
+        pytest.param(["--part", "phases", "--tries", "5"], id="a kill at each step that writes tensors"),
+        pytest.param(["--part", "phases", "--tries", "11"], id="a kill at each step", marks=pytest.mark.nightly),
         pytest.param(["--part", "disks", "--tries", "3", "--part", "damage"], id="little", marks=pytest.mark.nightly),
         pytest.param(["--part", "cost", "--tries", "2"], id="the cost of a manifest", marks=pytest.mark.nightly),
         pytest.param([], id="everything", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
