@@ -139,31 +139,21 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
             if None not in amaxes:  # an input that linears share has the name of the first
                 assert stored[f"{name}.{leaf}"].item() == pytest.approx(max(amaxes) / 448, rel=1e-6)
 
-    baseline = ["export", str(runs["delayed"]), "--model=bfloat16"]
+    export = ["export", str(runs["delayed"])]
+    baseline = [*export, "--model=bfloat16"]
     assert main([*baseline, str(tmp_path / "blocks"), "--recipe=rowwise", "--format=fp8"]) == 0
     assert "21 float8 weights of the recipe rowwise in the format fp8" in capsys.readouterr().out
+    formats = "compressed-tensors, compressed-tensors-block, compressed-tensors-mxfp8, fp8"
+    comfyui = [*export, "x", "--format=comfyui"]
     for words, message in {
         (*baseline, "x"): "was trained in high precision: give the recipe whose codes to export",
-        (
-            *baseline[:2],
-            "x",
-            "--filter-fqns=q_proj",
-        ): "--filter-fqns must be its default, ['lm_head'], for a float8 run",
-        (*baseline[:2], "x", "--model=rowwise"): "--model must be one of delayed, bfloat16",
-        (
-            *baseline[:2],
-            "x",
-            "--format=gguf",
-        ): "--format must be one of compressed-tensors, compressed-tensors-block, compressed-tensors-mxfp8, fp8",
-        (*baseline[:2], "x", "--format=comfyui"): "x' must end in .safetensors: the format comfyui is one file",
-        (
-            *baseline[:2],
-            "x",
-            "--format=comfyui",
-            "--tokenizer=.",
-        ): "--tokenizer must be its default, None, unless --format is that of a folder",
-        (*baseline[:2], "x", "--recipe=int8"): "unknown recipe 'int8'",
-        (*baseline[:2], "x", "--tokenizer=."): "must have files of a tokenizer",
+        (*export, "x", "--filter-fqns=q_proj"): "--filter-fqns must be its default, ['lm_head'], for a float8 run",
+        (*export, "x", "--model=rowwise"): "--model must be one of delayed, bfloat16",
+        (*export, "x", "--format=gguf"): f"--format must be one of {formats}",
+        (*comfyui,): "x' must end in .safetensors: the format comfyui is one file",
+        (*comfyui, "--tokenizer=."): "--tokenizer must be its default, None, unless --format is that of a folder",
+        (*export, "x", "--recipe=int8"): "unknown recipe 'int8'",
+        (*export, "x", "--tokenizer=."): "must have files of a tokenizer",
         ("export", str(tmp_path / "blocks"), "x"): "--recipe must be one of tensorwise, rowwise",
         ("export", ".", "x"): "'.', which has neither config.toml nor config.json",
         ("export", "nowhere", "x", "--recipe=rowwise"): "SOURCE must be a run, a step-... folder of it, or a Hugging",

@@ -49,19 +49,15 @@ MXFP8 = ["--float8.recipe_name=mxfp8", "--model.dim=128", "--model.hidden_dim=12
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp", *MASKED]
 EXPERTS = ["--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_dim=32"]
 SCHEDULED = ["--float8.high_precision_schedule=forward: last 1 steps,grad_weight: last 50% of blocks"]
-MIXTURE = ["--float8.recipe_name=rowwise", *EXPERTS]
+MIXTURE = ["--float8.recipe_name=rowwise", *EXPERTS, "--lr_scheduler.schedule=constant"]
+TWO_STEPS = ["--training.steps=2", "--checkpoint.enable"]
+CAST_ONCE = [*ALL_GATHER, *GATHERED_ONCE, "--float8.cast_weights_once"]
 SPLIT_BY_2, SPLIT_BY_4 = (["--parallelism.expert_parallel_degree=2"], ["--parallelism.expert_parallel_degree=4"])
 # Where sums are taken in another order a code may move by one step; of blocks a scale, too, by a power of two.
 EXACT, FLOAT8, BLOCKS, CODES = 2e-6, 1e-5, 1e-4, 2e-4
 NORM = {EXACT: 10 * EXACT, FLOAT8: 50 * FLOAT8, BLOCKS: 50 * BLOCKS, CODES: 50 * CODES}
 
-REFERENCES = {
-    "hp": HP,
-    "tensorwise": [],
-    "mixture": MIXTURE,
-    "delayed": DELAYED,
-    "scheduled": SCHEDULED,
-}
+REFERENCES = {"hp": HP, "tensorwise": [], "mixture": MIXTURE, "delayed": DELAYED, "scheduled": SCHEDULED}
 REFERENCES_AT_NIGHT = {
     "tied": [*HP, "--model.tie_word_embeddings", *MASKED],
     "mixed": MIXED,
@@ -73,17 +69,15 @@ REFERENCES_AT_NIGHT = {
 
 LAYOUTS = {
     # name: (ranks, reference, words, tolerance)
-    "shard": (2, "hp", HP, EXACT),
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
     # Its blocks are not compiled, which the run says; "mixture_split_compiled" without checkpoints is.
     "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, *SELECTIVE, "--training.compile"], FLOAT8),
-    "mixture_shard_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *SELECTIVE], FLOAT8),
+    # After two steps `resharded` resumes it on 2 ranks.
+    "mixture_shard_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *SELECTIVE, *TWO_STEPS], FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
-    "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
     "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
-    "last": (2, "tensorwise", [*ALL_GATHER, *GATHERED_ONCE, "--float8.cast_weights_once"], FLOAT8),
     "last_all_reduce": (4, "hp", [*HP, *REPLICATE, "--training.reduce=last_all_reduce", *ONE_SEQUENCE], EXACT),
-    "scheduled": (2, "scheduled", [*SCHEDULED, *ALL_GATHER, "--validation.high_precision_too"], FLOAT8),
+    "scheduled": (2, "scheduled", [*SCHEDULED, *CAST_ONCE, "--validation.high_precision_too"], FLOAT8),
     "scheduled_tensor": (2, "scheduled", [*SCHEDULED, *TENSOR, "--training.compile"], FLOAT8),
 }
 
@@ -91,6 +85,8 @@ NIGHTLY = {
     # In each run test_experts_dispatch.py compiles split experts, test_experts.py those of two ranks, and
     # test_train_cli.py the blocks of the trainer.
     "mixture_split_compiled": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile"], FLOAT8),
+    "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
+    "last": (2, "tensorwise", CAST_ONCE, FLOAT8),
     "tied": (2, "tied", REFERENCES_AT_NIGHT["tied"], EXACT),
     "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
@@ -137,7 +133,7 @@ BAD = {
         "the weight of lm_head is tied to model.embed_tokens, so it cannot be gathered in float8",
     ),
     "data": (["--data=none"], "data.path 'none' does not exist"),
-    "split": ([*MIXTURE, *SPLIT_BY_4], "must be a divisor of the 2 ranks over which FSDP2 shards, got 4"),
+    "split": ([*EXPERTS, *SPLIT_BY_4], "must be a divisor of the 2 ranks over which FSDP2 shards, got 4"),
     "folder": (["--job.name=used"], "has files already; give another job.name or remove it"),
 }
 
@@ -207,84 +203,84 @@ def references(where: Path) -> Path:
     return where / "runs"
 
 
-def numbers(folder: Path, key: str) -> list[float]:
+def numbers(folder: Path, key: str, model: str | None = None) -> list[float]:
+    """Of a model, by default of the run's first."""
     records = read_metrics(folder / "metrics.jsonl")
-    first = records[0]["run"]
-    return [record[key] for record in records if key in record and record["run"] == first]
+    name = model or records[0]["run"]
+    return [record[key] for record in records if key in record and record["run"] == name]
+
+
+def check_numbers(folder: Path, one: Path, tolerance: float, model: str | None = None) -> None:
+    losses, expected = numbers(folder, "loss", model), numbers(one, "loss")
+    assert expected[0] > expected[-1] + 0.03  # the updates matter
+    assert losses == pytest.approx(expected, rel=tolerance)
+    norms = numbers(folder, "grad_norm", model)
+    assert norms == pytest.approx(numbers(one, "grad_norm"), rel=NORM[tolerance])
+    if folder.name != "shard_replicate":  # which takes fewer validation batches, that do not divide by the ranks
+        *_, validation = numbers(folder, "validation_loss", model)  # `resharded` has an earlier one, after two steps
+        assert [validation] == pytest.approx(numbers(one, "validation_loss"), rel=tolerance)
+
+
+@pytest.fixture(scope="module")
+def resharded(where: Path, on_four: Results) -> None:
+    """The run with experts that has had two steps on 4 ranks takes the third on 2."""
+    words = [f"--resume={where / 'runs' / 'mixture_shard_split'}", "--training.steps=3"]
+    train_on_ranks(2, [("resharded", words)])
+
+
+PREPARED = {2: "on_two", 4: "on_four"} | dict.fromkeys(NIGHTLY, "nightly") | {"mixture_shard_split": "resharded"}
+"""The fixtures that run layouts, by number of ranks or by name."""
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_ranks_compute_what_one_process_computes(name, request, references):
     ranks, reference, _, tolerance = (LAYOUTS | NIGHTLY)[name]
-    request.getfixturevalue("nightly" if name in NIGHTLY else {2: "on_two", 4: "on_four"}[ranks])
-    runs, one = references, references / f"one_{reference}"
-    losses, expected = numbers(runs / name, "loss"), numbers(one, "loss")
-    assert len(losses) == 3
-    assert expected[0] > expected[-1] + 0.03  # the updates matter
-    assert losses == pytest.approx(expected, rel=tolerance)
-    assert numbers(runs / name, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=NORM[tolerance])
-    if name != "shard_replicate":  # which takes fewer validation batches, that do not divide by the ranks
-        validation = numbers(runs / name, "validation_loss")
-        assert validation == pytest.approx(numbers(one, "validation_loss"), rel=tolerance)
+    request.getfixturevalue(PREPARED.get(name, PREPARED[ranks]))
+    check_numbers(references / name, references / f"one_{reference}", tolerance)
 
 
-def test_the_load_of_experts_is_that_of_one_process(on_two, on_four, references):
+def test_the_baseline_on_ranks_is_that_of_one_process(on_two, references):
+    check_numbers(references / "all_gather", references / "one_hp", EXACT, "float32")
+
+
+def test_the_load_of_experts_is_that_of_one_process(on_two, resharded, references):
     one = numbers(references / "one_mixture", "expert_load_max")
     for name in ("mixture_split", "mixture_shard_split"):
         assert numbers(references / name, "expert_load_max") == one
 
 
-def test_a_run_with_experts_goes_on_with_other_ranks(where, references):
-    """Checkpoints of experts that 4 ranks split, then 2, and then one process holds."""
-    words = [*MIXTURE, "--checkpoint.enable", "--lr_scheduler.schedule=constant"]
-    run = where / "runs" / "resharded_experts"
-    goes_on = [f"--resume={run}"]
-    first = words_of(where, run.name, [*words, *SPLIT_BY_4, "--training.steps=1", "--validation.freq=1"])
-    train_on_ranks(4, [("first", [word for word in first if word != "--checkpoint.no-enable"])])
-    train_on_ranks(2, [("second", [*goes_on, *SPLIT_BY_2, "--training.steps=2"])])
-    assert main(["train", *goes_on, "--parallelism.expert_parallel_degree=1", "--training.steps=3"]) == 0
-    assert main(["train", *words_of(where, "whole_experts", [*words[:-2], words[-1]])]) == 0
-    for key in ("loss", "grad_norm", "expert_load_max"):
-        expected = numbers(where / "runs" / "whole_experts", key)
-        assert len(expected) == 3
-        assert numbers(run, key) == pytest.approx(expected, rel=NORM[FLOAT8] if key == "grad_norm" else FLOAT8)
-
-
 def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, references):
     ours, one = (numbers(references / name, "loss")[0] for name in ("all_gather", "one_tensorwise"))
     assert ours == pytest.approx(one, rel=1e-7)
-    records = read_metrics(references / "all_gather" / "metrics.jsonl")
-    baseline = [record["loss"] for record in records if record["run"] == "float32" and "loss" in record]
-    assert baseline == pytest.approx(numbers(references / "one_hp", "loss"), rel=EXACT)
 
 
 def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, references):
     """The maximum over ranks. FSDP averages the gradients of ranks, so that each rank's are as many times larger."""
     one = read_metrics(references / "one_delayed" / "float8_scales.jsonl")
-    for name, groups in (("all_gather", 2), ("shard_tensor", 2)):
-        steps = read_metrics(references / f"delayed_{name}" / "float8_scales.jsonl")
+    for name in ("delayed_all_gather", "delayed_shard_tensor"):
+        steps = read_metrics(references / name / "float8_scales.jsonl")
         assert [step["step"] for step in steps] == [1, 2, 3]
         for ours, theirs in zip(steps, one, strict=True):
-            factors = {tensor: groups if tensor.endswith("grad_output") else 1 for tensor in theirs["amax"]}
+            factors = {tensor: 2 if tensor.endswith("grad_output") else 1 for tensor in theirs["amax"]}
             expected = {tensor: factors[tensor] * amax for tensor, amax in theirs["amax"].items()}
             assert ours["amax"] == pytest.approx(expected, rel=1e-4), name
             assert ours["dynamic"] == theirs["dynamic"]
 
 
 def test_the_summary_tells_of_the_ranks(on_two, on_four, references):
-    summary = json.loads((references / "shard_tensor" / "summary.json").read_text())
+    summary = json.loads((references / "delayed_shard_tensor" / "summary.json").read_text())
     assert (summary["status"], summary["ranks"], summary["mesh"]) == ("finished", 4, {"dp_shard": 2, "tp": 2})
     (run,) = summary["runs"].values()
     flops_share = run["mfu"] * summary["bfloat16_peak"]["flops_per_s"] / run["tokens_per_s"]
-    one = json.loads((references / "one_hp" / "summary.json").read_text())
+    one = json.loads((references / "one_delayed" / "summary.json").read_text())
     (alone,) = one["runs"].values()
     per_token = alone["mfu"] * one["bfloat16_peak"]["flops_per_s"] / alone["tokens_per_s"]
     assert flops_share == pytest.approx(per_token / 4)  # per device
-    (sharded,) = json.loads((references / "shard" / "summary.json").read_text())["runs"].values()
+    (sharded,) = json.loads((references / "delayed_all_gather" / "summary.json").read_text())["runs"].values()
     assert sharded["peak_memory_exact"]
     assert run["peak_memory_bytes"] < sharded["peak_memory_bytes"] < alone["peak_memory_bytes"]
     assert run["peak_memory_source"].endswith(", of rank 0")
-    assert "global_batch_size = 8" in (references / "shard_tensor" / "config.toml").read_text()
+    assert "global_batch_size = 8" in (references / "delayed_shard_tensor" / "config.toml").read_text()
 
 
 def test_a_compile_that_compiles_nothing_is_told(on_two, references):
