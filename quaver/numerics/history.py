@@ -6,11 +6,13 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from quaver.numerics.matmul_sums import Sums
+from quaver.numerics.mismatch import Mismatch
+from quaver.numerics.statistics import STATISTICS
 
 MEMORY = 16
 """How many earlier samples of each tensor rules can see."""
@@ -29,6 +31,8 @@ class TensorKey(NamedTuple):
 
 ROLLOUT = TensorKey("rollout", "output", "result")
 """Stands for the mismatch between rollout and trainer, which belongs to no tensor."""
+
+_NAMES = frozenset((*STATISTICS, *(figure.name for figure in fields(Mismatch))))
 
 
 def step_order(layer: int, operand: str) -> tuple[int, int, int]:
@@ -56,8 +60,8 @@ class TensorStatistics:
     values: Mapping[str, float | None]
 
     def __getattr__(self, statistic: str) -> float | None:
-        if statistic.startswith("_"):
-            raise AttributeError(statistic)
+        if statistic not in _NAMES:
+            raise AttributeError(f"expected a statistic or a figure of a mismatch, got {statistic!r}")
         return self.values.get(statistic)
 
     @property
@@ -76,7 +80,7 @@ class TensorStatistics:
 
     def log2(self, statistic: str) -> float | None:
         """Return the logarithm of a statistic, or None if it is not positive and finite."""
-        value = self.values.get(statistic)
+        value = getattr(self, statistic)
         return math.log2(value) if value is not None and 0 < value < math.inf else None
 
 

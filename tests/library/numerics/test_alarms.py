@@ -7,6 +7,7 @@ import pytest
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.expected import bulk_db, cast_bound_db, rounding_bound_db, underflow_at
+from quaver.numerics.history import History
 from quaver.numerics.rules import Measure, Rule
 from quaver.recipes.formats import E4M3, E5M2
 from tests.library.numerics.samples import LAYERS, RMS, header, position, sample
@@ -201,6 +202,16 @@ def test_a_weight_that_differs_between_ranks_names_the_rank():
 def test_infinities_of_a_file_are_strings():
     line = sample(1, {(UP, "input"): {"rms": "nan", "nonfinite": 3.0, "sqnr_db": "-inf"}})
     assert [each.rule for each in Alarms().update(header(), line)] == ["nonfinite"]
+
+
+def test_a_misspelt_statistic_is_refused():
+    (tensor, *_) = History().read(header(), sample(1)).tensors
+    assert tensor.sqnr_db == 31.5
+    assert tensor.kurtosis is tensor.largest is None  # not in these samples
+    with pytest.raises(AttributeError, match="got 'sqrn_db'"):
+        _ = tensor.sqrn_db
+    with pytest.raises(AttributeError, match="got 'rsm'"):
+        tensor.log2("rsm")
 
 
 def test_another_action_is_refused():
