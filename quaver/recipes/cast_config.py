@@ -271,10 +271,15 @@ class CastConfig:
         return name if self.block_size is None else "{} {} x {}".format(name, *self.block_size)
 
     def short_str(self) -> str:
-        """torchao's short form, "dyn_ten_e4m3"; without a dtype "dyn_ten_default"."""
+        """torchao's short form, "dyn_ten_e4m3"; without a dtype "dyn_ten_default".
+
+        A `scale_calculation_mode` follows unless it is that of the recipe with these blocks: "_rceil", "_floor", or
+        "_float32" for None with blocks of 32.
+        """
         dtype = "default" if self.target_dtype is None else format_of(self.target_dtype).name
         blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
-        rule = "" if self.scale_rule is None else f"_{self.scale_rule}"
+        usual = ScaleCalculationMode.RCEIL.value if 32 in (self.block_size or ()) else ""
+        rule = "" if self.mode == usual else f"_{self.mode or 'float32'}"
         return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}{blocks}_{dtype}{rule}"
 
     def __str__(self) -> str:

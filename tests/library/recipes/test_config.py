@@ -83,6 +83,13 @@ def test_the_short_form_of_a_cast():
     assert [kind.short_str() for kind in ScalingType] == ["dyn", "del", "sta", "dis"]
     assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs", "blk"]
     assert CastConfig().short_str() == "dyn_ten_default"
+    modes = {"_floor": ScaleCalculationMode.FLOOR, "": ScaleCalculationMode.RCEIL, "_float32": None}
+    for suffix, mode in modes.items():
+        assert (
+            replace(BLOCKS, block_size=(1, 32), scale_calculation_mode=mode).short_str()
+            == f"dyn_blk1x32_default{suffix}"
+        )
+    assert replace(BLOCKS, scale_calculation_mode=ScaleCalculationMode.RCEIL).short_str() == "dyn_blk_default_rceil"
 
 
 def test_a_recipes_config_is_the_callers_own():
