@@ -155,7 +155,8 @@ def selected_every(selective_ac_option: str) -> int | None:
     """Parse the option: n for "n", None for "op". Raises ValueError for any other."""
     if selective_ac_option == "op":
         return None
-    if not (selective_ac_option.isdecimal() and int(selective_ac_option) >= 1):
+    is_number = isinstance(selective_ac_option, str) and selective_ac_option.isdecimal()
+    if not is_number or int(selective_ac_option) < 1:
         raise ValueError(
             f'selective_ac_option must be "op" or a number of at least 1 as a string, got {selective_ac_option!r}'
         )

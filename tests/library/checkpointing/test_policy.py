@@ -394,6 +394,7 @@ def test_every_nth_module_is_checkpointed():
         ({"mode": "all"}, "mode must be one of none, full, selective, memory_budget, got 'all'"),
         ({"selective_ac_option": "0"}, "selective_ac_option must be"),
         ({"selective_ac_option": "-1"}, "selective_ac_option must be"),
+        ({"selective_ac_option": 2}, "selective_ac_option must be"),
         ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget must be from 0 to 1, got 1.5"),
         *(
             ({**how, **changes}, "also_keep and never_keep must be empty unless mode is selective")
