@@ -56,8 +56,10 @@ def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
         row, column = get_stored_layouts(weight.config, is_transposed(weight.module))
     else:
         casts = weight.config.casts.weight
-        row = casts.row.known_layout("float8 all-gather")
-        column = row if casts.is_dequantized else casts.column.known_layout("float8 all-gather").column_layout()
+        row = casts.row.known_layout("float8 all-gather", allows_packed=True)
+        column = row
+        if not casts.is_dequantized:
+            column = casts.column.known_layout("float8 all-gather", allows_packed=True).column_layout()
     return [row] if row == column else [row, column]
 
 

@@ -222,19 +222,23 @@ class CastConfig:
         check(is_known, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
         check(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
 
-    def known_layout(self, asker: str) -> ScaleLayout:
-        """`layout`, for a feature named `asker` that depends on it.
+    def known_layout(self, feature: str, *, allows_packed: bool = False) -> ScaleLayout:
+        """`layout`, for a feature that depends on it.
 
+        Args:
+            feature: its name, for the error.
+            allows_packed: whether it supports 4-bit codes.
         Raises:
-            NotImplementedError: the granularity has no `ScalingGranularity.layout`, or `asker` takes no 4-bit codes.
+            NotImplementedError: the granularity has no `ScalingGranularity.layout`, or the feature supports no 4-bit
+                codes.
         """
         if self.layout is None:
             raise NotImplementedError(
-                f"{asker}: which elements of a {self.granularity} cast share a scale is not known "
+                f"{feature}: which elements of a {self.granularity} cast share a scale is not known "
                 "(ScalingGranularity.layout); use tensorwise, row-wise or block-wise scales, or turn it off"
             )
-        if self.layout.is_packed and asker not in _TAKE_FOUR_BITS:
-            raise NotImplementedError(f"{asker}: expected codes of eight bits, got {self}")
+        if self.layout.is_packed and not allows_packed:
+            raise NotImplementedError(f"{feature}: expected codes of eight bits, got {self}")
         return self.layout
 
     def _check_static_scale(self, value: float) -> None:
@@ -290,7 +294,6 @@ class CastConfig:
         return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
 
 
-_TAKE_FOUR_BITS = ("float8 all-gather", "enable_fsdp_float8_all_gather")
 _CACHED = [name for name, attribute in vars(CastConfig).items() if isinstance(attribute, cached_property)]
 
 

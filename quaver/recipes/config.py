@@ -458,7 +458,7 @@ def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
 
 def _check_all_gather(weight: OperandCasts, backward: str) -> None:
     for cast in weight[:2]:
-        cast.known_layout("enable_fsdp_float8_all_gather")
+        cast.known_layout("enable_fsdp_float8_all_gather", allows_packed=True)
         one_cast = weight.has_equal_casts or weight.is_dequantized
         check(
             cast.scale_rule is None or (one_cast and not rule_of(cast.scale_rule).divides),
