@@ -1,6 +1,6 @@
 """Grouped matmuls by torch's grouped kernels for GPUs: prepares the layouts, padding and scales of the operands.
 
-    multiply_scaled     torch._scaled_grouped_mm: e4m3 with scales of rows and columns; Hopper
+    multiply_scaled     torch._scaled_grouped_mm: e4m3 with scales of rows and columns
     multiply_widened    torch._grouped_mm: bfloat16 operands, or codes times scales that are powers of two
 
 Both multiply rows [T, contracted] by weights [E, contracted, columns]. For grad_weight they multiply [X, T] by [T, Y],
@@ -29,7 +29,8 @@ from quaver.recipes.scale_layout import ALL
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
 
 GROUPED_ON = (9, 10)
-"""The major compute capabilities that torch's grouped matmuls have kernels for: `_grouped_mm_cuda`, GroupedBlas.cpp."""
+"""The major compute capabilities for which torch has kernels of both: `_grouped_mm_cuda` and `_scaled_grouped_mm_cuda`,
+GroupedBlas.cpp."""
 
 
 class _Factor(NamedTuple):

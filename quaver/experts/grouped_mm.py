@@ -4,10 +4,10 @@
     grad_a      [T, K]              grad_output_g [t, N] @ b_t[g].t() [N, K]
     grad_b_t    [E, K, N]           a_g.t() [K, t] @ grad_output_g [t, N]
 
-An expert is a linear with the weight [N, K] = b_t[g].t(): the operands, scales and sums of a group are bit-identical to
-those of a float8 linear on its tokens. Saved for backward: the column operand of a, and b_t itself, which backward
-quantizes again. Instead of b_t its column operand, with `keep_float8_weight_for_backward` or if the weight was
-quantized before (an all-gather, `cast_weights_once`).
+An expert is a linear with the weight [N, K] = b_t[g].t(): the operands and scales of a group are bit-identical to those
+of a float8 linear on its tokens; sums may differ in their order. Saved for backward: the column operand of a, and b_t
+itself, which backward quantizes again. Instead of b_t its column operand, with `keep_float8_weight_for_backward` or if
+the weight was quantized before (an all-gather, `cast_weights_once`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ uint8 tensor for each cast of the weight, in forward and backward:
     one byte per element     both matmuls read one cast: all other recipes
 
 The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an unsharded weight in high
-precision never exists. The 3-D weights of experts are gathered in the same way.
+precision exists only while `high_precision_matmuls` includes a matmul that reads the weight. The 3-D weights of experts
+are gathered in the same way.
 
 [Note: when scales are dropped]
 Scales are stored with the shard that they were computed from and dropped at the first write to it. There are two

@@ -1,11 +1,13 @@
 """A float8 matmul for devices without float8 units: exact up to float32 accumulation.
 
     exact_float8_mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
-        = RN((a * a_dequant_scale) @ (b * b_dequant_scale)) + bias       a [M, K], b [K, N] -> [M, N] in out_dtype
+        = RN((a * a_dequant_scale) @ (b * b_dequant_scale)) + bias       with operands in bfloat16
+        = RN((a * a_dequant_scale) @ (b * b_dequant_scale) + bias)       with operands in float32, and in `cpu.mm`
+    a [M, K], b [K, N] -> [M, N] in out_dtype
 
 Every float8 value is a bfloat16 value, and the product of two bfloat16 numbers is exact in float32. So the operands are
 widened exactly and multiplied on the machine's bfloat16 units, with sums in float32. Some CPUs use `cpu.mm` instead;
-the rest of this page is about all other devices.
+the rest of this file is about all other devices.
 
 A compiler sees one operation, like the hardware's float8 matmul. It then saves the float8 operand for backward. If it
 saw the widening, it would save the widened operand, which is twice the size.

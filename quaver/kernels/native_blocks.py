@@ -25,7 +25,7 @@ from quaver.kernels.exact_mm import flops
 from quaver.kernels.operation import operation
 
 ALIGNMENT = 16
-"""The contracted dim and the output dims of a native float8 matmul must be multiples of this."""
+"""K and N of a native float8 matmul must be multiples of this."""
 _ROWS_OF_TILE, _BLOCKS_OF_TILE = 128, 4
 
 

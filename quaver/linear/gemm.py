@@ -444,8 +444,6 @@ def _native_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dty
     a_codes, b_codes, a_scale, b_scale = native_operands(a, b)
     native_dtype = torch.bfloat16 if a_scale.dim() else out_dtype
     bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b_codes.shape[1] == columns
-    # Not the public torch.nn.functional.scaled_mm: Inductor's templates, the FLOP counter and recomputation policies
-    # know only this operation (torch 2.11 and 2.13).
     out = scaled_mm(
         a_codes,
         b_codes,

@@ -43,9 +43,9 @@ class Float8Format:
 
     @property
     def saturates_above(self) -> float:
-        """The largest magnitude that rounds to `max`: half a unit in the last place above it.
+        """Half a unit in the last place above `max`; larger magnitudes count as saturated.
 
-        Clamping a larger magnitude changes it by more than rounding would in a format without a maximum.
+        Clamping them changes them by more than rounding would in a format without a maximum.
         """
         exponent = math.frexp(self.max)[1] - 1
         return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)

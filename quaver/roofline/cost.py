@@ -35,6 +35,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quaver.experts.gpu_gemm import GROUPED_ON
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
@@ -56,9 +57,6 @@ class Casts(NamedTuple):
 
 
 NO_CASTS = Casts(0, 0)
-_SCALED_GROUPS_ON = (90, 100)
-"""The compute capabilities with torch's grouped matmuls of float8: `_scaled_grouped_mm_cuda`, GroupedBlas.cpp."""
-
 _WIDENING = Casts(3, 1)
 
 
@@ -196,7 +194,7 @@ def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
     """Why `spec` does not multiply float8 with this kind of scales; None if it does."""
     if spec.float8_tflops is None:
         return f"{spec.name} does not multiply float8"
-    if kind is ScaleKind.GROUPS and spec.compute_capability not in _SCALED_GROUPS_ON:
+    if kind is ScaleKind.GROUPS and (spec.compute_capability or 0) // 10 not in GROUPED_ON:
         return f"no grouped matmul of {spec.name} takes scales"
     if kind.block_length not in (0, spec.block_length):
         return f"no matmul of {spec.name} takes {kind.value} scales"
