@@ -83,15 +83,15 @@ def _cast_tensorwise(
 
 
 def cast_row_codes(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
 ) -> Tensor:
     """`scaling.cast_to_float8` of a matrix, in the layout of row codes."""
-    codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, own_amax=own_amax, division=division)
+    codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, division=division)
     return codes if is_cpu(hp) else codes.contiguous()
 
 
 def cast_column_codes(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
 ) -> Tensor:
     """`scaling.cast_to_float8` of a matrix, in the layout of column codes.
 
@@ -99,10 +99,9 @@ def cast_column_codes(
     collective between an amax and the cast, the partitioner would save what both read, hp in float32, for backward.
     """
     if is_cpu(hp) or not torch.compiler.is_dynamo_compiling():
-        codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, own_amax=own_amax, division=division)
+        codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, division=division)
         return codes if is_cpu(hp) else column_major(codes)
-    scale = quant_scale.t()
-    codes = scaling.cast_to_float8(hp.t(), scale, float8_dtype, own_amax=own_amax, division=division)
+    codes = scaling.cast_to_float8(hp.t(), factor.t(), float8_dtype, own_amax=own_amax, division=division)
     return codes.contiguous().t()
 
 
@@ -403,8 +402,8 @@ def _cast_with_scale(
     """Quantize with given scales.
 
     Args:
-        row_scale: float32 () or [R, 1], the quant_scale of the row codes; None for no row codes.
-        column_scale: float32 () or [1, C], the quant_scale of the column codes; None for no column codes.
+        row_scale: float32 () or [R, 1], the `factor` of the row codes; None for no row codes.
+        column_scale: float32 () or [1, C], the `factor` of the column codes; None for no column codes.
         division: as for `scaling.cast_to_float8`.
     Returns:
         Row codes, column codes.

@@ -251,7 +251,7 @@ def dynamic_cast_axes(
 
 def cast_with_scale(
     hp: Tensor,
-    quant_scale: Tensor,
+    factor: Tensor,
     float8_dtype: torch.dtype,
     layout: ScaleLayout = TENSORWISE,
     *,
@@ -259,13 +259,13 @@ def cast_with_scale(
 ) -> Tensor | None:
     """`recipes.scaling.cast_to_float8` of `hp` [rows, columns] with a scale of `layout`, of rows or of columns.
 
-    `divides`: whether to divide by the scale instead of multiplying.
+    `divides`: whether to divide by `factor`, a dequant_scale, instead of multiplying.
     """
     codes = _new_codes(hp, float8_dtype)
     if codes is None:
         return None
-    granularity = _granularity_of(quant_scale, layout, *hp.shape)
-    addresses = hp.data_ptr(), codes.data_ptr(), quant_scale.data_ptr()
+    granularity = _granularity_of(factor, layout, *hp.shape)
+    addresses = hp.data_ptr(), codes.data_ptr(), factor.data_ptr()
     entry = extension.cast_by_divisor if divides else extension.cast_with_scale
     _call(entry, hp.dtype, codes, *addresses, **granularity)
     return codes

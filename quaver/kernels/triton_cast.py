@@ -153,8 +153,8 @@ def cast_with_scale(
     """`quaver.recipes.scaling.cast_to_float8` of `hp` [R, C].
 
     Args:
-        row_scale: float32 () or [R, 1], the quant_scale of row codes; None for no row codes.
-        column_scale: float32 () or [1, C], the quant_scale of column codes; None for no column codes.
+        row_scale: float32 () or [R, 1], the `factor` of row codes; None for no row codes.
+        column_scale: float32 () or [1, C], the `factor` of column codes; None for no column codes.
     Returns:
         Row codes, column codes.
     """

@@ -255,23 +255,24 @@ def choose_factor(scales: Scales, mode: str) -> tuple[Tensor, str]:
 
 
 def cast_to_float8(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, division: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, division: str = ""
 ) -> Tensor:
     """Scale and cast. Overflows saturate to the largest finite number; inf and NaN become NaN.
 
     Args:
         hp: float32, bfloat16 or float16, any shape.
-        quant_scale: float32, broadcastable to hp: shape () or hp's shape with 1s.
+        factor: the quant_scale, or the dequant_scale with `division` (`choose_factor`). float32, broadcastable to hp:
+            shape () or hp's shape with 1s.
         float8_dtype: what to cast to.
-        own_amax: quant_scale was computed from the amax of the elements that it scales. An inf then has a scale of 0
+        own_amax: `factor` was computed from the amax of the elements that it scales. An inf then has a scale of 0
             and a product of NaN, so the search for infs is skipped. Results are the same.
-        division: a rule of scale_rules.py that divides, for which quant_scale holds dequant_scales; "" to multiply.
+        division: a rule of scale_rules.py that divides by `factor`; "" to multiply by it.
     Returns:
         float8, hp's shape, and hp's strides if they are dense.
     """
     if division:
-        return _saturate_(_nan_for_inf_(divide(hp, quant_scale, division), hp), float8_dtype)
-    return _saturate_(multiply(hp, quant_scale, own_amax=own_amax), float8_dtype)
+        return _saturate_(_nan_for_inf_(divide(hp, factor, division), hp), float8_dtype)
+    return _saturate_(multiply(hp, factor, own_amax=own_amax), float8_dtype)
 
 
 def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
@@ -384,18 +385,18 @@ def dynamic_cast_blocks(
 
 def cast_blocks(
     hp: Tensor,
-    quant_scale: Tensor,
+    factor: Tensor,
     float8_dtype: torch.dtype,
     layout: ScaleLayout,
     own_amax: bool = False,
     division: str = "",
 ) -> Tensor:
-    """`cast_to_float8` of a matrix [R, C] with one scale per block. The result is contiguous."""
+    """`cast_to_float8` of a matrix [R, C] with one factor per block. The result is contiguous."""
     if division:
-        element_scales = _multiply_blocks_(torch.ones_like(hp, dtype=torch.float32), quant_scale, layout)
+        element_scales = _multiply_blocks_(torch.ones_like(hp, dtype=torch.float32), factor, layout)
         return cast_to_float8(hp, element_scales, float8_dtype, division=division).contiguous()
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    _multiply_blocks_(scaled, quant_scale, layout)
+    _multiply_blocks_(scaled, factor, layout)
     if float8_dtype is E2M1.dtype:
         return e2m1.encode(scaled)
     return _saturate_(scaled if own_amax else _nan_for_inf_(scaled, hp), float8_dtype)
