@@ -76,7 +76,7 @@ def store_activations_in_float8(
     for name, module in model.named_modules():
         if "forward" in vars(module) and (name in chosen or module in matmuls):
             raise ValueError(
-                f"{name or 'the model'} has a forward of its own instance, which would store nothing: patch the class "
+                f"{name or 'the model'} overrides `forward` on the instance, which bypasses storing; patch the class "
                 "instead, or name other modules"
             )
     _prepare_compiler()

@@ -34,7 +34,7 @@ from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.runtime.compile_hints import add_dependency
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
-DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"
+DYNAMIC_ONLY = "experts are scaled dynamically: an expert receives different tokens in each step"
 """The reason why experts support no delayed or static scaling."""
 
 
@@ -235,10 +235,7 @@ def float8_grouped_mm(
     """
     config = resolve_config(config)
     if config.has_persistent_scales:
-        raise ValueError(
-            "float8_grouped_mm scales dynamically, got a config with persistent scales: the tokens of an expert are "
-            "others in each step"
-        )
+        raise ValueError(f"{DYNAMIC_ONLY}; got a config with persistent scales")
     transposed = b_t.is_contiguous() or b_t.dim() != 3
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     return multiply_by_weight(a, weight, offs, config, transposed)

@@ -30,7 +30,7 @@ from quaver.runtime.names import listed, owners_of_parameters
 
 _LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
 _DEQUANTIZED = FilterDecision(
-    False, "experts, dequantized from the checkpoint: scales of gate and up do not fit both as one matrix"
+    False, "experts, dequantized from the checkpoint: the scales of gate and up do not fit their concatenation"
 )
 
 

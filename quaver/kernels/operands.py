@@ -76,7 +76,7 @@ Value = TypeVar("Value")
 def expect(value: Value | None) -> Value:
     """Return `value`, an operand or a scale. Raises RuntimeError for None: the cast was not asked for it."""
     if value is None:
-        raise RuntimeError("a matrix was quantized for one of its two matmuls, and both read it")
+        raise RuntimeError("this operand was not quantized for the direction that the matmul reads")
     return value
 
 

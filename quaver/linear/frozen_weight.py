@@ -206,9 +206,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         """
         if hp.dtype not in HP_DTYPES:
             raise ValueError(
-                f"a frozen float8 weight has codes and scales already, expected values of one of "
-                f"{', '.join(map(str, HP_DTYPES))} for it, got {hp.dtype}; leave its module out, as "
-                "skip_modules_classes=(FrozenFloat8Linear,) does in diffusers' layerwise casting"
+                f"a write into a frozen float8 weight: expected {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}; "
+                "exclude its module from layerwise casting (skip_modules_classes=(FrozenFloat8Linear,) in diffusers)"
             )
         before = self.dequantized()
         if hp.shape != self.shape:
@@ -467,7 +466,7 @@ _READS = frozenset(
 def warn_of_merges() -> None:
     """Warn once what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
     logger.warning(
-        "a write into frozen float8 weights, as the merge of an adapter, quantizes them again: merged logits differ by "
-        "10% to 25% from those of the adapter beside its base, merged in bfloat16 by 2%; merge into the model in high "
-        "precision to keep the adapter whole. conversion_report has the SQNR of each weight"
+        "a write into frozen float8 weights quantizes them again. Merging an adapter into them changes the logits by "
+        "10% to 25% (2% in bfloat16); merge into the high-precision model instead. conversion_report has the SQNR of "
+        "each weight"
     )

@@ -164,7 +164,9 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
     casts, scale = args.config.casts.input, args.scales.input
     if isinstance(input, Float8Tensor):
         if not casts.is_float8:
-            raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
+            raise RuntimeError(
+                "expected a high-precision input, which a matmul of this linear reads; got a Float8Tensor"
+            )
         operands = input.operands()
     else:
         make_quantizer = choose_quantizer if args.sharding is None else args.sharding.input_quantizer

@@ -250,7 +250,7 @@ def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = Non
             return "no CUDA device"
         if is_capturing():
             raise RuntimeError(
-                "the first float8 matmul on a device tries out its float8 units, which a CUDA graph cannot capture; "
+                "the first float8 matmul on a device runs a probe, which a CUDA graph cannot capture; "
                 "run a step before the capture"
             )
         # The first call may be inside a forward. A dispatch mode, such as a selective checkpoint, must not see these

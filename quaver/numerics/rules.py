@@ -341,7 +341,7 @@ CLIPPED = "{value:.2%} of the elements are clipped"
 
 RULES = (
     Rule("nonfinite", _measure_nonfinite, "has {value:g} elements that are not finite"),
-    Rule("ranks", _measure_ranks, "is another one on rank {rank} than on its replicas"),
+    Rule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
     Rule(
         "codes",
         _measure_codes,

@@ -34,7 +34,7 @@ from quaver.torch_private.optimizer import load_with_hooks
 logger = logging.getLogger(__name__)
 
 _LARGE_VECTOR = 1 << 16
-"""Elements from which float8 moments of a vector would save memory; more than norms and biases have."""
+"""Vectors with at least this many elements get a warning that their moments stay in float32."""
 
 STATE_VERSION = 1
 """Version of the state's names, shapes and random bits; every param group carries it."""

@@ -29,7 +29,7 @@ def check_torch_options(group: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError if a param group sets options of torch's optimizers that are not supported here."""
     for name in names:
         if group.get(name):
-            raise ValueError(f"{name}: expected no such option, got {group[name]!r}: no step here would follow it")
+            raise ValueError(f"{name}: expected False, got {group[name]!r}; this optimizer does not support it")
 
 
 def check_same_algorithm(group: Mapping[str, Any]) -> None:

@@ -182,7 +182,8 @@ class CastConfig:
         if self.is_persistent and not self.is_tensorwise:
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
-                f"tensorwise, got {_granularity(self)}; the rows of a tensor are different ones in each step"
+                f"tensorwise, got {_granularity(self)}; row i is a different token in each step, so its scale cannot "
+                "be reused"
             )
         is_packed = self.target_dtype is E2M1.dtype
         check(not is_packed or self.is_blockwise, "target_dtype", "float8 without blocks", self.target_dtype)

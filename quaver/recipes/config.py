@@ -100,8 +100,8 @@ class Float8LinearConfig:
             of the whole weight, and all-gather the codes. A pass gathers one byte per element if one cast serves both
             matmuls of the weight, else two (rows, 1 x 32), the same as bfloat16. Both casts must be float8. One process
             and DDP compute the same with it; FSDP1 refuses it.
-        pad_inner_dim: pad every matmul to multiples of 16 on every device. Hardware that needs padding gets it
-            without this flag; the flag lets a device that needs none take the same path. Results do not change.
+        pad_inner_dim: pad every matmul to multiples of 16. Padding is automatic where the hardware needs it; set this
+            to pad on other devices too, for example to compare. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
         round_scales_to_power_of_2: round every quant_scale down to a power of two.
         backward: the operands of grad_input and grad_weight. "float8": the casts above. Otherwise both matmuls and

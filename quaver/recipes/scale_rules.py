@@ -93,7 +93,10 @@ def rule_of(mode: str) -> ScaleRule:
 def has_kernel(mode: str) -> bool:
     """Whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
     if mode and rule_of(mode).in_hp_dtype:
-        say_once(f"casts by the rule {mode}", f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel has it")
+        say_once(
+            f"casts by the rule {mode}",
+            f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel implements it",
+        )
         return False
     return True
 

@@ -42,12 +42,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def is_cpu(tensor: Tensor) -> bool:
-    """Whether `tensor` takes the code for CPUs."""
+    """Whether `tensor` uses the code path for CPUs."""
     return tensor.is_cpu and _virtual is None
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Whether `tensor` takes the code for CUDA (or ROCm) devices."""
+    """Whether `tensor` uses the code path for CUDA (or ROCm) devices."""
     return tensor.is_cuda or (_virtual is not None and tensor.is_cpu)
 
 

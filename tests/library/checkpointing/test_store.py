@@ -581,7 +581,7 @@ REFUSED = {
     ),
     "patched": (
         lambda net: (setattr(net.layers[0].mlp, "forward", len), store_activations_in_float8(net)),
-        "layers.0.mlp has a forward of its own instance",
+        "layers.0.mlp overrides `forward` on the instance",
     ),
     "twice": (
         lambda net: (store_activations_in_float8(net), store_activations_in_float8(net)),

@@ -583,7 +583,7 @@ def test_layerwise_casting_to_float8_leaves_frozen_modules_out_or_is_refused():
     net, codes = freeze_to_float8(model(), "blockwise"), {}
     for linear in (net[0], net[2]):
         codes[linear] = linear.weight.data_fp8.view(torch.uint8).clone()
-        with pytest.raises(ValueError, match=r"got torch.float8_e4m3fn; leave its module out, as skip_modules_classes"):
+        with pytest.raises(ValueError, match=r"got torch.float8_e4m3fn; exclude its module from layerwise casting"):
             linear.to(E4M3)
         assert_same(linear.weight.data_fp8.view(torch.uint8), codes[linear], "codes")
 

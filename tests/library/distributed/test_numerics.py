@@ -130,7 +130,7 @@ def test_a_rank_with_another_weight_raises_the_alarm(changed):
     alarms = Alarms()
     raised = [event for sample in samples for event in alarms.update(header, sample)]
     assert [(each.rule, each.layer, each.rank) for each in raised] == [("ranks", "module.2", 1)] * changed
-    assert all("is another one on rank 1 than on its replicas" in each.message for each in raised)
+    assert all("differs on rank 1 from its replicas" in each.message for each in raised)
 
 
 def of_ranks_of_which_one_has_no_batch(by_hand):

@@ -78,7 +78,9 @@ def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):
 def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
     config = config_of("rowwise_with_gw_hp")
     whole = as_float8_input(torch.randn(1, 4, 16), config_of("rowwise"))
-    with pytest.raises(RuntimeError, match="reads its input in high precision too, and was given a quantized one"):
+    with pytest.raises(
+        RuntimeError, match="expected a high-precision input, which a matmul of this linear reads; got a Float8Tensor"
+    ):
         float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
 
 
