@@ -129,11 +129,11 @@ def apply_activation_checkpointing(
     """
     modules = list(modules)
     if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     changes = PolicyChanges(operations_to_keep(also_keep), named_operations(never_keep))
     if any(changes) and (mode != "selective" or selected_every(selective_ac_option) is not None):
         raise ValueError(
-            "also_keep and never_keep must be empty unless mode is selective and selective_ac_option is op, got "
+            "also_keep and never_keep: expected none unless mode is selective and selective_ac_option is op, got "
             f"operators with mode {mode!r} and option {selective_ac_option!r}"
         )
     if mode == "memory_budget":
@@ -158,7 +158,7 @@ def selected_every(selective_ac_option: str) -> int | None:
     is_number = isinstance(selective_ac_option, str) and selective_ac_option.isdecimal()
     if not is_number or int(selective_ac_option) < 1:
         raise ValueError(
-            f'selective_ac_option must be "op" or a number of at least 1 as a string, got {selective_ac_option!r}'
+            f'selective_ac_option: expected "op" or a number of at least 1 as a string, got {selective_ac_option!r}'
         )
     return int(selective_ac_option)
 
@@ -332,7 +332,7 @@ def _checkpointed_class(
 
 def _set_memory_budget(memory_budget: float) -> None:
     if not 0 <= memory_budget <= 1:
-        raise ValueError(f"memory_budget must be from 0 to 1, got {memory_budget}")
+        raise ValueError(f"memory_budget: expected a number from 0 to 1, got {memory_budget}")
     from quaver.torch_private.compiler import set_activation_memory_budget  # imports the compiler
 
     set_activation_memory_budget(memory_budget)

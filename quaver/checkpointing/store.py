@@ -62,7 +62,7 @@ def store_activations_in_float8(
     """
     lengths = sorted(columns for rows, columns in BLOCK_SIZES if rows == 1)
     if block_size not in lengths:
-        raise ValueError(f"block_size must be one of {', '.join(map(str, lengths))}, got {block_size!r}")
+        raise ValueError(f"block_size: expected one of {', '.join(map(str, lengths))}, got {block_size!r}")
     chosen = default_modules(model) if modules is None else _match_modules(model, modules)
     if not chosen:
         raise ValueError(

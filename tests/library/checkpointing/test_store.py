@@ -569,7 +569,7 @@ def test_habits_of_users_have_the_gradients_of_a_plain_step():
 REFUSED = {
     "block_size": (
         lambda net: store_activations_in_float8(net, block_size=64),
-        "block_size must be one of 32, 128, got 64",
+        "block_size: expected one of 32, 128, got 64",
     ),
     "pattern": (
         lambda net: store_activations_in_float8(net, ["layers.*.mpl"]),
