@@ -66,7 +66,7 @@ _WIDER = (torch.bfloat16, torch.float32)
 _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
     (float8, wide) for float8 in FLOAT8_KIND for wide in _WIDER
 }
-# About 20 us of work for one thread.
+# Below, starting threads takes longer than they save.
 THREADS_PAY_FROM = 1 << 17  # elements of a cast
 MM_THREADS_PAY_FROM = 1 << 21  # multiplications
 _MOST_THREADS = 64  # the limit in cpu.c
@@ -257,7 +257,7 @@ def cast_with_scale(
     *,
     divides: bool = False,
 ) -> Tensor | None:
-    """`recipes.scaling.cast_to_float8` of `hp` [rows, columns] with a scale of `layout`, of rows or of columns.
+    """`recipes.scaling.cast_to_float8` of `hp` [rows, columns] with scales of `layout`, of rows or of columns.
 
     `divides`: whether to divide by `factor`, a dequant_scale, instead of multiplying.
     """
