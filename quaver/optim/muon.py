@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim.base import Float8Optimizer, Stepped, get_local_gradient
 from quaver.optim.blocks import RowRange, from_blocks, make_grid, number_blocks, to_blocks
 from quaver.optim.buckets import select_rows, split_rows
 from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
 from quaver.optim.options import check_common, check_storages
-from quaver.optim.rounding import block_keys, low16, more_random_bits, random_bits, round_to_bfloat16
+from quaver.optim.rounding import block_keys, low16, more_random_bits, random_bits
 from quaver.optim.state import get_layout, get_local_scales, get_row_scales, shares_blocks, wrap_local
 from quaver.optim.update import load_moment, store_moment
 from quaver.torch_private.dtensor import local_shape_and_offset, local_tensor

@@ -124,9 +124,3 @@ def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
     """Decode codes, uint8 [B, 256], with scales, float32 [B], to float32 [B, 256]."""
     return codes.view(E4M3.dtype).float() * scale[:, None]
-
-
-def round_to_bfloat16(values: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16 stochastically. Non-finite values do not change."""
-    rounded = (values.view(torch.int32) + noise).bitwise_and(-(1 << 16)).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim.blocks import (
     RowRange,
     find_cut_axes,
@@ -31,7 +32,7 @@ from quaver.optim.blocks import (
     to_blocks,
 )
 from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
-from quaver.optim.rounding import block_keys, decode, encode, high16, low16, random_bits, round_to_bfloat16
+from quaver.optim.rounding import block_keys, decode, encode, high16, low16, random_bits
 from quaver.optim.update import ParameterBlocks
 from quaver.torch_private.dtensor import local_tensor
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.optim.rounding import decode, encode, high16, low16, more_random_bits, random_bits, round_to_bfloat16
+from quaver.kernels.stochastic_rounding import round_to_bfloat16
+from quaver.optim.rounding import decode, encode, high16, low16, more_random_bits, random_bits
 from quaver.recipes.scaling import runs_eagerly_on_cpu
 
 

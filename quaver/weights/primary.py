@@ -39,6 +39,7 @@ from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.kernels.operands import Operand, Operands, expect
+from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
@@ -375,14 +376,9 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 `values` up or down to bfloat16, with probabilities that preserve the expected value.
-
-    The upper 16 bits of a float32 are a bfloat16. Adding 16 uniform random bits carries into them with a probability
-    equal to the fraction that the lower bits represent. Non-finite values are rounded to nearest.
-    """
+    """Round float32 `values` with random bits of `generator`; see `round_to_bfloat16`."""
     noise = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    rounded = (values.view(torch.int32) + noise).bitwise_and(-(2**16)).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+    return round_to_bfloat16(values, noise)
 
 
 # ---- the verb --------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from torch import nn
 
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
+from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
 from quaver.optim.blocks import RowRange, make_grid, number_blocks
-from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
+from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, step_key
 from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
 from tests.counting import CollectiveCounter
 from tests.steps import assert_same, by_torch_save, train
