@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from quaver.linear.scale_state import (
 )
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
-from quaver.runtime.agreement import check_ranks_agree
+from quaver.runtime.agreement import check_ranks_agree_once
 from quaver.runtime.names import plain_name
 
 logger = logging.getLogger(__name__)
@@ -283,15 +282,12 @@ def _every_rank() -> ProcessGroup | None:
     return dist.group.WORLD if has_ranks else None
 
 
-_checked: WeakKeyDictionary[nn.Module, list[ScaleState]] = WeakKeyDictionary()
-
-
 def _check_once(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:
     """Check that the ranks agree. A rank without persistent scales must take part in the collective."""
-    if _checked.get(model) == states:
-        return
-    lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]
-    lines += [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
+
+    def describe() -> list[str]:
+        lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]
+        return lines + [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
+
     device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
-    check_ranks_agree(lines, group, device, what="the tensors with persistent scales")
-    _checked[model] = states
+    check_ranks_agree_once(model, states, describe, group, device, what="the tensors with persistent scales")

@@ -7,6 +7,7 @@ one (runtime/agreement.py). If an all-gather finds no scales, it computes those 
 from __future__ import annotations
 
 import typing
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from quaver.fsdp.scales import WholeScales, compute_whole_scales, rounding_rule
 from quaver.fsdp.shard import Ranks, Shard, shard_of
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrappedTensor
-from quaver.runtime.agreement import check_ranks_agree
+from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
 
@@ -51,6 +52,7 @@ class PreparedInputs(Protocol):
 
 
 NamedWeights = Sequence[tuple[str, ModuleWeight]]
+_GATHERED = "the weights to all-gather in float8"
 
 
 class Siblings:
@@ -169,8 +171,11 @@ def _compute_and_remember(named: NamedShards) -> None:
 
 
 def _check_ranks_agree(named: NamedWeights, group: ProcessGroup, device: torch.device) -> None:
-    lines = [f"{name} {list(weight.parameter.shape)}: {weight.config}" for name, weight in named]
-    check_ranks_agree(lines, group, device, what="the weights to all-gather in float8")
+    check_ranks_agree(_describe(named), group, device, what=_GATHERED)
+
+
+def _describe(named: NamedWeights) -> list[str]:
+    return [f"{name} {list(weight.parameter.shape)}: {weight.config}" for name, weight in named]
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
@@ -210,13 +215,11 @@ def precompute_scales(module: nn.Module) -> None:
 
 def _check_once(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. Ranks without such weights join, so the group is the first DTensor's."""
-    checked = [(id(weight.module), weight.name) for _, weight in named]
-    if getattr(module, "_float8_all_gather_checked", None) == checked:
-        return
     sharded = next((p for p in module.parameters() if is_dtensor(p)), None)
     if sharded is None:
         return
     axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)
     mesh = sharded.device_mesh
-    _check_ranks_agree(named, mesh.get_group(axis), torch.device(mesh.device_type))
-    module._float8_all_gather_checked = checked  # type: ignore[assignment]
+    group, device = mesh.get_group(axis), torch.device(mesh.device_type)
+    weights = [(weakref.ref(weight.module), weight.name) for _, weight in named]
+    check_ranks_agree_once(module, weights, lambda: _describe(named), group, device, what=_GATHERED)

@@ -15,9 +15,11 @@ import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 _DIGEST_WORDS = 2
@@ -48,6 +50,31 @@ def check_ranks_agree(lines: Sequence[str], group: ProcessGroup, device: torch.d
             if first_line != line:
                 raise RuntimeError(f"ranks disagree about {what}: rank 0 has {first_line!r}, rank {rank} has {line!r}")
     raise RuntimeError(f"ranks disagree about {what}")
+
+
+_agreed: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
+"""By module and `what`: the subjects that `check_ranks_agree_once` has checked."""
+
+
+def check_ranks_agree_once(
+    module: nn.Module,
+    subjects: list[Any],
+    describe: Callable[[], Sequence[str]],
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    what: str,
+) -> None:
+    """Call `check_ranks_agree` for a module at first, and again when `subjects` are not equal to the last ones.
+
+    Args:
+        subjects: what the lines describe; must not refer to `module`, which would then stay alive.
+        describe: returns the lines.
+    """
+    if _agreed.get(module, {}).get(what) == subjects:
+        return
+    check_ranks_agree(describe(), group, device, what=what)
+    _agreed.setdefault(module, {})[what] = subjects
 
 
 def on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:
