@@ -24,8 +24,8 @@ from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
-from quaver.numerics.record import encode_counts
-from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, spread_indices, sqnr_db
+from quaver.numerics.record import Values, encode_counts
+from quaver.numerics.statistics import SlotIndex, observe_matrix, spread_indices, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts

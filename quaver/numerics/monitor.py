@@ -27,7 +27,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from quaver.numerics.mismatch import Mismatch
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
 from quaver.numerics.ranks import Gathered, find_disagreements, gather
-from quaver.numerics.record import SCHEMA, RecordWriter
+from quaver.numerics.record import SCHEMA, RecordWriter, Sink
 from quaver.numerics.statistics import STATISTICS, finish, new_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
@@ -54,16 +54,6 @@ from quaver.torch_private.autograd import runs_in_backward
 
 CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """A destination of the lines of a record."""
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Write a line, whose floats may be NaN or infinite."""
-
-    def close(self) -> None:
-        """Stop writing."""
 
 
 class _MonitoredTensor(NamedTuple):

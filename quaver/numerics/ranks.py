@@ -16,7 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quaver.numerics.statistics import Values, merge, normalize
+from quaver.numerics.record import Values
+from quaver.numerics.statistics import merge, normalize
 
 CLOSE = 1e-9
 """The relative tolerance between sums: ranks may have run different numbers of micro-batches."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,16 @@ _Key = tuple[str, str, str]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Sink(Protocol):
+    """A destination of the lines of a record."""
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line, whose floats may be NaN or infinite."""
+
+    def close(self) -> None:
+        """Stop writing."""
 
 
 class RecordWriter:

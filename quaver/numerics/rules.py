@@ -23,6 +23,7 @@ from quaver.numerics.history import Sample, TensorStatistics
 from quaver.numerics.mismatch import HEALTHY
 from quaver.numerics.remedies import suggest_accumulation, suggest_nothing, suggest_recipes, suggest_same_codes
 from quaver.recipes.formats import E5M2, Float8Format
+from quaver.recipes.linear_casts import MATMULS
 
 BIT_DB = 20 * math.log10(2)
 """The decibels of one mantissa bit."""
@@ -170,13 +171,6 @@ def _measure_zero(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(float(now.amax == 0), 0, 0)
 
 
-OPERANDS_OF = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
-"""The operands of each result."""
-
 DEAD = 1 / 64
 """The share of one of 64 experts."""
 
@@ -205,7 +199,7 @@ def _get_usual_zeros(now: TensorStatistics, sample: Sample) -> float:
 def _list_operands(result: TensorStatistics, sample: Sample) -> list[TensorStatistics]:
     """List the casts of a result's operands."""
     operands = sample.by_layer[result.key.layer]
-    return [cast for name in OPERANDS_OF[result.key.operand] for cast in operands.get(name, [])]
+    return [cast for name, _ in MATMULS[result.key.operand] for cast in operands.get(name, [])]
 
 
 def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
@@ -275,7 +269,7 @@ def _measure_result(now: TensorStatistics, sample: Sample) -> Measure | None:
     """A result's SQNR, which is bad three bits below what its operands' errors explain. Only some rows are compared."""
     if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
-    left, right = (_find_worst_cast(sample, now.key.layer, name) for name in OPERANDS_OF[now.key.operand])
+    left, right = (_find_worst_cast(sample, now.key.layer, name) for name, _ in MATMULS[now.key.operand])
     if left is None or right is None or not (now.numel and left.numel and right.numel and left.rms and right.rms):
         return None
     contracted = math.sqrt(left.numel * right.numel / now.numel)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from quaver.kernels import cpu
 from quaver.kernels.operands import Operand, expect
+from quaver.numerics.record import Values
 from quaver.recipes.formats import format_of
 from quaver.recipes.scale_layout import TENSORWISE
 from quaver.runtime.devices import is_cpu
@@ -90,8 +91,6 @@ STATISTICS = (
     "kurtosis",
 )
 """The statistics of a slot, in the order of a record; docs/monitor.md defines them."""
-
-Values = NDArray[np.float64]
 
 DIGITS = {"rms": 7, "underflow": 6, "saturated": 6, "sqnr_db": 6, "scale_worst_sqnr_db": 6, "zeros": 6, "kurtosis": 6}
 """Significant digits of the statistics that are quotients. The other statistics are exact."""

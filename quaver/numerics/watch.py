@@ -13,22 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.history import MEMORY
-from quaver.numerics.record import RecordWriter, last_samples
+from quaver.numerics.record import RecordWriter, Sink, last_samples
 
 RECALLED = 64
 """Samples that are read when a run resumes; more than the `MEMORY` of any rule."""
-
-
-class LineSink(Protocol):
-    """A destination of the lines of a record; see `Sink` in monitor.py."""
-
-    def write(self, line: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class AlarmSink:
@@ -45,7 +37,7 @@ class AlarmSink:
 
     def __init__(
         self,
-        sink: str | Path | LineSink | None = None,
+        sink: str | Path | Sink | None = None,
         *,
         alarms: Alarms | None = None,
         on_event: Callable[[Alarm | Cleared], None] | None = None,
@@ -54,7 +46,7 @@ class AlarmSink:
         recalls: str | Path | None = None,
     ) -> None:
         self.alarms = Alarms() if alarms is None else alarms
-        self._sink: LineSink | None = RecordWriter(sink) if isinstance(sink, str | Path) else sink
+        self._sink: Sink | None = RecordWriter(sink) if isinstance(sink, str | Path) else sink
         self._on_event = on_event
         self._post_mortem = None if post_mortem is None else Path(post_mortem)
         self._recalls = None if recalls is None else Path(recalls)

@@ -22,8 +22,9 @@ from quaver.lab.trainer.float8 import fuse_producers, linear_config
 from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.record import Sink
 from quaver.numerics.rules import REMEDIED
-from quaver.numerics.watch import AlarmSink, LineSink
+from quaver.numerics.watch import AlarmSink
 
 
 @dataclass
@@ -39,7 +40,7 @@ class RunAlarms:
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
 
-    def sink(self, sink: LineSink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
+    def sink(self, sink: Sink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
         """Return a sink that passes lines on to `sink` and raises alarms.
 
         A resumed run recalls earlier bad values, so it changes a recipe in the same step as an uninterrupted run. With
@@ -69,7 +70,7 @@ class RunAlarms:
 class _RunSink(AlarmSink):
     """Collects write errors, which end the run on all ranks, instead of raising them in the first rank's monitor."""
 
-    def __init__(self, failures: OutputFailures, folder: RunFolder, sink: LineSink, **options: Any) -> None:
+    def __init__(self, failures: OutputFailures, folder: RunFolder, sink: Sink, **options: Any) -> None:
         super().__init__(sink, **options)
         self._failures, self._folder = failures, folder
 
