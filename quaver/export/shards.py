@@ -12,17 +12,15 @@ weights of a model at once. There a scale belongs to the shard of tensor paralle
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.fsdp.scales import rounding_rule
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale
 from quaver.kernels.operands import Operand, expect
-from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
+from quaver.recipes.scaling import amaxes_of_part, choose_factor, compute_scales_of_parts, scales_of_part
 from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import from_local_like, local_shape_and_offset
 
@@ -42,7 +40,7 @@ def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> 
     amaxes = torch.zeros(experts, *counts, device=local.device)
     if local.numel():
         for index, matrix in enumerate(local.view(_stack(local.shape)), start=first):
-            amax, corner = _amaxes(matrix, offset, layout)
+            amax, corner = amaxes_of_part(matrix, offset, layout)
             amaxes[index].narrow(0, corner[0], amax.shape[0]).narrow(1, corner[1], amax.shape[1]).copy_(amax)
     amaxes = amaxes.to(weight.device_mesh.device_type)  # an offloaded shard is on the CPU
     for axis, placement in enumerate(weight.placements):
@@ -87,32 +85,12 @@ def _stack(shape: tuple[int, ...] | torch.Size, leading: int = 1) -> tuple[int, 
     return (leading, *shape) if len(shape) == 2 else tuple(shape)
 
 
-def _amaxes(matrix: Tensor, offset: list[int], layout: ScaleLayout) -> tuple[Tensor, list[int]]:
-    """Return the amaxes [r, c] of a shard at `offset` by the blocks of the whole, and the index of the first block."""
-    cut = [0 if length == ALL else o % length for length, o in zip(layout[:2], offset, strict=True)]
-    corner = [0 if length == ALL else o // length for length, o in zip(layout[:2], offset, strict=True)]
-    if layout.is_tensorwise:
-        return scaling.amax(matrix).view(1, 1), corner
-    if layout.columns == ALL:
-        return scaling.amax(matrix, 1), corner
-    before = (cut[1], 0, cut[0], 0)  # zeros in place of the elements of the first blocks on other ranks
-    return scaling.block_amax(F.pad(matrix, before) if any(cut) else matrix, layout), corner
-
-
 def _codes(
     matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, division: str
 ) -> Tensor:
     """Return the codes of a shard at `offset`. `factor`: of the whole matrix, from `choose_factor`."""
-    lengths = list(layout[:2])
-    for dim, (length, first, n) in enumerate(zip(layout[:2], offset, matrix.shape, strict=True)):
-        if length == ALL:
-            continue
-        corner, cut = divmod(first, length)
-        factor = factor.narrow(dim, corner, -(-(cut + n) // length))
-        if cut:  # the first block begins before the shard: repeat the scale of its block for each row or column
-            factor, lengths[dim] = factor.repeat_interleave(length, dim).narrow(dim, cut, n), 1
+    factor, layout = scales_of_part(factor, offset, matrix.shape, layout)
     if layout.is_blockwise:
-        layout = layout._replace(rows=lengths[0], columns=lengths[1])
         return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, division)
     scale = factor.view(()) if layout.is_tensorwise else factor
     return expect(cast_with_scale(matrix.contiguous(), dtype, scale, None, division)[0])

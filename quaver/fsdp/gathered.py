@@ -60,7 +60,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.scale_layout import ScaleLayout
-from quaver.recipes.scaling import Scales
+from quaver.recipes.scaling import Scales, scales_of_part
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, set_local_tensor
 from quaver.torch_private.fsdp import hide_from_policies
@@ -348,7 +348,7 @@ def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, layo
         scale, row_layout = expand_quant_scales(rows, quant_scale, scale_row, layout.columns)
         return cast_blocks_with_scale(rows, scale, float8_dtype, row_layout).view(shard.local.shape)
     if layout.is_blockwise:
-        scale, shard_layout = shard.narrow_block_scales(quant_scale, layout)
+        scale, shard_layout = scales_of_part(quant_scale, shard.offsets, shard.local.shape, layout)
         return cast_blocks_with_scale(shard.local, scale, float8_dtype, shard_layout)
     scale = shard.narrow_scales(quant_scale)
     by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]

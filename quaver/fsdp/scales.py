@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.experts.cast import compute_scale_row_amax
@@ -128,10 +127,8 @@ def _compute_block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
     amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.size))
     if shard.local.numel() == 0:
         return amaxes
-    first, cut = divmod(shard.offset, layout[shard.dim])
-    before = (0, 0, cut, 0) if shard.dim == 0 else (cut, 0)  # zeros stand for the block's rows on other ranks
-    amax = scaling.block_amax(F.pad(shard.local, before) if cut else shard.local, layout)
-    amaxes.narrow(shard.dim, first, amax.shape[shard.dim]).copy_(amax)
+    amax, corner = scaling.amaxes_of_part(shard.local, shard.offsets, layout)
+    amaxes.narrow(shard.dim, corner[shard.dim], amax.shape[shard.dim]).copy_(amax)
     return amaxes
 
 

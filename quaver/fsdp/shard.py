@@ -57,16 +57,10 @@ class Shard(NamedTuple):
             return whole_scales
         return whole_scales.narrow(self.dim, self.offset, self.local.shape[self.dim])
 
-    def narrow_block_scales(self, whole_scales: Tensor, layout: ScaleLayout) -> tuple[Tensor, ScaleLayout]:
-        """This shard's part of the whole weight's block scales, one for each index along `dim`, and their layout.
-
-        Along `dim` the shard may begin inside a block, so each of its rows (or columns) gets a scale.
-        """
-        length, n = layout[self.dim], self.local.shape[self.dim]
-        first, last = self.offset // length, -(-(self.offset + n) // length)
-        scale = whole_scales.narrow(self.dim, first, last - first) if n else whole_scales.narrow(self.dim, 0, 0)
-        scale = scale.repeat_interleave(length, self.dim).narrow(self.dim, self.offset - first * length if n else 0, n)
-        return scale, layout._replace(**{layout._fields[self.dim]: 1})
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """The row and the column of a matrix's shard in the whole weight."""
+        return (self.offset, 0) if self.dim == 0 else (0, self.offset)
 
     def scale_rows(self, layout: ScaleLayout) -> Tensor:
         """The index of each row of a shard of experts among the whole weight's rows of scales, int64."""
