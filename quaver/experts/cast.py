@@ -162,7 +162,7 @@ def _cpu_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
 ) -> Operands | None:
     """Cast each group by the table of casts; or all rows at once, if no scale depends on the groups."""
-    if not cpu.takes(hp, float8_dtype):
+    if not cpu.supports(hp, float8_dtype):
         return None
     power_of_2, granularity, *options = rest
     name, bounds = ScalingGranularity(granularity), find_bounds(ends, groups, hp.shape[0])

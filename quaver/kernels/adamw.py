@@ -88,8 +88,8 @@ library.impl("adamw_", _adamw, "CPU")
 torch.library.register_fake("quaver::adamw_", lambda *arguments: None, lib=library)
 
 
-def takes(param: Tensor, grad: Tensor) -> bool:
-    """Whether `adamw_` takes these contiguous tensors in this process and outside of compiled code."""
+def supports(param: Tensor, grad: Tensor) -> bool:
+    """Whether `adamw_` supports these contiguous tensors in this process and outside of compiled code."""
     return AVAILABLE and is_cpu(param) and is_cpu(grad) and not torch.compiler.is_compiling()
 
 

@@ -192,8 +192,8 @@ def _cpu_blockwise(
         return _cpu_by_scales(hp, scales, float8_dtype, layout, mode)
 
     layout = layout_of_blocks(float8_dtype, dot_products, length)
-    takes = cpu.takes(hp, float8_dtype) and has_kernel(mode)
-    return cast_by_layout(cast, row, column, layout) if takes else None
+    is_supported = cpu.supports(hp, float8_dtype) and has_kernel(mode)
+    return cast_by_layout(cast, row, column, layout) if is_supported else None
 
 
 def _cpu_by_scales(
@@ -270,7 +270,7 @@ def _cpu_by_rule(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, mode: str
 ) -> Operands | None:
     """PyTorch computes amaxes and scales, C the codes."""
-    if not (cpu.takes(hp, float8_dtype) and has_kernel(mode)):
+    if not (cpu.supports(hp, float8_dtype) and has_kernel(mode)):
         return None
 
     def cast(layout: ScaleLayout) -> Operand:

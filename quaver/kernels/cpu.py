@@ -139,7 +139,7 @@ def say_unavailable() -> None:
         )
 
 
-def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
+def supports(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Whether the extension converts `matrix`, hp or float8, to `dtype`. Do not call it while compiling.
 
     hp must be contiguous; codes need contiguous rows only.
@@ -184,7 +184,7 @@ def _call(
 
 def _new_codes(hp: Tensor, float8_dtype: torch.dtype) -> Tensor | None:
     """Allocate the codes of `hp`; None if the extension does not take it."""
-    return empty_like(hp, dtype=float8_dtype) if hp.dtype in HP_KIND and takes(hp, float8_dtype) else None
+    return empty_like(hp, dtype=float8_dtype) if hp.dtype in HP_KIND and supports(hp, float8_dtype) else None
 
 
 def _new_scales(*shape: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def dynamic_cast(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`recipes.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
 
-    `codes`: rows of a float8 matrix to write to, for an `hp` that `takes` accepts; None to allocate them.
+    `codes`: rows of a float8 matrix to write to, for an `hp` that `supports` accepts; None to allocate them.
     """
     if dim not in (None, 0, 1):
         raise ValueError(f"expected dim None, 0 or 1, got {dim}")
@@ -273,7 +273,7 @@ def cast_with_scale(
 
 def block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
     """`quaver.recipes.scaling.block_amax` of `hp` [rows, columns]."""
-    if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn):
+    if hp.dtype not in HP_KIND or not supports(hp, torch.float8_e4m3fn):
         return None
     amax = hp.new_empty(layout.scale_shape(hp.shape[0], hp.shape[1]))
     addresses = hp.data_ptr(), 0, amax.data_ptr()
@@ -324,7 +324,7 @@ def widen(
     The scale is of `layout`, of rows or of columns. For bfloat16 its values must be powers of two of at least 2^-110
     (or 0, inf, NaN), so that products are exact. For float32 any values are allowed, and products are rounded once.
     """
-    if dtype not in _WIDER or not takes(codes, dtype):
+    if dtype not in _WIDER or not supports(codes, dtype):
         return None
     granularity = {} if scale is None else _granularity_of(scale, layout, *codes.shape)
     out = codes.new_empty(codes.shape, dtype=dtype)
@@ -395,7 +395,7 @@ def observe(
         saturated elements; amax, smallest nonzero magnitude and sum of fourth powers of the finite elements. None for
         tensors that the extension does not take.
     """
-    if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn) or not hp.is_contiguous():
+    if hp.dtype not in HP_KIND or not supports(hp, torch.float8_e4m3fn) or not hp.is_contiguous():
         return None
     rows, columns = hp.shape
     if codes is not None and not (is_plain(codes) and codes.dtype in FLOAT8_KIND and codes.shape == hp.shape):

@@ -23,7 +23,7 @@ from quaver.kernels.triton_blocks import (
     launch,
     load_tile,
     magnitude_bits,
-    takes_matrix,
+    supports_matrix,
     tile_for,
 )
 
@@ -31,7 +31,7 @@ with contextlib.suppress(ImportError):  # PyTorch for CPUs lacks it
     import triton.language as tl
 
 
-@accepts(takes_matrix)
+@accepts(supports_matrix)
 def amax(hp: Tensor, dim: int | None) -> Tensor:
     """`recipes.scaling.amax` of `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
     if dim is None:
@@ -60,7 +60,7 @@ def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None
     return row_amax, column_amax
 
 
-@accepts(takes_matrix)
+@accepts(supports_matrix)
 def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     """float32 [groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
 

@@ -63,8 +63,8 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel, do_not_specialize_on_alignment=["quant_scale_ptr"])
 
 
-def accepts(takes: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the launcher of a kernel to return None if `takes`, called with the same arguments, is False.
+def accepts(is_supported: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the launcher of a kernel to return None if `is_supported`, called with the same arguments, is False.
 
     Kernels differ in the dtypes and layouts that they read. Do not call a launcher while compiling.
     """
@@ -72,29 +72,29 @@ def accepts(takes: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callab
     def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(launcher)
         def checked(first: Tensor, *args: Any) -> Any:
-            return launcher(first, *args) if takes(first, *args) else None
+            return launcher(first, *args) if is_supported(first, *args) else None
 
         return checked
 
     return decorate
 
 
-def takes(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
-    """Whether the casts take `hp` [R, C] to `float8_dtype`: plain, contiguous, not empty, on a GPU of sm_90 or newer.
+def supports(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
+    """Whether `hp` [R, C] can be cast to `float8_dtype`: plain, contiguous, not empty, on a GPU of sm_90 or newer.
 
     Under TRITON_INTERPRET the tensor is on the CPU. If the last of `options` is a mode, it must have a kernel.
     """
     mode = options[-1] if options and isinstance(options[-1], str) else ""
-    return float8_dtype in FLOAT8_DTYPES and takes_matrix(hp) and not (mode and not has_kernel(mode))
+    return float8_dtype in FLOAT8_DTYPES and supports_matrix(hp) and not (mode and not has_kernel(mode))
 
 
-def takes_matrix(hp: Tensor, *_: object) -> bool:
-    """`takes` for a kernel that writes no codes."""
+def supports_matrix(hp: Tensor, *_: object) -> bool:
+    """`supports` for a kernel that writes no codes."""
     return hp.dtype in HP_DTYPES and hp.dim() == 2 and has_kernels(hp)
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """The device, stride and class checks of `takes`."""
+    """The device, stride and class checks of `supports`."""
     return (
         triton is not None
         and type(tensor) in PLAIN_TYPES

@@ -53,7 +53,7 @@ from quaver.kernels.triton_blocks import (
     store_column_codes,
     store_row_codes,
     store_scales,
-    takes,
+    supports,
     tile_for,
     to_float8,
     widen,
@@ -77,7 +77,7 @@ __all__ = [
     "cast_with_scale",
     "column_major",
     "group_amax",
-    "takes",
+    "supports",
 ]
 
 ScaleBuffers = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -87,7 +87,7 @@ WIDEST_ROW = 32768
 """The most columns of a row that `_cast_whole_rows` holds in registers."""
 
 
-@accepts(takes)
+@accepts(supports)
 def cast_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
@@ -97,7 +97,7 @@ def cast_tensorwise(
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
-@accepts(takes)
+@accepts(supports)
 def cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
@@ -125,7 +125,7 @@ def _cast_with_one_scale(
     return row_codes, quant, dequant, column_codes, observed
 
 
-@accepts(takes)
+@accepts(supports)
 def cast_rowwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
@@ -142,7 +142,7 @@ def cast_rowwise(
     return unflatten_operands((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column, ROWWISE)
 
 
-@accepts(takes)
+@accepts(supports)
 def cast_with_scale(
     hp: Tensor,
     float8_dtype: torch.dtype,

@@ -34,7 +34,7 @@ from quaver.kernels.triton_blocks import (
     scales_of_amax,
     store_column_codes,
     store_row_codes,
-    takes,
+    supports,
     to_dequant_scale,
     to_float8,
     to_quant_scale,
@@ -65,7 +65,7 @@ def _block_rule(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -
     return BlockRule(rows, columns, is_e8m0, e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
 
 
-@accepts(takes)
+@accepts(supports)
 def cast_blockwise(
     hp: Tensor,
     float8_dtype: torch.dtype,

@@ -30,13 +30,13 @@ except ImportError:  # PyTorch for CPUs lacks it
     tl = None
 
 
-def takes_codes(codes: Tensor) -> bool:
+def supports_codes(codes: Tensor) -> bool:
     """Whether the kernel copies `codes` [..., R, C], which must be float8 and pass `has_kernels`."""
     is_matrices = codes.dim() >= 2 and math.prod(codes.shape[:-2]) <= MOST_MATRICES
     return codes.dtype in FLOAT8_DTYPES and is_matrices and has_kernels(codes)
 
 
-@accepts(takes_codes)
+@accepts(supports_codes)
 def column_major(codes: Tensor) -> Tensor:
     """A copy of `codes` [..., R, C] in which each matrix has strides (1, R)."""
     height, width = codes.shape[-2:]

@@ -57,7 +57,7 @@ def run_updates(
     values = torch.tensor(scalars, dtype=torch.float32)
     in_buckets = []
     for update in updates:
-        if not cpu_adamw.takes(update.tensors.param, update.grad):
+        if not cpu_adamw.supports(update.tensors.param, update.grad):
             in_buckets.append(update)
             continue
         cpu_adamw.adamw_(

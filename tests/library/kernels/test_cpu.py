@@ -219,19 +219,19 @@ def test_widen_some_columns(dtype: torch.dtype, threads: None) -> None:
 def test_takes() -> None:
     hp = torch.randn(4, 6)
     codes = hp.to(E4M3)
-    assert cpu.takes(hp, E5M2)
-    assert cpu.takes(torch.nn.Parameter(hp), E4M3)
-    assert cpu.takes(codes, torch.bfloat16)
-    assert cpu.takes(codes[:, 1:3], torch.bfloat16)
+    assert cpu.supports(hp, E5M2)
+    assert cpu.supports(torch.nn.Parameter(hp), E4M3)
+    assert cpu.supports(codes, torch.bfloat16)
+    assert cpu.supports(codes[:, 1:3], torch.bfloat16)
     with torch.inference_mode():
-        assert cpu.takes(torch.randn(4, 6), E4M3)
+        assert cpu.supports(torch.randn(4, 6), E4M3)
     for matrix in (codes.t(), codes[:, ::2], codes[:1].expand(4, 6), codes[0]):
-        assert not cpu.takes(matrix, torch.bfloat16)
+        assert not cpu.supports(matrix, torch.bfloat16)
     for matrix in (hp.double(), hp.t(), hp[:, 1:3], hp[0], hp.to("meta")):
-        assert not cpu.takes(matrix, E4M3)
-    assert not cpu.takes(hp, torch.float8_e4m3fnuz)
-    assert not cpu.takes(codes, torch.float16)
-    assert not cpu.takes(hp, torch.bfloat16)
+        assert not cpu.supports(matrix, E4M3)
+    assert not cpu.supports(hp, torch.float8_e4m3fnuz)
+    assert not cpu.supports(codes, torch.float16)
+    assert not cpu.supports(hp, torch.bfloat16)
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux")
@@ -244,7 +244,7 @@ def test_the_matmul_runs_where_the_cpu_has_bfloat16_vectors_and_no_tiles():
 def _load_again(value: str, available: bool) -> None:
     os.environ["QUAVER_PURE_PYTORCH"] = value
     importlib.reload(cpu)
-    assert cpu.AVAILABLE is cpu.takes(torch.ones(2, 2), E4M3) is available
+    assert cpu.AVAILABLE is cpu.supports(torch.ones(2, 2), E4M3) is available
     assert ("QUAVER_PURE_PYTORCH is set" in str(cpu.UNAVAILABLE_BECAUSE)) is (value == "1")
 
 

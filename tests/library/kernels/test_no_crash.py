@@ -107,12 +107,12 @@ for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeD
              FakeFunctions(), MetaFunctions(), torch.device("meta")):
     transposed = codes.t()
     with mode:
-        assert not cpu.takes(ones, E4M3) and not cpu.takes(codes, torch.bfloat16), mode
+        assert not cpu.supports(ones, E4M3) and not cpu.supports(codes, torch.bfloat16), mode
         for call in list(calls())[:8]:
             refused(call)
         assert cpu.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
         attempt()
-assert cpu.takes(ones, E4M3) and cpu.takes(codes, torch.bfloat16)
+assert cpu.supports(ones, E4M3) and cpu.supports(codes, torch.bfloat16)
 expected = cpu.dynamic_cast(ones * 3, E4M3, 1)
 with torch.device("meta"):  # a function mode, which the operation is called without
     actual = torch.ops.quaver.cast_rowwise(ones * 3, E4M3, True, False, False)[:3]
@@ -130,7 +130,7 @@ def test_tensors_without_memory_of_their_own():
                    ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones),
                    torch.nested.nested_tensor([ones[0], ones[1]]), ones.as_subclass(type("Sub", (torch.Tensor,), {})),
                    torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)):
-            assert not cpu.takes(hp, E4M3)
+            assert not cpu.supports(hp, E4M3)
             attempt(hp=hp)
             attempt(scale=hp, observed=hp)
         codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False)
@@ -144,7 +144,7 @@ def test_functorch_transforms():
     run(
         """
         def inside(x):
-            assert not cpu.takes(x, E4M3) and not cpu.takes(ones, E4M3)
+            assert not cpu.supports(x, E4M3) and not cpu.supports(ones, E4M3)
             for call in list(calls())[:8]:
                 refused(call)
             attempt()

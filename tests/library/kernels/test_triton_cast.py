@@ -84,7 +84,7 @@ def _rules(hp_dtype):
     hp[: len(UNUSUAL), :2] = torch.tensor(UNUSUAL, dtype=hp_dtype)
     for rule in RULES:
         if rule == "compressed-tensors":
-            assert not triton_cast.takes(hp, E4M3, True, True, False, rule)
+            assert not triton_cast.supports(hp, E4M3, True, True, False, rule)
         else:
             assert_casts_by_rule(hp, rule)
 
@@ -229,6 +229,6 @@ def test_what_it_takes(interpreter):
         (torch.ones(4, 6), torch.float8_e4m3fnuz, False),
         (torch.ones(4, 6, device="meta"), E4M3, False),
     ):
-        assert interpreter(triton_cast.takes, hp, float8_dtype) is takes
+        assert interpreter(triton_cast.supports, hp, float8_dtype) is takes
         if not triton_blocks.INTERPRETED:
-            assert not triton_cast.takes(hp, float8_dtype)  # without the interpreter no CPU tensor is taken
+            assert not triton_cast.supports(hp, float8_dtype)  # without the interpreter no CPU tensor is taken

@@ -74,7 +74,7 @@ def assert_operands(operands, of_rows, of_columns, rows, columns):
 @np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted
 def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, mode="", wanted=WANTED):
     """The casts of `hp` are the oracle's: dynamic, with each `persistent` scale, with each pair of `given` scales."""
-    assert triton_cast.takes(hp, float8_dtype)
+    assert triton_cast.supports(hp, float8_dtype)
     host, device = hp.cpu(), hp.device
     of_matrix, of_rows, of_columns = (
         scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2, mode=mode) for dim in (None, 1, 0)
@@ -115,7 +115,7 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(B
 
     The dequant_scale of row codes along 1 x n, and of column codes alone in square blocks, is column-major.
     """
-    assert triton_cast.takes(hp, float8_dtype)
+    assert triton_cast.supports(hp, float8_dtype)
     for rows, columns in wanted:
         made = []
         for size in (block_size, block_size[::-1]):

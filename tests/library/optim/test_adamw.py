@@ -54,7 +54,7 @@ def same(ours, theirs):
 
 @pytest.fixture
 def in_pytorch(monkeypatch):
-    return lambda: monkeypatch.setattr(cpu_adamw, "takes", lambda *tensors: False)
+    return lambda: monkeypatch.setattr(cpu_adamw, "supports", lambda *tensors: False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
