@@ -27,7 +27,8 @@ from quaver.recipes.formats import E4M3
 LARGEST_QUANT_SCALE = 2.0**120
 """The largest quant_scale whose reciprocal is a normal number."""
 
-_LANE, _BLOCK = 0x9E3779B9, 0x9E3779B1  # 2^32 / golden ratio, and the nearest smaller number that is prime
+# 2^32 / golden ratio, and the nearest smaller number that is prime
+_LANE_MULTIPLIER, _BLOCK_MULTIPLIER = 0x9E3779B9, 0x9E3779B1
 _SECOND = 0x85EBCA6B
 _LARGEST_CODE = 0x7E
 _DROPPED = 23 - E4M3.mantissa_bits
@@ -60,18 +61,18 @@ def step_key(seed: int, step: int, position: int) -> int:
     """Hash the seed, the number of the step and the parameter's index in the optimizer to 32 bits."""
     key = 0
     for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, step, position):
-        key = mix_int((key + _BLOCK + word) & 0xFFFFFFFF)
+        key = mix_int((key + _BLOCK_MULTIPLIER + word) & 0xFFFFFFFF)
     return key
 
 
 def block_keys(key: Tensor, block: Tensor) -> Tensor:
     """Hash the keys of parameters and the numbers of their blocks to keys of blocks, all int32 [B]."""
-    return mix(key + block * _as_int32(_BLOCK))
+    return mix(key + block * _as_int32(_BLOCK_MULTIPLIER))
 
 
 def random_bits(keys: Tensor) -> Tensor:
     """Return random int32 [B, 256] for `block_keys` [B]."""
-    lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _as_int32(_LANE)
+    lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _as_int32(_LANE_MULTIPLIER)
     return mix(keys[:, None] + lanes)
 
 

@@ -38,7 +38,7 @@ from quaver.torch_private.dtensor import local_tensor
 
 STORAGES = ("float8", "bfloat16", "float32")
 
-SMALL = 4096
+MIN_FLOAT8_ELEMENTS = 4096
 """Parameters with fewer elements have moments in float32, as in bitsandbytes."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -61,7 +61,7 @@ _FP8_NAMES = {
 
 def is_small(parameter: Tensor) -> bool:
     """Return whether moments are float32 regardless of the options."""
-    return parameter.numel() < SMALL or parameter.dim() < 2
+    return parameter.numel() < MIN_FLOAT8_ELEMENTS or parameter.dim() < 2
 
 
 def choose_storage(parameter: Tensor, wanted: str) -> str:

@@ -34,7 +34,7 @@ from quaver.lab.plan.run import EXPERTS, float8_shares, has_one_cast
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
-from quaver.optim.state import SMALL
+from quaver.optim.state import MIN_FLOAT8_ELEMENTS
 from quaver.recipes.config import Float8LinearConfig
 
 _FLOAT32, _LOW = 4, 2
@@ -176,7 +176,7 @@ class Estimate:
             moments, step = (1, 0) if is_muons else (2, _FLOAT32)
             if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
-            is_small = len(weight.shape) < 2 or prod(weight.shape) < SMALL
+            is_small = len(weight.shape) < 2 or prod(weight.shape) < MIN_FLOAT8_ELEMENTS
             in_float32 = is_small or weight is self.outside[1]  # the embedding
             moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.scales(self.layout)
             return moments * moment + _FLOAT32
