@@ -1,9 +1,9 @@
-"""The saved-tensor hooks that store activations as float8 codes, and the tensors that they leave unchanged.
+"""The saved-tensor hooks that store activations as float8 codes, and the tensors that they do not convert.
 
     with storing(storage, args, kwargs):      around the forward of one module
         ...
 
-Tensors that autograd saves inside the block are stored in float8. These are left unchanged:
+Tensors that autograd saves inside the block are stored in float8. These are not converted:
 
     other dtypes                 everything that is not float32, bfloat16 or float16
     parameters                   and anything derived from one parameter only, except embedding lookups
@@ -18,7 +18,7 @@ in memory, while they are alive and the tensor's version is unchanged. A write t
 `.data`) between two saves in one forward is missed here too.
 
 Autograd runs the innermost hooks only. So these hooks call the ones around the block, with the codes and scales or with
-the tensor that is left unchanged. Inside an activation checkpoint nothing is stored, because almost nothing is saved;
+the tensor that is not converted. Inside an activation checkpoint nothing is stored, because almost nothing is saved;
 the recomputation is in high precision.
 """
 
@@ -54,8 +54,8 @@ StoringModule = tuple[str, int]
 STORED_IN = "stores activations"
 """The key of a `StoringModule`, or None, in `meta["custom"]` of a node of a compiled graph."""
 
-SMALL = 8
-"""A tensor with at most 1/8 of the elements of the module's largest argument is left unchanged."""
+SMALL_SHARE = 8
+"""A tensor with at most 1/8 of the elements of the module's largest argument is not converted."""
 
 
 class StoredCodes:
@@ -121,7 +121,7 @@ class StoredTensor:
 
 
 class _PackedByOuterHooks:
-    """A tensor that is left unchanged, packed by the hooks around the block."""
+    """A tensor that is not converted, packed by the hooks around the block."""
 
     __slots__ = ("packed", "unpack")
 
@@ -157,11 +157,11 @@ class Pack(PackHook):
         self.storage, self.outer = storage, outer
         sizes = [local_tensor(argument).numel() for argument in arguments if argument.is_floating_point()]
         self.largest = max(sizes, default=0)
-        self.left: set[int] = set()
+        self.unconverted: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> Any:
         stored = None
-        if not self.leaves(tensor):
+        if not self.is_skipped(tensor):
             local = waited_local_tensor(tensor)
             layout = MemoryLayout(local, self.storage.block_size)
             stored = StoredTensor(tensor, self._encode_once(local, layout), layout)
@@ -171,24 +171,24 @@ class Pack(PackHook):
             return stored
         return HeldTensor(tensor) if self.outer is None else _PackedByOuterHooks(tensor, self.outer)
 
-    def leave(self, tensors: Sequence[Tensor | None]) -> None:
-        """Leave these tensors unchanged, which an autograd function is about to save."""
-        self.left.update(
+    def skip(self, tensors: Sequence[Tensor | None]) -> None:
+        """Do not convert these tensors, which an autograd function is about to save."""
+        self.unconverted.update(
             storage_key(waited_local_tensor(tensor).untyped_storage()) for tensor in tensors if tensor is not None
         )
 
-    def leaves(self, tensor: Tensor) -> bool:
-        """Whether this tensor is left unchanged; see the top of the file."""
+    def is_skipped(self, tensor: Tensor) -> bool:
+        """Whether this tensor is not converted; see the top of the file."""
         if not tensor.requires_grad or _in_matmul.depth or _is_derived_from_parameter(tensor):
             return True
         local = waited_local_tensor(tensor)
         return (
             local.dtype not in DTYPES
             or local.numel() < self.storage.block_size
-            or local.numel() * SMALL <= self.largest
+            or local.numel() * SMALL_SHARE <= self.largest
             or 0 in local.stride()
             or is_traceable_wrapper_subclass(local)
-            or storage_key(local.untyped_storage()) in self.left
+            or storage_key(local.untyped_storage()) in self.unconverted
         )
 
     def _encode_once(self, tensor: Tensor, layout: MemoryLayout) -> StoredCodes:
@@ -231,8 +231,8 @@ _in_matmul = _Depth()
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
-    """Leave tensors that autograd saves inside the block unchanged."""
+def skip_conversion() -> Iterator[None]:
+    """Do not convert tensors that autograd saves inside the block."""
     _in_matmul.depth += 1
     try:
         yield

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode_in_graph, encode
-from quaver.checkpointing.hooks import SMALL, STORED_IN, StoringModule
+from quaver.checkpointing.hooks import SMALL_SHARE, STORED_IN, StoringModule
 from quaver.checkpointing.policy import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import say_once
@@ -147,7 +147,7 @@ def _is_storable(node: Node, largest: int) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype not in DTYPES or not _is_static(value):
         return False
-    return value.numel() * SMALL > largest and 0 not in value.stride()
+    return value.numel() * SMALL_SHARE > largest and 0 not in value.stride()
 
 
 def _feeds_matmul(node: Node) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from quaver.checkpointing.hooks import STORED_IN, Storage, StoringModule, leaving, storing
+from quaver.checkpointing.hooks import STORED_IN, Storage, StoringModule, skip_conversion, storing
 from quaver.kernels.operation import library
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZES
@@ -84,7 +84,7 @@ def store_activations_in_float8(
         module.__class__ = _make_storing_class(type(module))  # type: ignore[arg-type]
         module._activation_storage = Storage(name, block_size)  # type: ignore[assignment]
     for matmul in matmuls:
-        matmul.__class__ = _make_leaving_class(type(matmul))  # type: ignore[arg-type]
+        matmul.__class__ = _make_skipping_class(type(matmul))  # type: ignore[arg-type]
     return list(chosen)
 
 
@@ -103,7 +103,7 @@ def keep_activations(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _Storing):
             module._activation_storage = None
-        if type(module).__mro__[1] in (_Storing, _Leaving):
+        if type(module).__mro__[1] in (_Storing, _Skipping):
             module.__class__ = type(module).__mro__[2]
             module.__dict__.pop("_activation_storage", None)
 
@@ -162,9 +162,9 @@ def _is_matmul(module: nn.Module) -> bool:
 def _find_matmuls(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The matmuls in `modules` that save inputs in high precision.
 
-    Float8 linears are excluded, since they tell the hooks which tensors to leave (linear/saved_tensors.py).
+    Float8 linears are excluded, since they tell the hooks which tensors to skip (linear/saved_tensors.py).
     """
-    descendants = {child for module in modules for child in module.modules() if not isinstance(child, _Leaving)}
+    descendants = {child for module in modules for child in module.modules() if not isinstance(child, _Skipping)}
     return {child for child in descendants if _is_matmul(child) and not _is_float8(child)}
 
 
@@ -228,22 +228,22 @@ def _make_storing_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _make_subclass(cls, _Storing, forward)
 
 
-class _Leaving:
-    """Marks the classes that `_make_leaving_class` makes."""
+class _Skipping:
+    """Marks the classes that `_make_skipping_class` makes."""
 
 
 @functools.cache
-def _make_leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _make_skipping_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_exporting_or_tracing():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _run_annotated(None, cls.forward, self, *args, **kwargs)
-        with leaving():
+        with skip_conversion():
             return cls.forward(self, *args, **kwargs)
 
-    return _make_subclass(cls, _Leaving, forward)
+    return _make_subclass(cls, _Skipping, forward)
 
 
 def _is_exporting_or_tracing() -> bool:
@@ -265,5 +265,5 @@ def _reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
 def _new(cls: type[nn.Module], stores: bool) -> Any:
     if stores:
         _prepare_compiler()
-    subclass: Any = (_make_storing_class if stores else _make_leaving_class)(cls)  # type: ignore[arg-type]
+    subclass: Any = (_make_storing_class if stores else _make_skipping_class)(cls)  # type: ignore[arg-type]
     return object.__new__(subclass)

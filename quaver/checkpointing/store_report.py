@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quaver.checkpointing.hooks import StoredCodes, StoredTensor, leaving, observer
+from quaver.checkpointing.hooks import StoredCodes, StoredTensor, observer, skip_conversion
 from quaver.recipes.scaling import decibels
 from quaver.recipes.scaling import sqnr_db as cast_sqnr_db
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
@@ -30,7 +30,7 @@ class SavedActivation:
     """Bytes of its storage. Several views of one storage count their own bytes each, and the first one the rest too."""
     bytes_after: int
     sqnr_db: float | None
-    """20 log10(norm(tensor) / norm(tensor - dequantized)); None for a tensor that is left unchanged."""
+    """20 log10(norm(tensor) / norm(tensor - dequantized)); None for a tensor that is not converted."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     before = {name: parameter.grad for name, parameter in parameters.items()}
     saved: list[SavedActivation] = []
     try:
-        with leaving():
+        with skip_conversion():
             exact = _compute_gradients(parameters, step)
         with _recording(saved, parameters.values()):
             stored = _compute_gradients(parameters, step)

@@ -33,7 +33,7 @@ from quaver.torch_private.versions import version_of
 class PackHook:
     """A pack hook that must not convert what a float8 function saves; `save` names the tensors beforehand."""
 
-    def leave(self, tensors: Sequence[Tensor | None]) -> None:
+    def skip(self, tensors: Sequence[Tensor | None]) -> None:
         """Do not convert these tensors when autograd packs them."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:
     if not is_checkpoint_hook(hooks):
         ctx.holds_packed = False
         if hooks is not None and isinstance(hooks[0], PackHook):
-            hooks[0].leave(tensors)
+            hooks[0].skip(tensors)
         ctx.save_for_backward(*tensors)
         return
     ctx.holds_packed = True
