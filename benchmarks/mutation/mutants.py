@@ -71,7 +71,7 @@ OTHER_OPERATOR = {
 CARD = "h100"
 CARDS = "", CARD
 """Whose tests one process can run."""
-TEXTS = ("say_once", "RuntimeError", "ValueError")
+TEXTS = ("warn_once", "RuntimeError", "ValueError")
 """Calls whose arguments are for a reader."""
 
 

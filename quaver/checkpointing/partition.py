@@ -31,7 +31,7 @@ from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode_in_graph, en
 from quaver.checkpointing.hooks import SMALL_SHARE, STORED_IN, StoringModule
 from quaver.checkpointing.policy import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
 
 _aten = torch.ops.aten
@@ -136,7 +136,7 @@ def _count_elements(node: Node) -> int:
 def _is_static(value: Tensor) -> bool:
     if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         return True
-    say_once(
+    warn_once(
         "stored activations of dynamic shapes",
         "compiled code with dynamic shapes does not store activations in float8: mark the shapes as static",
     )

@@ -30,7 +30,7 @@ from quaver.kernels.operation import library
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.names import enclosing_modules
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.tracing import is_exporting
 
 _NORM = re.compile(r"Norm(\d[dD])?$")
@@ -186,7 +186,7 @@ def _fake_begin(module: str, block_size: int) -> Tensor:
 
     backend = traced_backend()
     if module and backend not in (None, "inductor"):
-        say_once(
+        warn_once(
             "stored activations of another backend",
             f"torch.compile with backend={backend!r} does not store activations in float8: only Inductor does",
         )

@@ -50,7 +50,7 @@ from quaver.recipes.scale_layout import ROWWISE, ScaleLayout
 from quaver.recipes.scaling import dequantize
 from quaver.runtime.devices import compute_capability, is_cpu
 from quaver.runtime.phases import phase
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.tracing import assume_constant_result
 
 
@@ -82,14 +82,14 @@ def _grouped_mm(
         if out is None and out_dtype is torch.bfloat16 and (a_dequant_scale is None or scales_are_powers_of_2):
             out = gpu_gemm.multiply_widened(a_operand, b_operand, ends, matmul_form, transposed)
             if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_ON:
-                say_once(
+                warn_once(
                     f"torch's grouped matmul on {a.device}",
                     f"torch multiplies experts on {a.device} one by one, and waits for the sizes of their groups: its "
                     "grouped matmul has kernels for sm_90 and sm_100 alone",
                 )
         if out is not None:
             return out.to(out_dtype)
-        say_once(
+        warn_once(
             f"grouped matmuls on {a.device}",
             f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
             "matmul takes bfloat16, and float8 in e4m3 with scales of rows or tensors",

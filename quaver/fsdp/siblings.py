@@ -24,7 +24,7 @@ from quaver.fsdp.shard import Ranks, Shard, shard_of
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrappedTensor
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
 
 
@@ -196,7 +196,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """
     configs = [weight.config for _, weight in weights_under(module)]
     if configs and not any(config.enable_fsdp_float8_all_gather for config in configs):
-        say_once(
+        warn_once(
             "scales of no all-gather",
             "precompute_float8_dynamic_scale_for_fsdp has nothing to compute: no config of this model has "
             "enable_fsdp_float8_all_gather, so FSDP2 gathers its weights in high precision",

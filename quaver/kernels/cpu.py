@@ -27,7 +27,7 @@ from torch import Tensor, empty_like
 
 from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import PLAIN_TYPES
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import (
     DispatchKey,
     DispatchKeySet,
@@ -133,7 +133,7 @@ def check_memory(*tensors: Tensor | None) -> None:
 def say_unavailable() -> None:
     """Report once that casts on this CPU run in PyTorch, unless QUAVER_PURE_PYTORCH is set."""
     if not PURE_PYTORCH:
-        say_once(
+        warn_once(
             "casts without the C extension",
             f"float8 casts on the CPU run in PyTorch, up to 10 times slower: {UNAVAILABLE_BECAUSE}",
         )

@@ -35,7 +35,7 @@ from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime import phases
 from quaver.runtime.devices import is_cpu, is_cuda
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -158,7 +158,7 @@ def triton_kernels(hp: Tensor) -> Any:
     obstacle = triton_blocks.obstacle_of(hp.device.index)
     if obstacle is None:
         return triton_cast
-    say_once(
+    warn_once(
         f"casts on {hp.device}",
         f"float8 casts on {hp.device} run in PyTorch, in several passes over memory: {obstacle}",
     )

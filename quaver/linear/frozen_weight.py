@@ -49,7 +49,7 @@ from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import amax, decibels, dequantize, dynamic_cast, dynamic_cast_blocks
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import local_tensor
 
@@ -413,7 +413,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 "send the codes and scales of state_dict(), and load them"
             )
         if func not in _READS and not is_written:
-            say_once(
+            warn_once(
                 f"{func} on a frozen weight",
                 f"{func} dequantizes a whole frozen float8 weight, {list(self.shape)}, to {self.dtype}: it does not "
                 "run on float8 codes, as the forward and backward of a FrozenFloat8Linear do",
@@ -431,7 +431,7 @@ def _to_weight(value: Tensor) -> Tensor:
     """Return a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
         return FrozenFloat8Weight.from_state(*value.state())
-    say_once(
+    warn_once(
         "frozen weights from values",
         f"a frozen module was given values in high precision, {list(value.shape)}, as Accelerate's disk offload stores "
         "them: it quantizes them at each use",

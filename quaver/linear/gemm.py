@@ -44,7 +44,7 @@ from quaver.recipes.scaling import dequantize, multiply_scale_
 from quaver.runtime.compile_hints import is_compiling
 from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cpu, is_cuda_device
 from quaver.runtime.phases import phase
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.hardware import scaled_mm
 from quaver.torch_private.tracing import assume_constant_result
@@ -221,7 +221,7 @@ def check_native(device_index: int, kind: ScaleKind, probe: Probe | None = None)
     """Whether the device multiplies natively. Reports a failure once."""
     failure = native_failure(device_index, kind, probe)
     if failure is not None:
-        say_once(
+        warn_once(
             f"exact matmuls on cuda:{device_index}, {kind.value}",
             f"cuda:{device_index} multiplies float8 with {kind.value} scales exactly, which is slower: {failure}",
         )

@@ -26,7 +26,7 @@ from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import step_key
 from quaver.optim.state import get_layout, is_small, make_state, read_moments, write_moments
 from quaver.runtime.devices import is_capturing
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
 from quaver.torch_private.optimizer import load_with_hooks
@@ -317,7 +317,7 @@ def _wants_float8(parameter: Tensor, group: dict[str, Any]) -> bool:
 def _warn_of_float32(name: str, parameter: Tensor) -> None:
     """Say why requested float8 moments are float32, unless float8 would save little."""
     if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
-        say_once(
+        warn_once(
             "float32 moments of flat parameters",
             f"moments of {name} {list(parameter.shape)} stay in float32, 4 bytes per element each, because it is no "
             "matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import format_of
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.tracing import assume_constant_result
 
 _MANTISSA = (1 << 23) - 1
@@ -93,7 +93,7 @@ def rule_of(mode: str) -> ScaleRule:
 def has_kernel(mode: str) -> bool:
     """Whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
     if mode and rule_of(mode).in_hp_dtype:
-        say_once(
+        warn_once(
             f"casts by the rule {mode}",
             f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel implements it",
         )

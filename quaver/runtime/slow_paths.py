@@ -15,7 +15,7 @@ _said: dict[str, str] = {}
 _raises = os.environ.get("QUAVER_ERROR_ON_SLOW_PATH", "") not in ("", "0")
 
 
-def say_once(key: str, message: str) -> None:
+def warn_once(key: str, message: str) -> None:
     """Log `message` at WARNING, unless a message with this key was logged before.
 
     Args:
@@ -31,7 +31,7 @@ def say_once(key: str, message: str) -> None:
 
 
 def slow_paths() -> list[str]:
-    """The messages that `say_once` has logged in this process."""
+    """The messages that `warn_once` has logged in this process."""
     return list(_said.values())
 
 

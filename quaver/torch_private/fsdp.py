@@ -77,8 +77,8 @@ def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
                 del parameter._unsharded_param
 
 
-_hides: list[bool] = []
-"""Not empty once FSDP2's hooks are hidden."""
+_is_hidden = False
+"""Whether FSDP2's hooks are hidden."""
 
 
 def hide_from_policies() -> None:
@@ -91,7 +91,8 @@ def hide_from_policies() -> None:
 
     Does nothing if torch.distributed.fsdp was not imported.
     """
-    if _hides or fsdp_module_class() is None:
+    global _is_hidden
+    if _is_hidden or fsdp_module_class() is None:
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
@@ -103,7 +104,7 @@ def hide_from_policies() -> None:
 
         return run
 
-    _hides.append(True)
+    _is_hidden = True
     state: Any = _fsdp_state.FSDPState
     group: Any = _fsdp_param_group.FSDPParamGroup
     for name in ("pre_forward", "post_forward", "unshard", "wait_for_unshard"):

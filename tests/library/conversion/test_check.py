@@ -19,7 +19,7 @@ from quaver import (
 )
 from quaver.experts.seam import to_float8_grouped_mm
 from quaver.recipes.config import resolve_config
-from quaver.runtime.slow_paths import say_once
+from quaver.runtime.slow_paths import warn_once
 from tests.mixture import GroupedExperts
 
 
@@ -34,7 +34,7 @@ def test_training_may_be_required_to_multiply_natively():
     for linear in model:
         linear._last_run.device, linear._last_run.backend = torch.device("meta"), "native"
     assert_float8_training(model, require_native=True)
-    say_once("key", "no native matmul on cuda:0")
+    warn_once("key", "no native matmul on cuda:0")
     for backend in ("exact", "native and exact"):
         model[1]._last_run.backend = backend
         assert_float8_training(model)

@@ -21,14 +21,14 @@ from quaver import (
 from quaver.kernels import cast, cpu, operation
 from quaver.lab.cli import main
 from quaver.runtime.devices import simulate_gpu
-from quaver.runtime.slow_paths import clear_slow_paths, say_once, slow_paths
+from quaver.runtime.slow_paths import clear_slow_paths, slow_paths, warn_once
 from tests.isolated import isolated
 
 
 def test_each_is_said_once_until_it_is_cleared(caplog):
-    say_once("matmul cuda:0", "slow on cuda:0: 100%")
-    say_once("matmul cuda:0", "slow on cuda:0: 100%")
-    say_once("matmul cuda:1", "slow on cuda:1")
+    warn_once("matmul cuda:0", "slow on cuda:0: 100%")
+    warn_once("matmul cuda:0", "slow on cuda:0: 100%")
+    warn_once("matmul cuda:1", "slow on cuda:1")
     assert [(each.name, each.levelno, each.getMessage()) for each in caplog.records] == [
         ("quaver", logging.WARNING, "slow on cuda:0: 100%"),
         ("quaver", logging.WARNING, "slow on cuda:1"),
@@ -36,25 +36,25 @@ def test_each_is_said_once_until_it_is_cleared(caplog):
     assert slow_paths() == ["slow on cuda:0: 100%", "slow on cuda:1"]
     clear_slow_paths()
     assert slow_paths() == []
-    say_once("matmul cuda:0", "slow on cuda:0")
+    warn_once("matmul cuda:0", "slow on cuda:0")
     assert len(caplog.records) == 3
 
 
 def test_the_switch_raises_every_time():
-    say_once("key", "slow")
+    warn_once("key", "slow")
     with error_on_slow_path():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="^slow$"):
-                say_once("key", "slow")
+                warn_once("key", "slow")
         with error_on_slow_path(False):
-            say_once("key", "slow")
+            warn_once("key", "slow")
         with pytest.raises(RuntimeError, match="slow"):
-            say_once("key", "slow")
-    say_once("key", "slow")
+            warn_once("key", "slow")
+    warn_once("key", "slow")
     scope = error_on_slow_path(True)  # as a function, it holds until it is called again
     try:
         with pytest.raises(RuntimeError, match="slow"):
-            say_once("key", "slow")
+            warn_once("key", "slow")
     finally:
         scope.__exit__(None, None, None)
 
@@ -63,7 +63,7 @@ def _say_with(value: str, raises: bool) -> None:
     os.environ["QUAVER_ERROR_ON_SLOW_PATH"] = value
     reloaded = importlib.reload(sys.modules["quaver.runtime.slow_paths"])
     try:
-        reloaded.say_once("key", "slow")
+        reloaded.warn_once("key", "slow")
     except RuntimeError:
         assert raises
     else:
