@@ -1,6 +1,6 @@
 """Grouped matmuls: one operation with a matmul for each group of rows (groups.py).
 
-    form           a                     b                     result            of group g
+    matmul         a                     b                     result            of group g
     OUTPUT         tokens [T, K]         weights [E * N, K]    [T, N]            a_g [t, K] @ b_g.t() [K, N]
     GRAD_INPUT     tokens [T, N]         weights [E * N, K]    [T, K]            a_g [t, N] @ b_g [N, K]
     GRAD_WEIGHT    tokens [T, N]         tokens [T, K]         [E, N, K]         a_g.t() [N, t] @ b_g [t, K]
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quaver.experts import gpu_gemm
-from quaver.experts.groups import Form, expand_row_scales, find_bounds, select_group
+from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_bounds, select_group
 from quaver.kernels.exact_mm import exact_float8_mm_out
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
@@ -60,7 +60,7 @@ def _grouped_mm(
     a_dequant_scale: Tensor | None,
     b_dequant_scale: Tensor | None,
     ends: Tensor,
-    form: str,
+    matmul: str,
     transposed: bool,
     a_layout: Sequence[int],
     b_layout: Sequence[int],
@@ -70,17 +70,17 @@ def _grouped_mm(
     emulate: bool,
     pad: bool,
 ) -> Tensor:
-    """Run the grouped matmul of a form; see the top of the file."""
-    matmul_form = Form(form)
+    """Run the grouped matmul; see the top of the file."""
+    expert_matmul = ExpertMatmul(matmul)
     a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout))
     b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout))
     options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
     if not is_cpu(a):
         out = None
         if a_dequant_scale is not None and _has_native(a.device, emulate):
-            out = gpu_gemm.multiply_scaled(a_operand, b_operand, ends, matmul_form, transposed, use_fast_accum)
+            out = gpu_gemm.multiply_scaled(a_operand, b_operand, ends, expert_matmul, transposed, use_fast_accum)
         if out is None and out_dtype is torch.bfloat16 and (a_dequant_scale is None or scales_are_powers_of_2):
-            out = gpu_gemm.multiply_widened(a_operand, b_operand, ends, matmul_form, transposed)
+            out = gpu_gemm.multiply_widened(a_operand, b_operand, ends, expert_matmul, transposed)
             if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_ON:
                 warn_once(
                     f"torch's grouped matmul on {a.device}",
@@ -94,7 +94,7 @@ def _grouped_mm(
             f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
             "matmul takes bfloat16, and float8 in e4m3 with scales of rows or tensors",
         )
-    return _multiply_groups(a_operand, b_operand, ends, matmul_form, transposed, options, out_dtype)
+    return _multiply_groups(a_operand, b_operand, ends, expert_matmul, transposed, options, out_dtype)
 
 
 def find_grouped_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
@@ -127,24 +127,25 @@ def _multiply_groups(
     a: Operand,
     b: Operand,
     ends: Tensor,
-    form: Form,
+    matmul: ExpertMatmul,
     transposed: bool,
     options: MatmulOptions,
     out_dtype: torch.dtype,
 ) -> Tensor:
     groups = ends.shape[0]
     bounds = find_bounds(ends, groups, a.data.shape[0])
-    b_bounds = bounds if form is Form.GRAD_WEIGHT else find_bounds(None, groups, b.data.shape[0])
-    out = a.data.new_empty(_get_result_shape(a.data, b.data, groups, form, transposed), dtype=out_dtype)
+    b_bounds = bounds if matmul is ExpertMatmul.GRAD_WEIGHT else find_bounds(None, groups, b.data.shape[0])
+    out = a.data.new_empty(_get_result_shape(a.data, b.data, groups, matmul, transposed), dtype=out_dtype)
     for group, (start, stop) in enumerate(bounds):
         left, right = (select_group(side, group, *rows) for side, rows in ((a, (start, stop)), (b, b_bounds[group])))
-        if form is not Form.GRAD_WEIGHT:
-            _multiply(left, right.t() if (form is Form.OUTPUT) is not transposed else right, options, out[start:stop])
+        if matmul is not ExpertMatmul.GRAD_WEIGHT:
+            right = right.t() if (matmul is ExpertMatmul.OUTPUT) is not transposed else right
+            _multiply(left, right, options, out[start:stop])
         elif transposed:
             out[group] = mm(left.t(), right, options, out_dtype).t()
         else:
             _multiply(left.t(), right, options, out[group])
-    if form is not Form.GRAD_WEIGHT:
+    if matmul is not ExpertMatmul.GRAD_WEIGHT:
         out[bounds[-1][1] :] = 0
     return out
 
@@ -158,19 +159,19 @@ def _multiply(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> No
         out.copy_(mm(a, b, options, out.dtype))
 
 
-def _get_result_shape(a: Tensor, b: Tensor, groups: int, form: Form, transposed: bool) -> tuple[int, ...]:
-    if form is Form.GRAD_WEIGHT:
+def _get_result_shape(a: Tensor, b: Tensor, groups: int, matmul: ExpertMatmul, transposed: bool) -> tuple[int, ...]:
+    if matmul is ExpertMatmul.GRAD_WEIGHT:
         sizes = (b.shape[1], a.shape[1]) if transposed else (a.shape[1], b.shape[1])
         return groups, *sizes
-    by_rows = (form is Form.OUTPUT) is not transposed
+    by_rows = (matmul is ExpertMatmul.OUTPUT) is not transposed
     return a.shape[0], b.shape[0] // groups if by_rows else b.shape[1]
 
 
 def _fake_grouped_mm(
-    a: Tensor, b: Tensor, _a_scale: object, _b_scale: object, ends: Tensor, form: str, transposed: bool, *rest: Any
+    a: Tensor, b: Tensor, _a_scale: object, _b_scale: object, ends: Tensor, matmul: str, transposed: bool, *rest: Any
 ) -> Tensor:
     _, _, out_dtype, *_ = rest
-    return a.new_empty(_get_result_shape(a, b, ends.shape[0], Form(form), transposed), dtype=out_dtype)
+    return a.new_empty(_get_result_shape(a, b, ends.shape[0], ExpertMatmul(matmul), transposed), dtype=out_dtype)
 
 
 _operation = operation(_grouped_mm, results=1, fake=_fake_grouped_mm, in_graphs=True)
@@ -181,24 +182,24 @@ def grouped_mm(
     a: Operand,
     b: Operand,
     ends: Tensor,
-    form: Form,
+    matmul: ExpertMatmul,
     options: MatmulOptions,
     out_dtype: torch.dtype,
     transposed: bool,
 ) -> Tensor:
-    """Run the grouped matmul of a form; see the top of the file. If `a` has no scale, it runs in high precision."""
+    """Run the grouped matmul; see the top of the file. If `a` has no scale, it runs in high precision."""
     if a.dequant_scale is None:
-        a, b = (Operand(_dequantize(side, ends, form, out_dtype)) for side in (a, b))
+        a, b = (Operand(_dequantize(side, ends, matmul, out_dtype)) for side in (a, b))
     scales, layouts = (a.dequant_scale, b.dequant_scale), (a.layout, b.layout)
-    out: Tensor = _operation(a.data, b.data, *scales, ends, form.value, transposed, *layouts, out_dtype, *options)
+    out: Tensor = _operation(a.data, b.data, *scales, ends, matmul.value, transposed, *layouts, out_dtype, *options)
     return out
 
 
-def _dequantize(operand: Operand, ends: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
+def _dequantize(operand: Operand, ends: Tensor, matmul: ExpertMatmul, dtype: torch.dtype) -> Tensor:
     """Return the values of tokens in GRAD_WEIGHT, else of weights, which may be in high precision already."""
     if operand.dequant_scale is None:
         return operand.data.to(dtype)
-    scale, layout = expand_row_scales(operand, ends if form is Form.GRAD_WEIGHT else None, ends.shape[0])
+    scale, layout = expand_row_scales(operand, ends if matmul is ExpertMatmul.GRAD_WEIGHT else None, ends.shape[0])
     return dequantize(operand.data, scale, dtype, layout)
 
 
@@ -209,13 +210,13 @@ def _flops(
     a_scale_shape: torch.Size | None,
     b_scale_shape: torch.Size | None,
     ends_shape: torch.Size,
-    form: str,
+    matmul: str,
     *_: object,
     out_shape: torch.Size,
     **__: object,
 ) -> int:
     """Count FLOPs as torch does for a grouped matmul: every row of a belongs to a group."""
-    return 2 * a_shape[0] * a_shape[1] * (b_shape[1] if form == Form.GRAD_WEIGHT.value else out_shape[1])
+    return 2 * a_shape[0] * a_shape[1] * (b_shape[1] if matmul == ExpertMatmul.GRAD_WEIGHT.value else out_shape[1])
 
 
 def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
@@ -225,9 +226,11 @@ def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None
     a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))
     ends = torch.tensor([20, 20, 48], dtype=torch.int32, device="cpu")
     left, right = Operand(a, a_scale, ROWWISE), Operand(b, b_scale, ROWWISE)
-    expected = _multiply_groups(left, right, ends, Form.OUTPUT, False, MatmulOptions(), torch.float32)
+    expected = _multiply_groups(left, right, ends, ExpertMatmul.OUTPUT, False, MatmulOptions(), torch.float32)
     try:
-        out = gpu_gemm.multiply_scaled(left.to(device), right.to(device), ends.to(device), Form.OUTPUT, False, False)
+        out = gpu_gemm.multiply_scaled(
+            left.to(device), right.to(device), ends.to(device), ExpertMatmul.OUTPUT, False, False
+        )
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return describe_hardware_failure(error)
     wrong = out is None or bool((out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.groups import Form, expand_row_scales, find_groups
+from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_groups
 from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.kernels.operands import Operand, expect
@@ -43,31 +43,31 @@ class _Factor(NamedTuple):
 
 
 def multiply_scaled(
-    a: Operand, b: Operand, ends: Tensor, form: Form, transposed: bool, use_fast_accum: bool
+    a: Operand, b: Operand, ends: Tensor, matmul: ExpertMatmul, transposed: bool, use_fast_accum: bool
 ) -> Tensor | None:
     """Run a grouped matmul in float8. Returns None if a scale varies along the contracted dim, and for e5m2."""
     if a.data.dtype is not E4M3.dtype or b.data.dtype is not E4M3.dtype:
         return None
-    factors = _split_scales(a, ends, ends.shape[0]), _split_scales(b, _select_b_ends(ends, form), ends.shape[0])
-    by_rows = (form is Form.OUTPUT) is not transposed
-    if form is Form.GRAD_WEIGHT:
+    factors = _split_scales(a, ends, ends.shape[0]), _split_scales(b, _select_b_ends(ends, matmul), ends.shape[0])
+    by_rows = (matmul is ExpertMatmul.OUTPUT) is not transposed
+    if matmul is ExpertMatmul.GRAD_WEIGHT:
         scales = [factor.column_scales for factor in factors]
     else:
         scales = [factors[0].row_scales, factors[1].row_scales if by_rows else factors[1].column_scales]
     if any(scale is None for scale in scales):
         return None
-    return _multiply(a.data, b.data, scales, ends, form, transposed, use_fast_accum)
+    return _multiply(a.data, b.data, scales, ends, matmul, transposed, use_fast_accum)
 
 
-def multiply_widened(a: Operand, b: Operand, ends: Tensor, form: Form, transposed: bool) -> Tensor:
+def multiply_widened(a: Operand, b: Operand, ends: Tensor, matmul: ExpertMatmul, transposed: bool) -> Tensor:
     """Run a grouped matmul in bfloat16. The scales of codes must be powers of two."""
-    wide = _widen(a, ends, ends.shape[0]), _widen(b, _select_b_ends(ends, form), ends.shape[0])
-    return _multiply(*wide, None, ends, form, transposed, False)
+    wide = _widen(a, ends, ends.shape[0]), _widen(b, _select_b_ends(ends, matmul), ends.shape[0])
+    return _multiply(*wide, None, ends, matmul, transposed, False)
 
 
-def _select_b_ends(ends: Tensor, form: Form) -> Tensor | None:
+def _select_b_ends(ends: Tensor, matmul: ExpertMatmul) -> Tensor | None:
     """Return the ends of the groups in b: in GRAD_WEIGHT b is tokens, else a stack of weights."""
-    return ends if form is Form.GRAD_WEIGHT else None
+    return ends if matmul is ExpertMatmul.GRAD_WEIGHT else None
 
 
 def _split_scales(operand: Operand, ends: Tensor | None, groups: int) -> _Factor:
@@ -91,13 +91,13 @@ def _multiply(
     b: Tensor,
     scales: list[Tensor | None] | None,
     ends: Tensor,
-    form: Form,
+    matmul: ExpertMatmul,
     transposed: bool,
     use_fast_accum: bool,
 ) -> Tensor:
     groups = ends.shape[0]
     a_scale, b_scale = (None, None) if scales is None else scales
-    if form is Form.GRAD_WEIGHT:
+    if matmul is ExpertMatmul.GRAD_WEIGHT:
         if transposed:  # [E, K, N] = b.t() @ a
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         sizes = a.shape[1], b.shape[1]
@@ -107,7 +107,7 @@ def _multiply(
             a_scale, b_scale = (_pad(scale, 1.0).reshape(-1) for scale in (a_scale, b_scale))
         out = _run_kernel(left, right.t(), a_scale, b_scale, padded_ends, use_fast_accum)[:, : sizes[0], : sizes[1]]
         return out.masked_fill((torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
-    by_rows = (form is Form.OUTPUT) is not transposed
+    by_rows = (matmul is ExpertMatmul.OUTPUT) is not transposed
     weights = b.view(groups, -1, b.shape[1])
     weights = weights if by_rows else weights.transpose(1, 2)  # [E, columns of the result, contracted]
     columns = weights.shape[1]

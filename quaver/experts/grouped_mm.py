@@ -20,7 +20,7 @@ from torch import Tensor
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Form, arrange_scale_rows
+from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import compute_dtype, refuse_transforms, run_backward
@@ -82,7 +82,9 @@ class _GroupedMMFunction(torch.autograd.Function):
 
 
 def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp: Tensor, weight_hp: Tensor) -> Tensor:
-    output = grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
+    output = grouped_mm(
+        a, weight, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed
+    )
     if args.probe is not None:
         args.probe.output(output, None if args.dispatch else a_hp, weight_hp, None, args.groups(ends))
     return output if args.combine is None else args.combine.combine(output)
@@ -102,7 +104,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if needs_grad_weight:
         column, tokens = expect(grad_operands.column), expect(saved_a)
         grad_weight = grouped_mm(
-            column, tokens, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
+            column, tokens, ends, ExpertMatmul.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
         if args.probe is not None:
             args.probe.grad_weight(grad_weight, local_grad, tokens, args.groups(ends))
@@ -114,7 +116,9 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
                 # As in linear/function.py: the compiler saves the weight, not its column codes.
                 add_dependency(row.dequant_scale, weight_hp)
             weight = expect(_quantize_weight(weight_hp, args, False, True).column)
-        grad_a = grouped_mm(row, weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed)
+        grad_a = grouped_mm(
+            row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
+        )
         if args.probe is not None:
             args.probe.grad_input(grad_a, local_grad, weight_hp, weight, args.groups(ends))
         grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)

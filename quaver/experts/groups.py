@@ -32,7 +32,7 @@ from quaver.recipes.cast_config import ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 
 
-class Form(enum.Enum):
+class ExpertMatmul(enum.Enum):
     """Which of an expert's three matmuls; gemm.py has the table."""
 
     OUTPUT = "output"

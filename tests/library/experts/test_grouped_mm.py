@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear, serving_config
 from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import cast_groups
-from quaver.experts.gemm import Form
+from quaver.experts.gemm import ExpertMatmul
 from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale
 from quaver.kernels.operands import Operand
 from quaver.linear.gemm import ScaleKind
@@ -264,15 +264,15 @@ def grouped_operands(form, recipe, transposed, a, b_t, grad_output, ends):
         )
         return getattr(made, of_stored)
 
-    if form is Form.OUTPUT:
+    if form is ExpertMatmul.OUTPUT:
         return tokens(a, "input", "row"), weight("row")
-    if form is Form.GRAD_INPUT:
+    if form is ExpertMatmul.GRAD_INPUT:
         return tokens(grad_output, "grad_output", "row"), weight("column")
     return tokens(grad_output, "grad_output", "column"), tokens(a, "input", "column")
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", ExpertMatmul)
 @pytest.mark.parametrize(
     "recipe", ["rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8"]
 )
@@ -289,7 +289,7 @@ def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", ExpertMatmul)
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_tensorwise_weight", "tensorwise"])
 def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
     a, b_t, ends = operands(k=70, n=33)
@@ -297,7 +297,7 @@ def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
     pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
     with virtual_gpu("h100"):
         got = gpu_gemm.multiply_scaled(*pair, ends, form, transposed, False)
-    if recipe == "tensorwise" and form is not Form.OUTPUT:
+    if recipe == "tensorwise" and form is not ExpertMatmul.OUTPUT:
         assert got is None  # e5m2
         return
     expected = gemm.grouped_mm(*pair, ends, form, MatmulOptions(), torch.float32, transposed)
@@ -330,11 +330,11 @@ def test_the_probe_of_the_hardware(result, failure, monkeypatch):
 
 def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():
     a, b_t, ends = operands(k=70, n=33)
-    pair = grouped_operands(Form.OUTPUT, "blockwise", False, a.detach(), b_t.detach(), a.detach()[:, :33], ends)
-    assert gpu_gemm.multiply_scaled(*pair, ends, Form.OUTPUT, False, False) is None
+    pair = grouped_operands(ExpertMatmul.OUTPUT, "blockwise", False, a.detach(), b_t.detach(), a.detach()[:, :33], ends)
+    assert gpu_gemm.multiply_scaled(*pair, ends, ExpertMatmul.OUTPUT, False, False) is None
     stored_once = Operand(pair[1].data, torch.ones(4 * 33, 1), ROWWISE)
     grad_output = Operand(pair[0].data[:, :33].contiguous(), torch.ones(310, 1), ROWWISE)
-    assert gpu_gemm.multiply_scaled(grad_output, stored_once, ends, Form.GRAD_INPUT, False, False) is None
+    assert gpu_gemm.multiply_scaled(grad_output, stored_once, ends, ExpertMatmul.GRAD_INPUT, False, False) is None
 
 
 def test_scales_of_groups_do_not_overlap():

@@ -5,7 +5,7 @@ from torch import nn
 
 import quaver.experts.grouped_mm
 from quaver import convert_to_float8_training
-from quaver.experts.groups import Form, find_bounds, select_group
+from quaver.experts.groups import ExpertMatmul, find_bounds, select_group
 from tests.mixture import Experts
 
 EXPERTS = 3
@@ -56,7 +56,7 @@ def multiplied_experts(forward, monkeypatch):
     multiply = quaver.experts.grouped_mm.grouped_mm
 
     def recorded(a, b, ends, form, *args):
-        assert form is Form.OUTPUT
+        assert form is ExpertMatmul.OUTPUT
         bounds = find_bounds(None, ends.shape[0], b.data.shape[0])
         seen.append([select_group(b, group, *rows)[:2] for group, rows in enumerate(bounds)])
         return multiply(a, b, ends, form, *args)

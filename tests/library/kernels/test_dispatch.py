@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from quaver.experts import gpu_gemm
 from quaver.experts.cast import group_amax
-from quaver.experts.groups import Form
+from quaver.experts.groups import ExpertMatmul
 from quaver.kernels import (
     cast,
     persistent_cast,
@@ -161,20 +161,20 @@ def run_grouped_matmuls():
     ends = torch.tensor([1, 1, 18, 35], dtype=torch.int32)  # each group takes the most padding
     tokens, gradients, weights = torch.randn(37, 24), torch.randn(37, 16), torch.randn(4, 16, 24)
     errors = {}
-    for form, transposed in itertools.product(Form, (False, True)):
+    for form, transposed in itertools.product(ExpertMatmul, (False, True)):
         stored = weights.transpose(1, 2).contiguous() if transposed else weights
-        left = tokens if form is Form.OUTPUT else gradients
-        right = tokens if form is Form.GRAD_WEIGHT else stored.flatten(0, 1)
+        left = tokens if form is ExpertMatmul.OUTPUT else gradients
+        right = tokens if form is ExpertMatmul.GRAD_WEIGHT else stored.flatten(0, 1)
         with simulate_gpu(H100), counting_launches() as kernels:
             pair = (Operand(each.bfloat16()) for each in (left, right))
             made = gpu_gemm.multiply_widened(*pair, ends, form, transposed).float()
         expected = torch.zeros_like(made)
         for group, (start, stop) in enumerate(((0, 1), (1, 1), (1, 18), (18, 35))):
-            if form is Form.GRAD_WEIGHT:
+            if form is ExpertMatmul.GRAD_WEIGHT:
                 product = gradients[start:stop].t() @ tokens[start:stop]
                 expected[group] = product.t() if transposed else product
             else:
-                weight = weights[group].t() if form is Form.OUTPUT else weights[group]
+                weight = weights[group].t() if form is ExpertMatmul.OUTPUT else weights[group]
                 expected[start:stop] = left[start:stop] @ weight
         errors[form, transposed] = ((made - expected).norm() / expected.norm()).item()
         assert not kernels  # this matmul reads either layout

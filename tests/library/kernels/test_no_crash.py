@@ -259,7 +259,7 @@ def arguments(schema, name: str) -> dict[str, object]:
         "groups": 2,
         "group": torch.arange(2).repeat_interleave(ROWS // 2),
         "granularity": "axiswise",
-        "form": "output",
+        "matmul": "output",
         "a_layout": [1, 0],
         "b_layout": [1, 0],
         **dict.fromkeys(("a_outer_scale", "b_outer_scale")),
