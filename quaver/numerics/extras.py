@@ -25,7 +25,7 @@ from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.record import Values, encode_counts
-from quaver.numerics.statistics import SlotIndex, observe_matrix, spread_indices, sqnr_db
+from quaver.numerics.statistics import SlotIndex, observe_matrix, power_ratio_db, spread_indices
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
@@ -83,7 +83,9 @@ def what_if(
     if not matrix.any():
         return dict.fromkeys(names)
     measured = [_measure_noises(matrix, operand, matmul, names) for matmul in directions]
-    decibels = [[float(sqnr_db(np.array(signal), np.array(noise))) for noise in noises] for signal, noises in measured]
+    decibels = [
+        [float(power_ratio_db(np.array(signal), np.array(noise))) for noise in noises] for signal, noises in measured
+    ]
     return dict(zip(names, map(min, zip(*decibels, strict=True)), strict=True))
 
 
@@ -153,7 +155,7 @@ def describe_extras(extras: Values) -> dict[str, Any]:
     )
     signal, noises = extras[:, _SIGNAL], extras[:, _NOISES:_SUMS]
     has_signal: list[bool] = np.greater(signal, 0).tolist()
-    decibels = {name: sqnr_db(signal, noises[:, column]) for column, name in enumerate(RECIPES)}
+    decibels = {name: power_ratio_db(signal, noises[:, column]) for column, name in enumerate(RECIPES)}
     return {
         "histogram": {"low": first - _BIAS, "bins": last - first, "before": before, "after": after},
         "whatif": {

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quaver.kernels.operands import Operand, expect
 from quaver.numerics.accumulation import Accumulation, accumulate, accumulate_chains
-from quaver.numerics.statistics import signal_and_noise, spread_indices, sqnr_db
+from quaver.numerics.statistics import power_ratio_db, signal_and_noise, spread_indices
 from quaver.recipes.formats import E5M2
 from quaver.recipes.scaling import multiply_scale_
 
@@ -83,7 +83,7 @@ class Sums(NamedTuple):
         if not hp_signal or not codes_signal:
             return None
         signal, noise = np.array([hp_signal, codes_signal, codes_signal]), np.array([casts_noise, *sums_noise])
-        return cls(*sqnr_db(signal, noise).tolist())
+        return cls(*power_ratio_db(signal, noise).tolist())
 
 
 @torch.no_grad()

@@ -316,12 +316,15 @@ def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[
             "smallest": (at["SMALLEST"], nonzero > 0),
             "underflow": (np.where(nonzero > 0, at["UNDERFLOW"] / nonzero, 0), at["CAST"] > 0),
             "saturated": (at["SATURATED"] / at["CAST"], at["CAST"] > 0),
-            "sqnr_db": (sqnr_db(at["REFERENCE"], at["NOISE"]), (at["REFERENCE"] > 0) | (at["NOISE"] > 0)),
+            "sqnr_db": (power_ratio_db(at["REFERENCE"], at["NOISE"]), (at["REFERENCE"] > 0) | (at["NOISE"] > 0)),
             "scale_min": (at["SCALE_MIN"], at["SCALES"] > 0),
             "scale_median": (_find_medians(table[:, EXPONENTS], at["SCALE_MIN"], at["SCALE_MAX"]), at["SCALES"] > 0),
             "scale_max": (at["SCALE_MAX"], at["SCALES"] > 0),
             "scale_worst": (at["WORST_INDEX"], (at["SCALES"] > 0) & (at["WORST"] >= 0)),
-            "scale_worst_sqnr_db": (sqnr_db(np.ones(len(table)), at["WORST"]), (at["SCALES"] > 0) & (at["WORST"] >= 0)),
+            "scale_worst_sqnr_db": (
+                power_ratio_db(np.ones(len(table)), at["WORST"]),
+                (at["SCALES"] > 0) & (at["WORST"] >= 0),
+            ),
             "nonfinite": (at["NONFINITE"], at["NUMEL"] > 0),
             "zeros": (at["ZEROS"] / at["NUMEL"], at["NUMEL"] > 0),
             "kurtosis": (at["FOURTH"] * finite / at["SIGNAL"] ** 2, nonzero > 0),
@@ -338,7 +341,7 @@ def _round_column(name: str, values: Values, applies: NDArray[np.bool_]) -> list
     return [value if is_valid else None for value, is_valid in zip(column, applies.tolist(), strict=True)]
 
 
-def sqnr_db(signal: Values, noise: Values) -> Values:
+def power_ratio_db(signal: Values, noise: Values) -> Values:
     """10 log10(signal / noise): inf without noise, -inf without signal or if the noise is not finite."""
     with np.errstate(all="ignore"):
         decibels = np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)

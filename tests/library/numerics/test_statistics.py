@@ -12,7 +12,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
 from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, compute_extras, describe_extras, what_if
 from quaver.numerics.record import decode_counts
-from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, sqnr_db
+from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, power_ratio_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.scaling import decibels, without_inf
 from tests.reference import sqnr_db as reference_sqnr_db
@@ -151,7 +151,7 @@ def test_elements_of_a_weight_count_once():
     ("signal", "noise", "decibels"), [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (1.0, math.inf, -math.inf)]
 )
 def test_sqnr(signal, noise, decibels):
-    assert sqnr_db(np.array([signal]), np.array([noise])).tolist() == pytest.approx([decibels])
+    assert power_ratio_db(np.array([signal]), np.array([noise])).tolist() == pytest.approx([decibels])
 
 
 # ---- histograms and other recipes ------------------------------------------------------------------------------------
@@ -188,7 +188,9 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
             assert value == math.inf
         else:
             slot = observe_matrix(hp, made)
-            assert value == pytest.approx(float(sqnr_db(slot[SlotIndex.SIGNAL].numpy(), slot[SlotIndex.NOISE].numpy())))
+            assert value == pytest.approx(
+                float(power_ratio_db(slot[SlotIndex.SIGNAL].numpy(), slot[SlotIndex.NOISE].numpy()))
+            )
 
 
 def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
@@ -226,6 +228,6 @@ def test_decibels_of_norms_and_of_squares_agree():
     norms = {"a": (8.0, 0.5), "exact": (2.0, 0.0), "zeros": (0.0, 1.0), "inf": (1.0, math.inf), "nan": (1.0, math.nan)}
     of_norms = {name: decibels(*pair) for name, pair in norms.items()}
     signal, noise = np.square(list(norms.values())).T
-    assert sqnr_db(signal, noise) == pytest.approx(list(of_norms.values()))
+    assert power_ratio_db(signal, noise) == pytest.approx(list(of_norms.values()))
     assert without_inf(of_norms) == {"a": pytest.approx(20 * math.log10(16)), **dict.fromkeys(list(norms)[1:])}
     assert [of_norms[name] for name in ("exact", "zeros", "inf", "nan")] == [math.inf, *[-math.inf] * 3]
