@@ -38,7 +38,7 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scaling import amax, cast_to_float8, cast_with_persistent_scale
 
 RECORD = ROOT / "benchmarks" / "results" / "scaling.json"
@@ -147,9 +147,9 @@ def wrong_scales() -> dict[str, dict[str, list[float]]]:
     for name, (hp, dtype) in tensors.items():
         series: dict[str, list[float]] = {"power": POWERS, "sqnr_db": [], "saturated": [], "zero": []}
         for power in POWERS:
-            quant = (FORMATS[dtype].max / amax(hp).double() * 2.0**power).float()
+            quant = (FLOAT8_FORMATS[dtype].max / amax(hp).double() * 2.0**power).float()
             codes = cast_to_float8(hp, quant, dtype).float()
-            saturated = ((hp * quant).abs() > FORMATS[dtype].saturates_above).float().mean()
+            saturated = ((hp * quant).abs() > FLOAT8_FORMATS[dtype].saturates_above).float().mean()
             zero = ((codes == 0) & (hp != 0)).float().mean()
             restored = codes.double() / quant.double()
             for key, value in (("sqnr_db", sqnr(hp, restored)), ("saturated", saturated), ("zero", zero)):

@@ -14,7 +14,7 @@ from quaver.experts.cast import group_amax
 from quaver.kernels.cast import cast_with_scale, column_major
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, amax
 
@@ -98,5 +98,5 @@ def _casts(hp: Tensor) -> dict[str, Kernel]:
 def _persistent(casts: OperandCasts, hp: Tensor) -> PersistentScale | None:
     if not casts.row.is_persistent:
         return None
-    quant_scale = FORMATS[casts.row.float8_dtype].max / amax(hp).float()
+    quant_scale = FLOAT8_FORMATS[casts.row.float8_dtype].max / amax(hp).float()
     return PersistentScale(quant_scale, torch.zeros(2, device=hp.device), torch.tensor(True))

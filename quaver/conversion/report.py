@@ -20,7 +20,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.torchao_forms import why_inference_only
 from quaver.runtime.names import listed, owners_of_weights
 from quaver.runtime.slow_paths import slow_paths
@@ -220,7 +220,7 @@ def _describe_frozen(weight: Tensor) -> str:
         return ""
     merged = weight.requantized_sqnr_db
     written = "" if merged is None else f", quantized again after a write at {merged:.1f} dB SQNR"
-    return f"frozen, stored in {weight.granularity} {FORMATS[weight.data_fp8.dtype].name}{written}"
+    return f"frozen, stored in {weight.granularity} {FLOAT8_FORMATS[weight.data_fp8.dtype].name}{written}"
 
 
 def unfinished(linear: Float8Linear) -> Iterator[str]:

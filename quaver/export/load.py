@@ -20,7 +20,7 @@ from quaver.export.folders import check_new, new_folder
 from quaver.export.formats.comfyui import MarkedFormat
 from quaver.export.formats.stored import StoredFormat, StoredScale
 from quaver.export.layouts import sort_tensors, stored_format, without_quantization
-from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.runtime.names import listed, owners_of_parameters, plain_name
 
 logger = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ def _warn_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
 
 
 def _check_codes(name: str, codes: Tensor) -> None:
-    fmt = FORMATS[codes.dtype]
+    fmt = FLOAT8_FORMATS[codes.dtype]
     magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)
     if (magnitudes >= min(code & 0x7F for code in fmt.nan_codes + fmt.infinity_codes)).any():
         raise ValueError(f"{name} has a NaN or an inf: the model that was exported has diverged")

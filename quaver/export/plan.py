@@ -12,7 +12,7 @@ from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
-from quaver.export.formats import FORMATS, format_named, weight_format
+from quaver.export.formats import CHECKPOINT_FORMATS, format_named, weight_format
 from quaver.export.formats.base import WeightFormat
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.config import Float8LinearConfig
@@ -101,7 +101,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     ragged = [name for name, size in sizes.items() if has_blocks and any(length % BLOCK_SIZE for length in size)]
     cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint.modules(name))
     return Plan(
-        float8=float8 if format in FORMATS else {},
+        float8=float8 if format in CHECKPOINT_FORMATS else {},
         whole_stacks=whole_stacks + _stacks_of_torchtitan(model),
         kept=kept,
         names=names,

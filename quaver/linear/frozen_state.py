@@ -23,7 +23,7 @@ from torch import Tensor
 from quaver.kernels.operands import expect
 from quaver.linear.frozen_weight import ALIASES, FrozenFloat8Weight, is_as_strided_of_all
 from quaver.linear.weight_form import COLLECTIVES, COPIES, is_view, match_inference_mode
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scaling import dequantize
 from quaver.torch_private.dispatch import OpOverload
 
@@ -51,7 +51,7 @@ class FrozenState(FrozenFloat8Weight):
     def encode(self, values: Tensor) -> Tensor | None:
         """Return codes of `values` with the scales of this tensor, or None if they are not exact."""
         encoded = self.with_codes(torch.empty_like(self.data_fp8))
-        largest = FORMATS[self.data_fp8.dtype].max
+        largest = FLOAT8_FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
             for matrix, own in encoded.zip_matrices(values):
                 units = dequantize(torch.ones_like(own.data), expect(own.dequant_scale), layout=own.layout)

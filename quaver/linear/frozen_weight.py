@@ -45,7 +45,7 @@ from quaver.linear.weight_form import (
     is_view,
     match_inference_mode,
 )
-from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import amax, decibels, dequantize, dynamic_cast, dynamic_cast_blocks
@@ -110,7 +110,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         Raises:
             ValueError: codes, scale and dtype do not fit together.
         """
-        if codes.dtype not in FORMATS or codes.dim() not in (2, 3):
+        if codes.dtype not in FLOAT8_FORMATS or codes.dim() not in (2, 3):
             raise ValueError(f"codes: expected a float8 matrix, or a stack, got {codes.dtype} of {list(codes.shape)}")
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
@@ -237,7 +237,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def check_numbers(self, *, power_of_2: bool) -> None:
         """Raise ValueError unless codes and scales are finite and scales above 0; with `power_of_2`, powers of two."""
-        fmt, codes = FORMATS[self.data_fp8.dtype], self.data_fp8.view(torch.uint8)
+        fmt, codes = FLOAT8_FORMATS[self.data_fp8.dtype], self.data_fp8.view(torch.uint8)
         no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
         if any(bool(torch.isin(part, no_numbers).any()) for part in (codes if codes.dim() == 3 else [codes])):
             raise ValueError("expected finite codes, got NaN or inf")

@@ -37,7 +37,7 @@ from quaver.kernels.native_blocks import ALIGNMENT, native_block_mm, pad_codes
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.widen import widen
 from quaver.recipes.config import CastConfig, Float8LinearConfig
-from quaver.recipes.formats import E5M2, FORMATS
+from quaver.recipes.formats import E5M2, FLOAT8_FORMATS
 from quaver.recipes.linear_casts import MATMULS, MatmulOptions
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of
 from quaver.recipes.scaling import dequantize, multiply_scale_
@@ -150,7 +150,7 @@ def dequantize_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_o
 
 
 def _check_codes(a: Tensor, b: Tensor) -> None:
-    if a.dtype not in FORMATS or b.dtype not in FORMATS:
+    if a.dtype not in FLOAT8_FORMATS or b.dtype not in FLOAT8_FORMATS:
         raise ValueError(f"expected two float8 matrices, got {a.dtype} and {b.dtype}")
     if a.dtype is E5M2.dtype and b.dtype is E5M2.dtype:
         raise ValueError("no hardware multiplies e5m2 by e5m2; cast one operand to e4m3")

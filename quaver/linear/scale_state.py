@@ -52,7 +52,7 @@ from torch.distributed import ProcessGroup
 from quaver.kernels.persistent_cast import record
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import round_as_stored
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
@@ -100,7 +100,7 @@ class ScaleState:
         self.quant_scale = self.round_by_rules(self.quant_scale)
         self.amax_buffer = torch.empty(slots, 2, **options)
         self.history = torch.zeros(slots, self.delayed_config.history_len, **options)
-        self.format_max = torch.tensor([FORMATS[cast.float8_dtype].max for cast in casts], **options)
+        self.format_max = torch.tensor([FLOAT8_FORMATS[cast.float8_dtype].max for cast in casts], **options)
         self.has_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in casts)
         self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
         self.is_initialized = torch.zeros(slots, dtype=torch.bool, device="cpu")

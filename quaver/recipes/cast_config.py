@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from quaver.recipes.formats import E2M1, E4M3, FORMATS, format_of
+from quaver.recipes.formats import E2M1, E4M3, FLOAT8_FORMATS, format_of
 from quaver.recipes.scale_layout import (
     BLOCK_SIZES,
     PACKED_BLOCK_SIZES,
@@ -187,8 +187,8 @@ class CastConfig:
             )
         is_packed = self.target_dtype is E2M1.dtype
         check(not is_packed or self.is_blockwise, "target_dtype", "float8 without blocks", self.target_dtype)
-        if self.target_dtype is not None and not is_packed and self.target_dtype not in FORMATS:
-            names = ", ".join(map(str, FORMATS))
+        if self.target_dtype is not None and not is_packed and self.target_dtype not in FLOAT8_FORMATS:
+            names = ", ".join(map(str, FLOAT8_FORMATS))
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
         if static_scale is not None:
             check(self.static_quant_scale is None, "static_scale", "None next to static_quant_scale", static_scale)

@@ -22,7 +22,7 @@ from quaver.recipes.cast_config import (
     check,
     check_type,
 )
-from quaver.recipes.formats import E4M3, E5M2, FORMATS
+from quaver.recipes.formats import E4M3, E5M2, FLOAT8_FORMATS
 from quaver.recipes.linear_casts import (
     BACKWARD_MATMULS,
     MATMULS,
@@ -401,7 +401,7 @@ def _resolve(
     column = column or row
     dtypes = {cast.target_dtype or default_dtype for cast in (row, column) if not cast.is_disabled}
     if len(dtypes) > 1:
-        names = " and ".join(sorted(FORMATS[dtype].name for dtype in dtypes))
+        names = " and ".join(sorted(FLOAT8_FORMATS[dtype].name for dtype in dtypes))
         raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
     scalings = {(cast.scaling_type, cast.static_quant_scale) for cast in (row, column) if not cast.is_disabled}

@@ -77,13 +77,13 @@ E5M2_FNUZ = Float8Format("e5m2fnuz", torch.float8_e5m2fnuz, 5, 2, 16, 57344.0, n
 
 E2M1 = Float8Format("e2m1", torch.float4_e2m1fn_x2, 2, 1, 1, 6.0, nan_codes=(), bits=4)
 
-FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+FLOAT8_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 
 
 def format_of(dtype: torch.dtype) -> Float8Format:
     """The format of `dtype`. Raises ValueError for other dtypes."""
     try:
-        return E2M1 if dtype is E2M1.dtype else FORMATS[dtype]
+        return E2M1 if dtype is E2M1.dtype else FLOAT8_FORMATS[dtype]
     except KeyError:
-        names = ", ".join(str(known) for known in FORMATS)
+        names = ", ".join(str(known) for known in FLOAT8_FORMATS)
         raise ValueError(f"expected a float8 dtype ({names}), got {dtype}") from None

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 
 ROW, COLUMN = 1, 0
 """The direction of an operand [R, C] is the dim that its matmul contracts."""
@@ -189,7 +189,7 @@ class ScaleHistory:
         self.history = [*self.history, amax][-delayed.history_len :]
         expected = torch.stack(self.history).amax() if delayed.scale_fn_name == "max" else amax
         if expected.isfinite() and expected > 0:  # otherwise the scale is kept
-            largest = FORMATS[self.cast.float8_dtype].max
+            largest = FLOAT8_FORMATS[self.cast.float8_dtype].max
             scale = (largest / delayed.headroom / expected.double()).float() / 2.0**delayed.margin
             scale = scale.clamp(max=torch.finfo(torch.float32).max)
             self.quant_scale = scaling.round_down_to_power_of_2(scale) if power_of_2 else scale

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes import e2m1
-from quaver.recipes.formats import E2M1, FORMATS, HP_DTYPES, format_of
+from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, format_of
 from quaver.recipes.scale_layout import ALL, SQUARE_BLOCKS, ScaleLayout, block_range, layout_of
 from quaver.recipes.scale_rules import RULES, rule_of, scales_by_rule
 from quaver.runtime.devices import is_cpu
@@ -70,9 +70,9 @@ _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 # An eager operation takes a 0-dim tensor in half the time of a Python number. The tensors must be plain float32 even if
 # this file is imported under a fake mode, a meta device or bfloat16 as the default dtype.
 with without_dispatch_modes():
-    _MAX = {dtype: torch.tensor(fmt.max, dtype=torch.float32, device="cpu") for dtype, fmt in FORMATS.items()}
+    _MAX = {dtype: torch.tensor(fmt.max, dtype=torch.float32, device="cpu") for dtype, fmt in FLOAT8_FORMATS.items()}
     _LARGEST_QUANT_SCALE = {
-        dtype: torch.tensor(fmt.max / EPS, dtype=torch.float32, device="cpu") for dtype, fmt in FORMATS.items()
+        dtype: torch.tensor(fmt.max / EPS, dtype=torch.float32, device="cpu") for dtype, fmt in FLOAT8_FORMATS.items()
     }
 
 
@@ -319,7 +319,7 @@ def cast_with_persistent_scale(
         amax of hp, and the number of saturated elements (exact up to 2^24). An element saturates where its clamping
         error exceeds the largest rounding error.
     """
-    fmt = FORMATS[float8_dtype]
+    fmt = FLOAT8_FORMATS[float8_dtype]
     largest_seen = amax(hp).float()
     own = amax_to_quant_scale(largest_seen, float8_dtype, power_of_2=power_of_2)
     quant = torch.where(quant_scale > 0, quant_scale, own)
@@ -456,7 +456,7 @@ def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
 
     RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
     """
-    largest = bits_of(FORMATS[float8_dtype].max)
+    largest = bits_of(FLOAT8_FORMATS[float8_dtype].max)
     carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
     return int(carry - (((largest >> 23) - 127) << 23))
 

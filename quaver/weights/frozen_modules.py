@@ -18,7 +18,7 @@ from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.torch_private.dtensor import from_local_like, is_dtensor, local_shape_and_offset, local_tensor
 
 
@@ -78,7 +78,7 @@ def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight
             loaded.check_numbers(power_of_2=weight.config.weight_scales_are_powers_of_2)
         return _match_dtensor(loaded, value)
     values = given.to_high_precision() if isinstance(given, FrozenFloat8Weight) else given
-    if values.dtype in FORMATS or values.shape != own.shape:
+    if values.dtype in FLOAT8_FORMATS or values.shape != own.shape:
         raise ValueError(
             f"expected {list(weight.parameter.shape)} in high precision, or a frozen weight's codes with their scales, "
             f"got {value.dtype} {list(value.shape)}"

@@ -38,7 +38,7 @@ from quaver.recipes.config import Float8LinearConfig
 
 COMPRESSED_TENSORS = compressed_tensors.METHOD
 
-FORMATS: dict[str, type[WeightFormat]] = {
+CHECKPOINT_FORMATS: dict[str, type[WeightFormat]] = {
     COMPRESSED_TENSORS: compressed_tensors.CompressedTensors,
     compressed_tensors.BLOCKS: compressed_tensors.CompressedTensorsBlocks,
     "compressed-tensors-mxfp8": compressed_tensors.CompressedTensorsMXFP8,
@@ -69,7 +69,7 @@ def _by_token(algorithm: object) -> bool:
 
 def format_named(format: str) -> type[WeightFormat]:
     """Return the format, or the control, with this name. Raises ValueError for an unknown name."""
-    known = {**FORMATS, **CONTROL}
+    known = {**CHECKPOINT_FORMATS, **CONTROL}
     if format not in known:
         raise ValueError(f"format: expected one of {', '.join(known)}, got {format!r}")
     return known[format]

@@ -30,7 +30,7 @@ from quaver.lab.settings.fields import OneOf, setting
 from quaver.linear.gemm import lay_out_columns, lay_out_rows, reads_along_contracted
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig, Float8LinearConfig
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
@@ -140,7 +140,7 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
     power_of_2 = config.round_scales_to_power_of_2
     scale = None
     if kind.cast.is_persistent:  # as delayed scaling would have it after a step
-        quant_scale = FORMATS[float8_dtype].max / amax(source).float()
+        quant_scale = FLOAT8_FORMATS[float8_dtype].max / amax(source).float()
         scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), True)
 
     def ours(hp: Tensor) -> tuple[Tensor, ...]:
@@ -181,7 +181,7 @@ def _lay_out(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Te
 
 
 def _codes(results: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in results if tensor.dtype in FORMATS]
+    return [tensor for tensor in results if tensor.dtype in FLOAT8_FORMATS]
 
 
 def _same(codes: list[Tensor], expected: list[Tensor]) -> bool:

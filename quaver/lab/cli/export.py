@@ -11,7 +11,7 @@ from quaver.export import Float8Weights, save_float8, set_kv_scales
 from quaver.export.bundle import tokenizer_files
 from quaver.export.files import CONFIG
 from quaver.export.folders import check_new
-from quaver.export.formats import COMPRESSED_TENSORS, FORMATS
+from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.source import DEFAULT_FILTER, ExportSource, huggingface_source
 from quaver.lab.bench.working import working
@@ -35,7 +35,7 @@ class ExportOptions(Settings):
     recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
         None, "Whose codes to write; that of the run by default. A Hugging Face folder needs one."
     )
-    format: Annotated[str, OneOf(tuple(FORMATS))] = setting(
+    format: Annotated[str, OneOf(tuple(CHECKPOINT_FORMATS))] = setting(
         COMPRESSED_TENSORS,
         "compressed-tensors keeps the codes of training; the others quantize again what was trained with other blocks "
         "than theirs, of 128 x 128, of 32 elements of a row in MXFP8, or in comfyui one scale or MXFP8.",
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")
         target = expanded(options.target)
-        if FORMATS[options.format].is_file:
+        if CHECKPOINT_FORMATS[options.format].is_file:
             for_folders = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
             options.require_default(*for_folders, unless="--format is that of a folder")
         check_new(target)
@@ -128,7 +128,7 @@ def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8W
         share_fused_scales=not options.own_scales,
         max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
         about=source.about,
-        files=[] if FORMATS[options.format].is_file else files,
+        files=[] if CHECKPOINT_FORMATS[options.format].is_file else files,
         high_precision_model=source.high_precision_model if options.measure_tokens else None,
         measure_tokens=options.measure_tokens,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from quaver.kernels import cpu
 from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes import scaling
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.devices import simulate_gpu
 from tests.reference import MAX, every_value, reference_amax, reference_scales
@@ -133,7 +133,7 @@ def test_what_is_not_finite_reaches_the_codes_and_the_amax(path, bad, scale):
 @pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
 def test_saturation_counts_what_loses_more_than_rounding(float8_dtype):
     """Up to half a unit above the largest number an element rounds to it anyway, ties included."""
-    edge = torch.tensor(FORMATS[float8_dtype].saturates_above)
+    edge = torch.tensor(FLOAT8_FORMATS[float8_dtype].saturates_above)
     assert edge == SATURATES_ABOVE[float8_dtype]
     hp = torch.stack([edge, -edge, edge.nextafter(torch.tensor(INF)), -edge * 1.001, torch.tensor(MAX[float8_dtype])])
     for path in (by_pytorch, by_the_extension) if cpu.AVAILABLE else (by_pytorch,):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from quaver.recipes.formats import FORMATS, format_of
+from quaver.recipes.formats import FLOAT8_FORMATS, format_of
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FLOAT8_FORMATS.values(), ids=lambda fmt: fmt.name)
 def test_table_describes_all_256_codes(fmt):
     values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     finite = values[torch.isfinite(values)]

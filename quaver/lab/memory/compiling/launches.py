@@ -21,9 +21,9 @@ from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.compiling.makers import module_of_node, node_of, place_of
-from quaver.recipes.formats import FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS
 
-FLOAT8 = frozenset(FORMATS)
+FLOAT8 = frozenset(FLOAT8_FORMATS)
 
 
 @dataclass(frozen=True)
