@@ -105,7 +105,7 @@ class StoredTensor:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "activations that are stored in float8 support no double backward: call backward without "
-                "create_graph=True, or let modules store none with keep_activations(model)"
+                "create_graph=True, or let modules store none with stop_storing_activations(model)"
             )
         return self.restore()
 

@@ -95,7 +95,7 @@ def _prepare_compiler() -> None:
     install_partitioner(StoringPartitioner())
 
 
-def keep_activations(model: nn.Module) -> None:
+def stop_storing_activations(model: nn.Module) -> None:
     """Undo `store_activations_in_float8`.
 
     Modules whose class was changed again since, for example by `fully_shard`, keep a class that stores nothing.

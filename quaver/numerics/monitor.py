@@ -77,7 +77,7 @@ class Monitor:
         extras_every: each linear has a histogram and its SQNR under other recipes in one of this many samples; 0 for
             never.
         completed_steps: the steps before this monitor, in a run that resumes.
-        keep: how many of the last samples `samples` holds.
+        history_len: how many of the last samples `samples` holds.
         hardware: a GPU, such as "h100", whose sums to emulate for a few rows of each matmul in the samples with extras.
             The model may run on any device.
         steps_by_hand: steps end with `step()` only, and each call ends one: for a loop that calls it in every step.
@@ -98,7 +98,7 @@ class Monitor:
         sink: str | Path | Sink | Callable[[dict[str, Any]], None] | None = None,
         extras_every: int = 20,
         completed_steps: int = 0,
-        keep: int = 16,
+        history_len: int = 16,
         hardware: str | None = None,
         steps_by_hand: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -111,7 +111,7 @@ class Monitor:
         if rule is not None and not extras_every:
             raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
-        self.samples: deque[dict[str, Any]] = deque(maxlen=keep)
+        self.samples: deque[dict[str, Any]] = deque(maxlen=history_len)
         """The last samples, on the first rank only."""
         self._weights = {plain_name(name): weight for name, weight in weights_under(model)}
         if not self._weights:

@@ -18,7 +18,7 @@ from quaver import convert_to_float8_training
 from quaver.checkpointing import (
     activation_report,
     apply_activation_checkpointing,
-    keep_activations,
+    stop_storing_activations,
     store_activations_in_float8,
 )
 from quaver.checkpointing import hooks as store_hooks
@@ -542,7 +542,7 @@ def test_the_way_back_and_copies():
     assert net.state_dict().keys() == plain.state_dict().keys()
     expected = step(net)
     assert_same(step(twin), expected)
-    keep_activations(net)
+    stop_storing_activations(net)
     assert [type(each) for each in net.modules()] == [type(each) for each in plain.modules()]
     exact = step(plain)
     assert_same(step(net), exact)

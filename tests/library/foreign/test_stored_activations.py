@@ -10,7 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from quaver import convert_to_float8_training
-from quaver.checkpointing import activation_report, keep_activations, store_activations_in_float8
+from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
 from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.library.foreign.test_accelerate import save_and_resume, variant_and_loop_by_hand
 from tests.library.foreign.test_transformers_trainer import losses_of, trainer
@@ -153,5 +153,5 @@ def test_peft():
     merged = stores_first.merge_and_unload().requires_grad_()
     logits = merged(prompt).logits
     (logits - teacher(prompt).logits.detach()).square().mean().backward()
-    keep_activations(merged)
+    stop_storing_activations(merged)
     assert torch.equal(merged(prompt).logits, logits)
