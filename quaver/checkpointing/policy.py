@@ -61,7 +61,7 @@ MATMULS = frozenset(
 )
 """The matmuls of linears in every precision. Every second one is saved."""
 
-_KEPT_NAMES = (
+_SAVED_NAMES = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",
@@ -78,7 +78,7 @@ def _get_operation(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), packet).default
 
 
-KEPT = frozenset(_get_operation(name) for name in _KEPT_NAMES)
+SAVED = frozenset(_get_operation(name) for name in _SAVED_NAMES)
 """Ops whose results are always saved: attention and reduce-scatters are expensive, amaxes are small."""
 
 
@@ -180,16 +180,16 @@ def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
             view; the op writes to its arguments; it draws random numbers, which later ops would then draw again; or a
             policy does not see it, because it decomposes into other ops.
     """
-    kept: set[Any] = set()
+    savable: set[Any] = set()
     for name in names:
         reasons = {overload: _explain_refusal(overload) for overload in _find_overloads(name) if has_kernel(overload)}
-        kept.update(overload for overload, reason in reasons.items() if not reason)
+        savable.update(overload for overload, reason in reasons.items() if not reason)
         if all(reasons.values()):
             raise ValueError(
                 f"expected an operator whose result can be saved, such as aten.silu; got {name!r}, which "
                 f"{next(iter(reasons.values()), 'has no kernel')}"
             )
-    return frozenset(kept)
+    return frozenset(savable)
 
 
 def _explain_refusal(operation: Any) -> str:
@@ -254,7 +254,7 @@ def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., Ch
     matmuls_before = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saves = operation in KEPT or operation in changes.also_keep
+        saves = operation in SAVED or operation in changes.also_keep
         if operation in MATMULS:
             calls[ctx.is_recompute] += 1
             count.matmuls = calls[False]

@@ -29,7 +29,7 @@ class Plan:
     """The weights of linears and experts that are stored in float8, by their names without wrappers."""
     whole_stacks: list[str]
     """The stacks of float8 experts that stay in high precision, because checkpoints hold each as one tensor."""
-    kept: list[str]
+    high_precision_linears: list[str]
     """The float8 linears that stay in high precision, because transformers does not read them in float8."""
     names: list[str]
     """The names of the tensors in the order of the model; tied tensors have one name."""
@@ -70,10 +70,10 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         name for name, weight in converted.items() if getattr(weight.module, "state_dict_is_transposed", False)
     ]
     linears = [linear_of(name) for name in converted if name not in (*stacks, *transposed)]
-    kept = kind.left_out(model, linears, stacks)
+    high_precision_linears = kind.left_out(model, linears, stacks)
     report, checkpoint = conversion_report(model), checkpoint_names(model, has_linears=kind.has_linears)
     whole_stacks = [name for name in stacks if name not in checkpoint.stacks]
-    left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in kept)}
+    left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
     float8 = {name: weight for name, weight in converted.items() if name not in left_out}
     if transposed and not float8:
         raise ValueError(
@@ -103,7 +103,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     return Plan(
         float8=float8 if format in CHECKPOINT_FORMATS else {},
         whole_stacks=whole_stacks + _stacks_of_torchtitan(model),
-        kept=kept,
+        high_precision_linears=high_precision_linears,
         names=names,
         given=given,
         checkpoint=checkpoint,

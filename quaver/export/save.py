@@ -175,7 +175,7 @@ def _quantized_config(
 
 
 def _warn(plan: Plan) -> None:
-    for warning in plan.format.warnings(plan.ragged, plan.kept):
+    for warning in plan.format.warnings(plan.ragged, plan.high_precision_linears):
         logger.warning(warning)
     if plan.whole_stacks:
         logger.warning(

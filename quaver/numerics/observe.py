@@ -68,8 +68,8 @@ _CHUNK = 1 << 22
 """Elements of a matrix that are widened at a time for the comparison."""
 
 
-class KeptInput(NamedTuple):
-    """The input of a forward, kept to compare grad_weight with; see [Note: high precision in backward]."""
+class SampledInput(NamedTuple):
+    """The input of a forward, sampled to compare grad_weight with; see [Note: high precision in backward]."""
 
     columns: Tensor
     rows: Rows | None
@@ -91,8 +91,8 @@ class Sampling:
     """Whether a linear with a probe ran on this rank since the last step."""
     went_back: bool = False
     """Whether a linear with a probe ran in a backward since the last step."""
-    inputs: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
-    """Kept inputs, by number and the address of the codes."""
+    inputs: dict[tuple[int, int], SampledInput] = field(default_factory=dict)
+    """Sampled inputs, by number and the address of the codes."""
     rows: dict[tuple[tuple[int, int], str, str], Rows | None] = field(default_factory=dict)
     """Rows of operands, by number and group, operand and direction; see [Note: sums]."""
     weights: dict[int, Tensor] = field(default_factory=dict)
@@ -242,7 +242,8 @@ def _keep_for_matmuls(
     keeps_rows = fits and number in sampling.with_sums
     if operand == "input" and direction != "row":
         columns = hp[:, spread_indices(hp.shape[1], COMPARED, hp.device)]
-        sampling.inputs[number, address] = KeptInput(columns, sample_rows(hp, cast, "column") if keeps_rows else None)
+        rows = sample_rows(hp, cast, "column") if keeps_rows else None
+        sampling.inputs[number, address] = SampledInput(columns, rows)
     if is_repeated:
         return
     for read in ("row", "column") if direction == "both" else (direction,):
@@ -329,16 +330,17 @@ def _observe_grad_weight(
     columns = spread_indices(grad_weight.shape[-1], COMPARED, grad_weight.device)
 
     def compare(group: int, start: int, stop: int) -> Compared | None:
-        kept_columns = None if input_hp is None else input_hp[start:stop, columns]
+        sampled_columns = None if input_hp is None else input_hp[start:stop, columns]
         if input_hp is None and input_codes is not None:
-            kept = sampling.inputs.pop((number, input_codes[start:].data_ptr()), None)
-            kept_columns = None if kept is None else kept.columns
-            sampling.rows[(number, group), "input", "column"] = None if kept is None else kept.rows  # for the sums
+            sampled = sampling.inputs.pop((number, input_codes[start:].data_ptr()), None)
+            sampled_columns = None if sampled is None else sampled.columns
+            sampled_rows = None if sampled is None else sampled.rows  # for the sums
+            sampling.rows[(number, group), "input", "column"] = sampled_rows
         grads = None if matrix is None else matrix[start:stop] if groups else matrix
-        if kept_columns is None or grads is None or kept_columns.shape[0] != grads.shape[0]:
+        if sampled_columns is None or grads is None or sampled_columns.shape[0] != grads.shape[0]:
             return None
         actual, chunks = (grad_weight[group] if groups else grad_weight)[:, columns], _split_rows(grads)
-        rights = kept_columns.split([len(chunk) for chunk in chunks])
+        rights = sampled_columns.split([len(chunk) for chunk in chunks])
         products = (_widen(chunk).t() @ _widen(right) for chunk, right in zip(chunks, rights, strict=True))
         return actual, sum(products, start=_widen(actual.new_zeros(())))
 

@@ -118,7 +118,7 @@ class Probe:
         if self._shared[name]:
             if name == "weight" and not is_forward:
                 return  # backward repeats the cast of the forward
-            # grad_weight finds the kept input by the address of the saved column codes; on a CPU both share it.
+            # grad_weight finds the sampled input by the address of the saved column codes; on a CPU both share it.
             both = operands.column or operands.row if name == "input" else operands.row or operands.column
             casts = {"both": both}
         sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)

@@ -155,8 +155,8 @@ class WeightFormat:
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
         """Raise ValueError if tensors with these names cannot be written to `path`, or options are for folders only."""
 
-    def warnings(self, ragged: Sequence[str], kept: Sequence[str]) -> Iterator[str]:
-        """Yield what readers cannot do with `ragged` weights, and why linears are `kept` in high precision."""
+    def warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
+        """Yield what readers cannot do with `ragged` weights, and why `high_precision_linears` are not in float8."""
         yield from ()
 
 

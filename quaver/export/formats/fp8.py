@@ -52,16 +52,16 @@ class FP8(WeightFormat):
             "modules_to_not_convert": list(ignore),
         }
 
-    def warnings(self, ragged: Sequence[str], kept: Sequence[str]) -> Iterator[str]:
+    def warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         if ragged:
             yield (
                 f"{listed(ragged)}: a dimension is no multiple of 128, and transformers 5.23, without a GPU or with "
                 "dequantize=True, refuses such fp8 weights or reads wrong values; it reads those of the format "
                 f"{BLOCKS}"
             )
-        if kept:
+        if high_precision_linears:
             yield (
-                f"{listed(kept)}: these linears are float8 in training and in high precision in the export, because "
-                "transformers keeps them in float32 and reads no float8 for them in fp8; the formats of "
-                "compressed-tensors hold them"
+                f"{listed(high_precision_linears)}: these linears are float8 in training and in high precision in the "
+                "export, because transformers keeps them in float32 and reads no float8 for them in fp8; the "
+                "formats of compressed-tensors hold them"
             )
