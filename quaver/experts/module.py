@@ -36,7 +36,7 @@ from quaver.linear.last_run import LastRun
 from quaver.linear.quantize import MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import WrappedTensor
+from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import disable_compile
 
@@ -170,7 +170,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         elif isinstance(weight, Float8Tensor):
             operands = get_quantized_operands(weight, transposed)
         else:
-            weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()
+            weight = (weight.plain() if isinstance(weight, WrapperWeight) else weight).contiguous()
         prepared = self._prepared_weights.get(name)
         if not torch.compiler.is_compiling():
             prepared = resolve_prepared(prepared, self, name)

@@ -41,7 +41,7 @@ from quaver.kernels.operands import Operand, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
-from quaver.linear.weight_form import WrappedTensor
+from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import Scales, dequantize, sqnr_db, to_dequant_scale
@@ -445,5 +445,5 @@ def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
         for name, weight in plan.float8.items()
         if id(weight.module) in innermost
         and isinstance(weight.parameter, DTensor)
-        and not isinstance(weight.local, FrozenFloat8Weight | WrappedTensor)
+        and not isinstance(weight.local, FrozenFloat8Weight | WrapperWeight)
     }

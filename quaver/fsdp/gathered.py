@@ -58,7 +58,7 @@ from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_am
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import WrappedTensor
+from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import Scales, scales_of_part
 from quaver.torch_private.dispatch import OpOverload
@@ -114,7 +114,7 @@ AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
 """The result of `fsdp_pre_all_gather`: the payloads of this rank, and the metadata that reads the gathered ones."""
 
 
-class Float8AllGatherWeight(WrappedTensor):
+class Float8AllGatherWeight(WrapperWeight):
     """A weight, or a shard of one, that FSDP2 all-gathers in float8.
 
     Ops run on the wrapped tensor. `data_ptr`, `untyped_storage`, `numpy` and `tolist` return the wrapped tensor's.

@@ -22,7 +22,7 @@ from quaver.experts.module_weight import ModuleWeight, weights_of_module, weight
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, rounding_rule
 from quaver.fsdp.shard import Ranks, Shard, shard_of
 from quaver.linear.module import Float8Linear
-from quaver.linear.weight_form import WrappedTensor
+from quaver.linear.weight_form import WrapperWeight
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
@@ -77,7 +77,7 @@ class AllGatherState:
 
 
 def _get_all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
-    if not isinstance(weight.local, WrappedTensor):
+    if not isinstance(weight.local, WrapperWeight):
         raise RuntimeError(
             f"a weight {list(weight.parameter.shape)} that FSDP2 all-gathers in float8 was replaced after fully_shard, "
             "which keeps the one that it had; write values with copy_ or load_state_dict"
@@ -105,7 +105,7 @@ def _is_sharded(weight: ModuleWeight) -> bool:
     parameter = weight.parameter
     if not weight.config.casts.weight.is_float8:  # `high_precision_matmuls` covers it at this step
         return False
-    if not is_dtensor(parameter) or not isinstance(local_tensor(parameter), WrappedTensor):
+    if not is_dtensor(parameter) or not isinstance(local_tensor(parameter), WrapperWeight):
         return False
     sharding = weight.module.sharding if isinstance(weight.module, Float8Linear) else None
     return sharding is None or parameter.device_mesh.ndim > sharding.mesh.ndim

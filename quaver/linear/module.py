@@ -16,7 +16,7 @@ from quaver.linear.quantize import LinearSharding, MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.scale_state import LinearScales
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import WrappedTensor
+from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.recipes.torchao_forms import LinearMMConfig, is_torchao_tensor
@@ -121,7 +121,7 @@ class Float8Linear(nn.Linear):
             weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
             operands = get_checked_operands(weight, self.config)
-        elif isinstance(weight, WrappedTensor):
+        elif isinstance(weight, WrapperWeight):
             weight = weight.plain()
         output = apply_linear(input, weight, bias, self.config, scales, operands, sharding, self)
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)

@@ -90,9 +90,9 @@ class Float8Tensor(TensorForm):
     def stored(self) -> Operands:
         """Return both operands in the shape of the tensor; the column operand is None if it was not quantized."""
         check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees all-gathered memory
-        return self.held()
+        return self.stored_unchecked()
 
-    def held(self) -> Operands:
+    def stored_unchecked(self) -> Operands:
         """`stored` without the check that the memory was not freed."""
         row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0], None, self.outer_scale)
         if self.column_data_fp8 is None:
@@ -180,7 +180,7 @@ def _map(
 
     The operations here move no column, so the column operand keeps its scales.
     """
-    stored, column = tensor.held()
+    stored, column = tensor.stored_unchecked()
     row = expect(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
     if column is not None:
         column = row if column is stored else column._replace(data=map_data(column.data))

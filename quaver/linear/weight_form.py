@@ -3,7 +3,7 @@
     TensorForm       a tensor in another form, and what ops do with it (tensor.py, weights)
     ReadOnly         values read from a form, which cannot be written to
     WeightForm       a weight that is copied and pickled by its state, and presents another tensor's memory
-    WrappedTensor    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary.py)
+    WrapperWeight    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary.py)
 
 [Note: dispatch] All forms share `TensorForm.__torch_dispatch__`. The first form among the arguments may handle an op
 itself (`own_op`). Other ops run on plain tensors in place of the forms, whether these are arguments, in lists, or
@@ -237,7 +237,7 @@ def is_parameter(weight: Tensor) -> bool:
 torch.serialization.add_safe_globals([rebuild])
 
 
-class WrappedTensor(WeightForm):
+class WrapperWeight(WeightForm):
     """A tensor around a plain one in high precision, whose memory, storage and values it presents.
 
     Attributes:
@@ -282,7 +282,7 @@ class _Plain(torch.autograd.Function):
     """Return the wrapped tensor; its gradient becomes the wrapper's."""
 
     @staticmethod
-    def forward(ctx: Any, wrapper: WrappedTensor) -> Tensor:
+    def forward(ctx: Any, wrapper: WrapperWeight) -> Tensor:
         return wrapper.wrapped.detach().view_as(wrapper.wrapped)
 
     @staticmethod

@@ -43,7 +43,7 @@ from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import COLLECTIVES, WrappedTensor, is_parameter
+from quaver.linear.weight_form import COLLECTIVES, WrapperWeight, is_parameter
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
@@ -65,7 +65,7 @@ _NEVER = -1, -1
 """The versions that mark codes as older than the master."""
 
 
-class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
+class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
     """The codes of a weight [N, K], or of experts' [E, rows, columns], and its master, whose dtype it presents.
 
     Attributes:
