@@ -22,6 +22,7 @@ from quaver.conversion.report import (
     obstacle_of,
 )
 from quaver.conversion.roles import HEADS, is_router
+from quaver.experts.grouped_mm_method import Float8GroupedMM, to_plain_grouped_mm
 from quaver.experts.module import (
     Float8Experts,
     check_whole,
@@ -32,7 +33,6 @@ from quaver.experts.module import (
     weights_of,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
-from quaver.experts.seam import Float8GroupedMM, to_plain_grouped_mm
 from quaver.fsdp.gathered import (
     Float8AllGatherWeight,
     is_all_gather_weight,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from quaver.conversion.report import ConversionReport, conversion_report
+from quaver.experts.grouped_mm_method import Float8GroupedMM
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
-from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.formats import CHECKPOINT_FORMATS, format_named, weight_format
 from quaver.export.formats.base import WeightFormat

@@ -126,7 +126,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "torchtitan refuses the other order": f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
         "with tensor parallelism is refused": f"{TENSOR_PARALLEL}"
         "::test_a_weight_on_a_mesh_of_two_dimensions_is_refused",
-        "and refuses others": "tests/library/experts/test_seam.py::test_an_unknown_signature_is_refused",
+        "and refuses others": "tests/library/experts/test_grouped_mm_method.py::test_an_unknown_signature_is_refused",
     },
     "limitations.md": {
         "- Row-wise delayed or static scaling is refused": "tests/library/recipes/test_config.py"

@@ -17,7 +17,7 @@ from quaver import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from quaver.experts.seam import to_float8_grouped_mm
+from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import warn_once
 from tests.mixture import GroupedExperts

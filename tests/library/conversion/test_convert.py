@@ -20,7 +20,7 @@ from quaver import (
     convert_to_high_precision,
 )
 from quaver.conversion import convert
-from quaver.experts.seam import to_float8_grouped_mm
+from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.recipes.config import resolve_config
 from tests.mixture import GroupedExperts, make_mixture

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver import conversion_report, convert_to_float8_training
-from quaver.experts.seam import to_float8_grouped_mm
+from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export import weights as weights_module
 from quaver.recipes.scaling import dequantize, dynamic_cast_blocks

@@ -123,7 +123,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss import gptoss_configs
 from torchtitan.models.qwen3 import qwen3_configs
 from quaver import conversion_report, float8_linear
-from quaver.experts.seam import Float8GroupedMM, to_float8_grouped_mm
+from quaver.experts.grouped_mm_method import Float8GroupedMM, to_float8_grouped_mm
 from quaver.recipes.config import resolve_config
 from quaver.integrations.torchtitan import Float8GroupedExpertsConverter, Float8LinearConverter
 

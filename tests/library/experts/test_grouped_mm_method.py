@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quaver import float8_grouped_mm
-from quaver.experts.seam import Float8GroupedMM, to_float8_grouped_mm
+from quaver.experts.grouped_mm_method import Float8GroupedMM, to_float8_grouped_mm
 from quaver.recipes.config import resolve_config
 from tests.reference import assert_same_bits
 
