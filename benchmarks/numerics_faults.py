@@ -29,7 +29,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
-from quaver.numerics.monitor import Monitor
+from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import Record, RecordWriter
 
 STORIES_PAGE = ROOT / "docs" / "lab" / "alarms.md"

@@ -36,7 +36,7 @@ from benchmarks.numerics_faults import (
 )
 from benchmarks.numerics_loops import Make, Training, calibrate, muon, regression, sgd, static, training, undecayed
 from benchmarks.record import provenance, show
-from quaver.numerics.monitor import Monitor
+from quaver.numerics.monitoring import Monitor
 from quaver.optim import Float8AdamW
 
 AT = 31

@@ -157,7 +157,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     _prepared_weights: dict[str, PreparedOperands]
     """Operands by the name of the weight, while a `cast_weights_once` is open."""
     probes: Mapping[str, MatmulProbe] | None = None
-    """Probes by the name of the weight, while a monitor is attached (numerics/monitor.py)."""
+    """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         self.note_run(tokens.device)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
 from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.fsdp.siblings import precompute_scales
-from quaver.numerics.monitor import Monitor
+from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import FILE_NAME
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 

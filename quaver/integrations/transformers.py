@@ -30,7 +30,7 @@ from quaver.conversion.report import conversion_report
 from quaver.fsdp.siblings import precompute_scales
 from quaver.integrations.transformers_convert import prepare_model_for_float8
 from quaver.integrations.transformers_reference import convert_reference
-from quaver.numerics.monitor import Monitor
+from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
 from quaver.weights.cast_once import cast_weights_once
 

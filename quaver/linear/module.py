@@ -49,7 +49,7 @@ class Float8Linear(nn.Linear):
     _converted_from: type[nn.Linear]
     _last_run: LastRun
     probe: MatmulProbe | None = None
-    """Set while a monitor is attached (numerics/monitor.py)."""
+    """Set while a monitor is attached (numerics/monitoring.py)."""
 
     def __init__(
         self,

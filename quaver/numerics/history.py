@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.matmul_sums import Sums
-from quaver.numerics.mismatch import Mismatch
 from quaver.numerics.statistics import STATISTICS
 
 MEMORY = 16

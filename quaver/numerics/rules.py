@@ -20,7 +20,7 @@ from quaver.numerics.expected import (
     underflow_at,
 )
 from quaver.numerics.history import Sample, TensorStatistics
-from quaver.numerics.mismatch import HEALTHY
+from quaver.numerics.logprob_mismatch import HEALTHY
 from quaver.numerics.remedies import suggest_accumulation, suggest_nothing, suggest_recipes, suggest_same_codes
 from quaver.recipes.formats import E5M2, Float8Format
 from quaver.recipes.linear_casts import MATMULS

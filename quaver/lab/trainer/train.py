@@ -29,7 +29,7 @@ from quaver.lab.trainer.process import Requests, Watchdog, determinism, quiet, s
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
-from quaver.numerics.monitor import Monitor
+from quaver.numerics.monitoring import Monitor
 from quaver.numerics.watch import AlarmSink
 from quaver.recipes.linear_casts import MATMULS
 

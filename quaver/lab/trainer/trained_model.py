@@ -44,7 +44,7 @@ from quaver.lab.trainer.optimizer import (
     squared_norm_share,
     sum_partial_gradients,
 )
-from quaver.numerics.monitor import Monitor
+from quaver.numerics.monitoring import Monitor
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import synchronize
 from quaver.runtime.ranks import Ranks

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.numerics.alarms import Alarms
-from quaver.numerics.monitor import monitor
+from quaver.numerics.monitoring import monitor
 from tests.library.distributed.models import config_of
 from tests.library.distributed.test_experts_dispatch import converted, parallel, step, tokens_of
 from tests.library.distributed.test_fsdp import part_of, world_mesh

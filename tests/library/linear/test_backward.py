@@ -19,7 +19,7 @@ from quaver import (
     use_float8_primary_weights,
 )
 from quaver.linear.quantize import Quantizer
-from quaver.numerics.monitor import Monitor
+from quaver.numerics.monitoring import Monitor
 from quaver.recipes.scaling import dequantize
 from quaver.recipes.serving import serving_config
 from tests.library.linear.test_module import saved_bytes

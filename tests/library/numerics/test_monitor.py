@@ -17,7 +17,7 @@ from quaver import Float8Linear, convert_to_float8_training, convert_to_high_pre
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import observe
 from quaver.numerics.accumulation import HOPPER
-from quaver.numerics.monitor import monitor
+from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix

@@ -11,7 +11,7 @@ from quaver.experts.grouped_mm import multiply_by_weight
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.alarms import Alarms
-from quaver.numerics.monitor import monitor
+from quaver.numerics.monitoring import monitor
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, list_sites
 from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix

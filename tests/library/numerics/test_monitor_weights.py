@@ -7,7 +7,7 @@ from torch import nn
 from quaver import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training, use_float8_primary_weights
 from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.numerics.alarms import Alarms
-from quaver.numerics.monitor import monitor
+from quaver.numerics.monitoring import monitor
 from tests.steps import draw, train
 
 SCALE = 64.0

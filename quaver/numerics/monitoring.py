@@ -41,7 +41,7 @@ from quaver.linear.module import Float8Linear
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
-from quaver.numerics.mismatch import Mismatch
+from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
 from quaver.numerics.ranks import Gathered, find_disagreements, gather
@@ -184,7 +184,7 @@ class Monitor:
             self._end(1)
 
     def mismatch(self, measured: Mismatch) -> None:
-        """Record how far the trainer of this step is from its rollout (mismatch.py).
+        """Record how far the trainer of this step is from its rollout (logprob_mismatch.py).
 
         The next sample records the first rank's figures with the largest `token_mult_prob_error` since the last sample,
         and the rule "mismatch" judges them.
