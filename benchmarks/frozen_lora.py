@@ -59,7 +59,7 @@ def adapted(pretrained: torch.nn.Module, base: str, **options: object) -> peft.P
     model = copy.deepcopy(pretrained).to(torch.float32 if base == "float32" else torch.bfloat16)
     if base not in ("float32", "bfloat16"):
         before = model.get_memory_footprint()
-        freeze_to_float8(model, base, module_filter_fn=lambda module, name: name != "lm_head")
+        freeze_to_float8(model, config=base, module_filter_fn=lambda module, name: name != "lm_head")
         saved = sum(module.weight.numel() for module in model.modules() if isinstance(module, FrozenFloat8Linear))
         assert before - model.get_memory_footprint() == saved
     torch.manual_seed(1)

@@ -38,7 +38,7 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def store_activations_in_float8(
-    model: nn.Module, modules: Iterable[str] | None = None, *, block_size: int = 128
+    model: nn.Module, *, modules: Iterable[str] | None = None, block_size: int = 128
 ) -> list[str]:
     """Let modules of `model` store their saved activations in float8, in place.
 

@@ -58,8 +58,8 @@ def blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
 
 def freeze_to_float8(
     module: nn.Module,
-    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     *,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:

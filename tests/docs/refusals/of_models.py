@@ -13,7 +13,7 @@ from tests.docs.refusals.of_weights import converted, forward, linear
 def stored():
     model = nn.Sequential(nn.Sequential(nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 256)))
     convert_to_float8_training(model, config="rowwise")
-    assert store_activations_in_float8(model, ["0"]) == ["0"]
+    assert store_activations_in_float8(model, modules=["0"]) == ["0"]
     return model
 
 

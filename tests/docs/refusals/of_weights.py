@@ -27,7 +27,7 @@ def converted(recipe="tensorwise", **changes):
 
 
 def frozen():
-    return freeze_to_float8(linear(), "blockwise")
+    return freeze_to_float8(linear(), config="blockwise")
 
 
 def primary():

@@ -198,7 +198,7 @@ def test_inductor_stores_what_a_float8_linear_computes():
         return torch.autograd.grad(loss, net.block.up.weight)[0]
 
     exact = gradient()
-    store_activations_in_float8(net, ["block"])
+    store_activations_in_float8(net, modules=["block"])
     net.block.compile(fullgraph=True)
     assert 20 < sqnr_db(exact, gradient()) < 60  # infinite if nothing was stored
     with measure_usage(torch.device("cpu")) as measured:
@@ -221,7 +221,7 @@ def test_a_compiled_graph_that_stores_is_not_mistaken_for_one_that_does_not():
         net = nn.Sequential()
         net.gate = Gate()
         if store:
-            store_activations_in_float8(net, ["gate"])
+            store_activations_in_float8(net, modules=["gate"])
         net.gate.compile(fullgraph=True)
         grads.append(torch.autograd.grad(net.gate(x := inputs()).sum(), x)[0])
     assert torch.equal(grads[0], grads[2])
@@ -258,7 +258,7 @@ def test_the_operators_of_a_graph_say_where_each_annotation_begins_and_ends():
         if linear_is_added_later:
             net.around.block.up = nn.Identity()
         if modules:
-            store_activations_in_float8(net, modules, block_size=block_size)
+            store_activations_in_float8(net, modules=modules, block_size=block_size)
         net.around.block.up = up
         net.compile(fullgraph=True, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward)
         net(inputs())
@@ -290,7 +290,7 @@ def test_other_compiled_code_stores_nothing_and_says_so(caplog, how, monkeypatch
     net = nn.Sequential()
     net.gate = Gate()
     (exact,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
-    store_activations_in_float8(net, ["gate"])
+    store_activations_in_float8(net, modules=["gate"])
     if how == "dynamic shapes":
         net.layers = [net.gate]
         compile_blocks(net, dynamic=True)
@@ -344,7 +344,7 @@ def test_a_compiled_graph_stores_no_result_that_lives_on():
     net = nn.Sequential()
     net.ends = Ends()
     (exact,) = torch.autograd.grad(net.ends(x := inputs()).square().sum(), x)
-    store_activations_in_float8(net, ["ends"])
+    store_activations_in_float8(net, modules=["ends"])
     net.ends.compile(fullgraph=True)  # Inductor removes the detach between both
     (got,) = torch.autograd.grad(net.ends(x := inputs()).square().sum(), x)
     assert sqnr_db(exact, got) > 100
@@ -356,7 +356,7 @@ def test_float64_stays_as_it_is(compiled):
     net.gate = Gate()
     x = inputs().detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(net.gate(x).sum(), x)
-    store_activations_in_float8(net, ["gate"])
+    store_activations_in_float8(net, modules=["gate"])
     if compiled:
         net.layers = [net.gate]
         compile_blocks(net)
@@ -458,7 +458,7 @@ def test_a_write_to_a_tensor_that_is_left_as_it_is_is_refused():
 
     net = nn.Sequential()
     net.scales = Scales()
-    assert store_activations_in_float8(net, "scale?") == ["scales"]
+    assert store_activations_in_float8(net, modules="scale?") == ["scales"]
     scale = torch.ones(256)
     loss = net.scales(inputs(), scale).sum()
     scale.mul_(2)
@@ -495,7 +495,7 @@ def test_a_module_around_checkpoints_stores_their_inputs():
 
     plain = Around()
     net = copy.deepcopy(plain)
-    store_activations_in_float8(net, ["", "layers.*"])
+    store_activations_in_float8(net, modules=["", "layers.*"])
     expected, got = step(plain), step(net)
     assert min(sqnr_db(expected[name], got[name]) for name in expected) > 18
     assert saved_bytes(plain) - saved_bytes(net) > 1.6 * 0.74 * inputs().nbytes  # the loss saves one of them as it is
@@ -504,7 +504,7 @@ def test_a_module_around_checkpoints_stores_their_inputs():
 @pytest.mark.parametrize("modules", [None, ["*"]])
 def test_a_model_is_saved_whole(modules):
     net = make("rowwise", width=256)
-    store_activations_in_float8(net, modules)
+    store_activations_in_float8(net, modules=modules)
     again = by_torch_save(net)
     assert [type(each) for each in again.modules()] == [type(each) for each in net.modules()]
     expected = step(net)
@@ -524,7 +524,7 @@ def test_classes_keep_their_names_and_signatures_and_exported_programs_store_not
     """Libraries find blocks to shard by their class's name, and a batch's columns by the signature of forward."""
     net = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), Gate())
     plain = copy.deepcopy(net)
-    store_activations_in_float8(net, ["*"])
+    store_activations_in_float8(net, modules=["*"])
     for ours, theirs in zip(net.modules(), plain.modules(), strict=True):
         assert repr(ours) == repr(theirs)
         assert inspect.signature(ours.forward) == inspect.signature(theirs.forward)
@@ -572,11 +572,11 @@ REFUSED = {
         "block_size: expected one of 32, 128, got 64",
     ),
     "pattern": (
-        lambda net: store_activations_in_float8(net, ["layers.*.mpl"]),
+        lambda net: store_activations_in_float8(net, modules=["layers.*.mpl"]),
         "'layers.*.mpl', which matches no module",
     ),
     "only linears": (
-        lambda net: store_activations_in_float8(net, ["*_proj"]),
+        lambda net: store_activations_in_float8(net, modules=["*_proj"]),
         "'*_proj', which matches only linears, convolutions and embeddings",
     ),
     "patched": (

@@ -65,7 +65,7 @@ def grads(net, input, call=None):
 @CONFIG
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
-    linear = freeze_to_float8(model(dtype)[0], config)
+    linear = freeze_to_float8(model(dtype)[0], config=config)
     casts = linear.config.casts.grad_output
     input = batch(dtype)
     output, grad_input, *_ = results_of(linear, input, grad_output=draw(2, 32, 200, seed=2).to(dtype))
@@ -85,7 +85,7 @@ def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
 @CONFIG
 def test_the_forward_is_that_of_float8_training(config):
     config = blockwise_config() if config == "blockwise" else config
-    frozen, training = freeze_to_float8(model(), config), convert_to_float8_training(model(), config=config)
+    frozen, training = freeze_to_float8(model(), config=config), convert_to_float8_training(model(), config=config)
     (output, grad_input), (expected, expected_grad) = grads(frozen, batch()), grads(training, batch())
     assert output.equal(expected)
     if config == "rowwise":  # training casts the columns of the weight for grad_input
@@ -96,7 +96,7 @@ def test_the_forward_is_that_of_float8_training(config):
 
 def test_power_of_2_scales_cost_nothing():
     hp = model(torch.float32)[0].weight.detach()
-    databank = [freeze_to_float8(model(torch.float32)[0], blockwise_config(power_of_2=p)) for p in (True, False)]
+    databank = [freeze_to_float8(model(torch.float32)[0], config=blockwise_config(power_of_2=p)) for p in (True, False)]
     power_of_2, float32 = (sqnr_db(hp, linear.weight.to_high_precision()) for linear in databank)
     assert databank[0].weight.has_power_of_2_scales
     assert power_of_2 > float32 - 0.5
@@ -106,7 +106,7 @@ def test_blocks_of_zeros_are_stored_with_the_smallest_scale_of_e8m0():
     linear = nn.Linear(64, 64, bias=False)
     linear.weight.data[:32, :32] = 0
     hp = linear.weight.detach().clone()
-    frozen = freeze_to_float8(nn.Sequential(linear), "mxfp8")[0]
+    frozen = freeze_to_float8(nn.Sequential(linear), config="mxfp8")[0]
     assert frozen.weight.dequant_scale[0, 0] == 2.0**-127
     assert frozen.weight.has_power_of_2_scales
     assert not frozen.weight.to_high_precision()[:32, :32].any()
@@ -119,7 +119,7 @@ def test_blocks_of_zeros_are_stored_with_the_smallest_scale_of_e8m0():
 def test_bytes_at_rest_and_saved_for_backward(config):
     linear = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
     before = linear.weight.nbytes
-    freeze_to_float8(linear, config)
+    freeze_to_float8(linear, config=config)
     weight = linear.weight
     assert weight.nbytes <= 0.51 * before
     assert weight.nelement() * weight.element_size() == weight.data_fp8.nbytes == before // 2
@@ -132,7 +132,7 @@ def test_bytes_at_rest_and_saved_for_backward(config):
 @BACKEND
 @TRACED
 def test_compiled_and_checkpointed_code_computes_the_same(config, backend):
-    net = freeze_to_float8(model(), config)
+    net = freeze_to_float8(model(), config=config)
     compiled = torch.compile(copy.deepcopy(net), fullgraph=True, backend=backend)
     expected = grads(net, batch())
     for call in (compiled, lambda input: checkpoint(net, input, use_reentrant=False)):
@@ -141,7 +141,7 @@ def test_compiled_and_checkpointed_code_computes_the_same(config, backend):
 
 @CONFIG
 def test_it_presents_a_frozen_high_precision_parameter(config):
-    net = freeze_to_float8(model(), config)
+    net = freeze_to_float8(model(), config=config)
     weight = net[0].weight
     assert isinstance(weight, nn.Parameter)
     assert (weight.dtype, tuple(weight.shape), weight.requires_grad) == (torch.bfloat16, (200, 300), False)
@@ -160,7 +160,7 @@ def test_it_presents_a_frozen_high_precision_parameter(config):
 
 @CONFIG
 def test_copies_and_moves_keep_the_codes(config):
-    net = freeze_to_float8(model(), config)
+    net = freeze_to_float8(model(), config=config)
     expected = net(batch())
     for other in (copy.deepcopy(net), by_torch_save(net)):  # torch's float8 tensors do not pickle otherwise
         assert type(other[2]) is type(net[2])
@@ -182,13 +182,13 @@ def other_model(config):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(-3)
-    return freeze_to_float8(other, config)
+    return freeze_to_float8(other, config=config)
 
 
 @CONFIG
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_hold_high_precision_for_others_and_codes_for_frozen_models(config, assign):
-    net = freeze_to_float8(model(), config)
+    net = freeze_to_float8(model(), config=config)
     expected, state = net(batch()), net.state_dict()
     assert list(state) == list(model().state_dict())
     assert state["0.weight"].dtype is torch.bfloat16
@@ -214,12 +214,12 @@ def codes_of(net):
 @CONFIG
 def test_whoever_asks_for_the_memory_of_a_state_gets_values(config, tmp_path):
     """safetensors reads `data_ptr()`; the same base then has the same codes again."""
-    net = freeze_to_float8(model(), config)
+    net = freeze_to_float8(model(), config=config)
     expected = convert_to_high_precision(copy.deepcopy(net)).state_dict()
     save_file(net.state_dict(), tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert_same(found, expected)
-    again = freeze_to_float8(model(), config)
+    again = freeze_to_float8(model(), config=config)
     again.load_state_dict(found)
     assert_same(codes_of(again), codes_of(net))
     as_float32 = net.float()
@@ -231,7 +231,7 @@ def test_whoever_asks_for_the_memory_of_a_state_gets_values(config, tmp_path):
 @CONFIG
 def test_a_write_to_a_state_reaches_the_model(config):
     """As EMA and swaps of weights write: `for name, value in model.state_dict().items(): value.copy_(...)`."""
-    net, other = freeze_to_float8(model(), config), other_model(config)
+    net, other = freeze_to_float8(model(), config=config), other_model(config)
     for way in ("codes", "values", "values after a view"):
         goal = copy.deepcopy(other if way == "codes" else net)
         for name, value in goal.state_dict().items():
@@ -243,11 +243,11 @@ def test_a_write_to_a_state_reaches_the_model(config):
 
 
 def of_another_recipe(state):
-    state |= freeze_to_float8(model(), "tensorwise").state_dict()
+    state |= freeze_to_float8(model(), config="tensorwise").state_dict()
 
 
 def of_float32_scales(state):
-    state |= freeze_to_float8(model(), blockwise_config(power_of_2=False)).state_dict()
+    state |= freeze_to_float8(model(), config=blockwise_config(power_of_2=False)).state_dict()
 
 
 def with_nan(state):
@@ -298,7 +298,7 @@ WRITES_OF_NAN = {
 @pytest.mark.parametrize("way", WRITES_OF_NAN)
 def test_nan_and_inf_are_not_written(config, way):
     """One of them would make NaN of all that share its scale."""
-    net = freeze_to_float8(model(), config)
+    net = freeze_to_float8(model(), config=config)
     before, weight = net(batch()), net[0].weight
     bad = weight.to_high_precision().clone()
     bad[3, 4] = torch.nan
@@ -311,7 +311,7 @@ def test_nan_and_inf_are_not_written(config, way):
 @CONFIG
 @pytest.mark.parametrize("how", ["data +=", "data =", "add_", "copy_"])
 def test_a_write_is_quantized_again_and_reported(config, how):
-    net = freeze_to_float8(model(), config)
+    net = freeze_to_float8(model(), config=config)
     linear = net[0]
     before = linear.weight.data_fp8.view(torch.uint8).clone()
     with torch.no_grad():  # the same values change nothing
@@ -342,13 +342,13 @@ def test_a_write_is_quantized_again_and_reported(config, how):
 
 @CONFIG
 def test_the_report_and_the_way_back(config):
-    net = freeze_to_float8(model(), config, module_filter_fn=lambda module, name: name == "0")
+    net = freeze_to_float8(model(), config=config, module_filter_fn=lambda module, name: name == "0")
     report = conversion_report(net)
     assert [layer.reason for layer in report.layers] == [
         f"frozen, stored in {STORED.get(config, config)} e4m3",
         "filter",
     ]
-    assert freeze_to_float8(net, config, module_filter_fn=lambda module, name: name == "0") is net
+    assert freeze_to_float8(net, config=config, module_filter_fn=lambda module, name: name == "0") is net
     values = net[0].weight.to_high_precision()
     convert_to_high_precision(net)
     assert type(net[0]) is nn.Linear
@@ -359,7 +359,7 @@ def test_the_report_and_the_way_back(config):
 def test_a_model_that_trains_in_float8_can_be_frozen():
     net = convert_to_float8_training(model(), config="rowwise")
     expected = net(batch())
-    assert freeze_to_float8(net, "rowwise")(batch()).equal(expected)
+    assert freeze_to_float8(net, config="rowwise")(batch()).equal(expected)
     assert isinstance(net[2], FrozenFloat8Linear)
     assert isinstance(net[2], Wide)
 
@@ -370,7 +370,7 @@ def test_a_model_that_trains_in_float8_can_be_frozen():
 def mixture(is_transposed, config=None):
     """Blocks of all sizes are cut, and places of scales (experts/groups.py) lie between experts."""
     net = make_mixture(layers=1, dim=160, hidden=75, is_transposed=is_transposed)
-    return net if config is None else freeze_to_float8(net, config)
+    return net if config is None else freeze_to_float8(net, config=config)
 
 
 def of_experts(net):
@@ -396,7 +396,7 @@ def test_experts_multiply_by_the_codes_that_are_stored(config, is_transposed):
             linear = nn.Linear(*reversed((matrix.t() if is_transposed else matrix).shape), bias=False)
             linear.weight.data.copy_(matrix.t() if is_transposed else matrix)
             tokens = hp[rows].detach().requires_grad_()
-            expected = freeze_to_float8(linear, config)(tokens)
+            expected = freeze_to_float8(linear, config=config)(tokens)
             expected.backward(torch.ones_like(expected))
             assert actual[rows].equal(expected)
             assert hp.grad[rows].equal(tokens.grad)
@@ -428,7 +428,7 @@ def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
                 weight.fill_(torch.nan)
     assert "quantized again after a write at" in str(conversion_report(other))
     other.load_state_dict(state)
-    loaded = freeze_to_float8(mixture(is_transposed), config)
+    loaded = freeze_to_float8(mixture(is_transposed), config=config)
     loaded.load_state_dict(mixture(is_transposed).state_dict())  # in high precision
     for each in (other, loaded, copy.deepcopy(net), by_torch_save(net)):
         assert each(tokens).equal(expected)
@@ -496,20 +496,20 @@ def _partly_trained():
         (model, "rowwise_with_gw_hp", "stores a weight once: expected one float8 cast for both of its matmuls"),
         (model, MXFP8_FLOOR, "expected the scales of RCEIL, got dynamic blockwise 32 x 32 E8M0 floor e4m3"),
         (model, "int8", "unknown recipe 'int8'"),
-        (lambda: freeze_to_float8(model(), "tensorwise"), "rowwise", "the weight of 0 is a FrozenFloat8Weight"),
+        (lambda: freeze_to_float8(model(), config="tensorwise"), "rowwise", "the weight of 0 is a FrozenFloat8Weight"),
     ],
 )
 def test_refusals_leave_the_model_as_it_was(make, config, message):
     net = make()
     before = {name: (type(module), module._parameters.get("weight")) for name, module in net.named_modules()}
     with pytest.raises(ValueError, match=message):
-        freeze_to_float8(net, config)
+        freeze_to_float8(net, config=config)
     after = {name: (type(module), module._parameters.get("weight")) for name, module in net.named_modules()}
     assert all(after[name][0] is cls and after[name][1] is weight for name, (cls, weight) in before.items())
 
 
 def test_codes_of_one_recipe_are_not_those_of_another():
-    net = freeze_to_float8(model(), "blockwise")
+    net = freeze_to_float8(model(), config="blockwise")
     net[0].config = Float8LinearConfig.from_recipe_name("tensorwise")
     with pytest.raises(RuntimeError, match="is stored as blockwise 128 x 128 .* casts weights as"):
         net(batch())
@@ -521,7 +521,9 @@ def test_weights_from_a_checkpoint():
     linear = nn.Linear(257, 130, bias=False, device="meta")
     store_float8_weight(linear, codes, scale, config=blockwise_config(power_of_2=False), dtype=torch.bfloat16)
     assert linear.weight.data_fp8.data_ptr() == codes.data_ptr()
-    expected = freeze_to_float8(nn.Sequential(nn.Linear(257, 130, bias=False)), blockwise_config(power_of_2=False))
+    expected = freeze_to_float8(
+        nn.Sequential(nn.Linear(257, 130, bias=False)), config=blockwise_config(power_of_2=False)
+    )
     expected.load_state_dict({"0.weight": hp})
     input = torch.randn(4, 257)
     assert linear(input).equal(expected(input))
@@ -548,7 +550,7 @@ def test_weights_from_a_checkpoint():
 
 
 def test_a_weight_of_one_row_has_blocks():
-    linear = freeze_to_float8(nn.Linear(300, 1), "blockwise")
+    linear = freeze_to_float8(nn.Linear(300, 1), config="blockwise")
     assert linear.weight.granularity == "blockwise 128 x 128"
     assert linear(draw(4, 300)).isfinite().all()
 
@@ -556,7 +558,7 @@ def test_a_weight_of_one_row_has_blocks():
 def test_a_shard_has_the_blocks_of_the_whole_weight():
     """One block a row of either size where a weight has 32 columns."""
     for recipe, stored in (*STORED.items(), ("rowwise", "rowwise"), ("tensorwise", "tensorwise")):
-        weight = freeze_to_float8(nn.Linear(32, 64), recipe).weight
+        weight = freeze_to_float8(nn.Linear(32, 64), config=recipe).weight
         for part in (*weight.split(32), weight[5:7], copy.deepcopy(weight[40:])):
             assert part.is_part
             assert part.granularity == stored
@@ -580,7 +582,7 @@ def test_data_of_another_weight_has_its_shape_and_brings_its_dtype():
 
 def test_layerwise_casting_to_float8_leaves_frozen_modules_out_or_is_refused():
     """What diffusers' enable_layerwise_casting does to each leaf but those of skip_modules_classes."""
-    net, codes = freeze_to_float8(model(), "blockwise"), {}
+    net, codes = freeze_to_float8(model(), config="blockwise"), {}
     for linear in (net[0], net[2]):
         codes[linear] = linear.weight.data_fp8.view(torch.uint8).clone()
         with pytest.raises(ValueError, match=r"got torch.float8_e4m3fn; exclude its module from layerwise casting"):
@@ -590,6 +592,6 @@ def test_layerwise_casting_to_float8_leaves_frozen_modules_out_or_is_refused():
 
 def test_every_pair_of_dtypes_multiplies():
     for config, dtype, input_dtype in itertools.product(CONFIGS, (torch.bfloat16, torch.float16), (torch.float32,)):
-        linear = freeze_to_float8(nn.Linear(32, 16, dtype=dtype), config)
+        linear = freeze_to_float8(nn.Linear(32, 16, dtype=dtype), config=config)
         assert isinstance(linear, Float8Linear)
         assert linear(torch.randn(3, 32, dtype=input_dtype)).dtype is input_dtype

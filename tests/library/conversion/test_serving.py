@@ -84,7 +84,7 @@ def test_weights_that_are_quantized_before_the_forward(serving):
         assert_same_bits(scoped(input), expected)
     use_float8_primary_weights(primary, torch.optim.AdamW(primary.parameters()))
     assert_same_bits(primary(input), expected)
-    frozen = freeze_to_float8(copy.deepcopy(linear).requires_grad_(False), serving_config(serving))
+    frozen = freeze_to_float8(copy.deepcopy(linear).requires_grad_(False), config=serving_config(serving))
     assert_same_bits(frozen(input), expected)
 
 

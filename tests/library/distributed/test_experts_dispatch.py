@@ -345,7 +345,7 @@ def test_experts_that_cannot_be_split():
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError("no alltoall")):
         message = refusal(parallel, converted("rowwise"))
     assert message.startswith("NotImplementedError: expert parallelism sends codes by all_to_all_single of uint8")
-    message = refusal(parallel, freeze_to_float8(Experts(), "rowwise"))
+    message = refusal(parallel, freeze_to_float8(Experts(), config="rowwise"))
     assert "expected weights in high precision, got gate_up_proj stored in float8" in message
     split = parallel(converted("rowwise"))
     assert "called with top_k_index" in refusal(split, torch.randn(8, DIM))

@@ -203,7 +203,7 @@ def test_a_sharded_frozen_base_is_gathered_in_float8(config):
 
     def frozen():
         torch.manual_seed(0)
-        return freeze_to_float8(Tiny(256), config, module_filter_fn=lambda module, name: name != "lm_head")
+        return freeze_to_float8(Tiny(256), config=config, module_filter_fn=lambda module, name: name != "lm_head")
 
     expected = dict(iter_float8_weights(frozen()))
     weights = iter_float8_weights(sharded(frozen()))
@@ -221,7 +221,7 @@ def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tm
     with torch.no_grad():
         for linear in model.layer.values():
             linear.weight.mul_(torch.logspace(-1, 0, 200)[:, None]).mul_(torch.logspace(0, -1, 200))
-    whole = freeze_to_float8(model, blockwise_config(power_of_2=False))
+    whole = freeze_to_float8(model, config=blockwise_config(power_of_2=False))
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         expected = whole(tokens)

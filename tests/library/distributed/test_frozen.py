@@ -35,7 +35,7 @@ CONFIG = pytest.mark.parametrize("config", CONFIGS)
 def frozen_model(config):
     """Norms, biases and the last linear train; what lies between is frozen."""
     model = make_model(layers=2, dim=DIM, hidden=HIDDEN)
-    return freeze_to_float8(model, config, module_filter_fn=lambda module, name: "." in name)
+    return freeze_to_float8(model, config=config, module_filter_fn=lambda module, name: "." in name)
 
 
 def optimizer_of(model):
@@ -98,7 +98,7 @@ def test_a_rank_without_rows(config):
     """One row on two ranks, and one expert."""
     torch.manual_seed(0)
     whole = freeze_to_float8(
-        nn.Sequential(nn.Linear(DIM, 1), make_mixture(layers=1, num_experts=1, dim=DIM)[0]), config
+        nn.Sequential(nn.Linear(DIM, 1), make_mixture(layers=1, num_experts=1, dim=DIM)[0]), config=config
     )
     model = copy.deepcopy(whole)
     for module in model:
@@ -122,7 +122,7 @@ def test_what_is_refused():
     with pytest.raises(RuntimeError, match="fully_shard shards its frozen float8 weight; convert back before that"):
         convert_to_high_precision(model)
     with pytest.raises(ValueError, match="is a DTensor; freeze before fully_shard"):
-        freeze_to_float8(sharded(make_model(layers=1)), config)
+        freeze_to_float8(sharded(make_model(layers=1)), config=config)
     mesh = mesh_of((RANKS,))
     with pytest.raises(NotImplementedError, match="Float8ColwiseParallel: expected a weight in high precision"):
         parallelize_module(frozen_model(config)[0], mesh, {"up": Float8ColwiseParallel()})
@@ -153,7 +153,7 @@ def test_sharded_state_dicts_hold_high_precision_for_others_and_codes_for_frozen
         other = make_model(layers=2, dim=DIM, hidden=HIDDEN)
         for parameter in other.parameters():
             nn.init.normal_(parameter)
-        other = sharded(freeze_to_float8(other, "blockwise", module_filter_fn=lambda module, name: "." in name))
+        other = sharded(freeze_to_float8(other, config="blockwise", module_filter_fn=lambda module, name: "." in name))
         if how == "load_state_dict":
             other.load_state_dict(copy.deepcopy(state))
         else:
@@ -182,7 +182,10 @@ def test_ddp_computes_the_same_and_leaves_the_codes():
 @on_ranks(RANKS)
 def test_experts_compute_the_same_and_are_gathered_at_a_byte_per_element(config, is_transposed):
     """Three experts on two ranks."""
-    whole, input = freeze_to_float8(make_mixture(is_transposed=is_transposed), config), torch.randn(6, MIXTURE_DIM)
+    whole, input = (
+        freeze_to_float8(make_mixture(is_transposed=is_transposed), config=config),
+        torch.randn(6, MIXTURE_DIM),
+    )
     dist.broadcast(input, 0)
     expected, model = whole(input), shard_model(None, model=copy.deepcopy(whole))
     with CollectiveCounter() as counter:
@@ -200,7 +203,7 @@ def test_experts_compute_the_same_and_are_gathered_at_a_byte_per_element(config,
     state = model.state_dict()
     values = whole[0].experts.down_proj.to_high_precision()
     assert state["0.experts.down_proj"].full_tensor().equal(values)
-    other = freeze_to_float8(make_mixture(is_transposed=is_transposed), config)
+    other = freeze_to_float8(make_mixture(is_transposed=is_transposed), config=config)
     with torch.no_grad():
         other[0].experts.down_proj.mul_(3)
     other = shard_model(None, model=other)

@@ -52,7 +52,7 @@ def parts_of_model(recipe, stores=False):
     model = nn.ModuleList(Block() for _ in range(2 * RANKS))
     convert_to_float8_training(model, config=config_of(recipe))
     if stores:
-        store_activations_in_float8(model, ["?"], block_size=32)
+        store_activations_in_float8(model, modules=["?"], block_size=32)
     return model
 
 

@@ -111,7 +111,9 @@ def test_a_deepseek_style_folder(tmp_path):
     folder = saved(tmp_path / "out", "rowwise", 128, format="fp8")
     frozen = load_frozen(Tiny(128), folder)
     reference = freeze_to_float8(
-        convert_to_high_precision(tiny(size=128)), blockwise_config(power_of_2=False), module_filter_fn=not_the_head
+        convert_to_high_precision(tiny(size=128)),
+        config=blockwise_config(power_of_2=False),
+        module_filter_fn=not_the_head,
     )
     assert logits(frozen).equal(logits(reference))
     path = folder / "model.safetensors"

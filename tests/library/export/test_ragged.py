@@ -39,7 +39,7 @@ def exported(tmp_path_factory):
 
     def folder(format):
         if not (root / format).exists():
-            model = freeze_to_float8(ragged(), blockwise_config(power_of_2=False))
+            model = freeze_to_float8(ragged(), config=blockwise_config(power_of_2=False))
             save_float8(model, root / format, config={}, format=format)
         return root / format
 
@@ -62,7 +62,7 @@ def test_values_are_codes_times_the_scales_of_their_blocks(format, exported, tmp
 @FORMAT
 def test_the_codes_of_training_are_quantized_again_in_blocks(format, tmp_path):
     for recipe in ("rowwise", "tensorwise"):
-        written = save_float8(freeze_to_float8(ragged(), recipe), tmp_path / recipe, config={}, format=format)
+        written = save_float8(freeze_to_float8(ragged(), config=recipe), tmp_path / recipe, config={}, format=format)
         assert set(written.requantized) == {"0", "1"}
         assert all(each.stored_db > 20 for each in written.requantized.values())
         assert load_file(tmp_path / recipe / "model.safetensors")[f"0.{SCALE[format]}"].shape == (2, 2)

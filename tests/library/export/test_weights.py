@@ -126,7 +126,7 @@ def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
     if trained == "rowwise":
         model = tiny("rowwise", size=64)
     else:
-        model = freeze_to_float8(Tiny(64), "mxfp8", module_filter_fn=lambda module, name: "lm_head" not in name)
+        model = freeze_to_float8(Tiny(64), config="mxfp8", module_filter_fn=lambda module, name: "lm_head" not in name)
         for name in PROJECTIONS:
             model.layer[name].weight.dequant_scale.mul_(1.25)
     exported = iter_float8_weights(model, format="compressed-tensors-mxfp8")

@@ -97,7 +97,7 @@ def test_adapters_of_peft_merge_into_square_weights_as_into_linears():
 
 
 def frozen(seed=0):
-    return freeze_to_float8(prepared(seed), "rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+    return freeze_to_float8(prepared(seed), config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
 
 
 def test_frozen_layers_save_load_and_train_adapters(tmp_path):

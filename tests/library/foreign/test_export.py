@@ -67,7 +67,9 @@ def frozen_deepseek(**options):
     def is_a_linear(module, name):
         return not_the_head(module, name) and not is_experts(module)
 
-    return freeze_to_float8(deepseek(**options), blockwise_config(power_of_2=False), module_filter_fn=is_a_linear)
+    return freeze_to_float8(
+        deepseek(**options), config=blockwise_config(power_of_2=False), module_filter_fn=is_a_linear
+    )
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +252,7 @@ def test_merged_adapters_are_exported_without_unloading(base):
     """Two adapters, one of them on the head, and a norm that is trained whole; training goes on after the hand-off."""
     model = llama()
     if base == "frozen":
-        freeze_to_float8(model, "rowwise", module_filter_fn=not_the_head)
+        freeze_to_float8(model, config="rowwise", module_filter_fn=not_the_head)
     elif base == "float8":
         convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
     adapters = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["norm"], init_lora_weights=False)

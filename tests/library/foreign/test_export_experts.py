@@ -110,7 +110,7 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
     """transformers makes such linears of its stacks [E, K, N] for this format, in their place in the model."""
     model = mixture("llama4")
     if is_frozen:
-        model = freeze_to_float8(model, recipe, module_filter_fn=lambda _, name: "experts" in name)
+        model = freeze_to_float8(model, config=recipe, module_filter_fn=lambda _, name: "experts" in name)
     else:
         prepare_model_for_float8(model, recipe)
     exported = save_float8(model, tmp_path / "out", format=format)
@@ -248,7 +248,7 @@ def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
 @pytest.mark.parametrize(("recipe", "format"), [("rowwise", FORMATS[0]), ("blockwise", "fp8")])
 def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, format, tmp_path):
     """A frozen model is exported, loaded frozen, adapted at attention and experts, merged, and exported again."""
-    model = freeze_to_float8(large("qwen3_moe"), recipe, module_filter_fn=not_the_head)
+    model = freeze_to_float8(large("qwen3_moe"), config=recipe, module_filter_fn=not_the_head)
     assert save_float8(model, tmp_path / "first", format=format).requantized == {}
     base, expected = load_frozen(large("qwen3_moe"), tmp_path / "first"), logits_of(model)
     assert torch.equal(logits_of(base), expected)
@@ -275,7 +275,7 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name, tmp_path):
-    model = freeze_to_float8(mixture(name), "rowwise", module_filter_fn=not_the_head)
+    model = freeze_to_float8(mixture(name), config="rowwise", module_filter_fn=not_the_head)
     oracle = dict(iter_float8_weights(model, format="high-precision"))
     experts = {name: value for name, value in values_of(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
     assert len(experts) == 4
@@ -304,7 +304,9 @@ def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
     dequantized = transformers.GptOssForCausalLM.from_pretrained(
         tmp_path / "hub", dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     )
-    model = freeze_to_float8(copy.deepcopy(dequantized), config, module_filter_fn=lambda _, name: "experts" in name)
+    model = freeze_to_float8(
+        copy.deepcopy(dequantized), config=config, module_filter_fn=lambda _, name: "experts" in name
+    )
     expected, frozen = values_of(dequantized), values_of(model)
     assert_same(frozen, expected)
     stacks = [each for each in model.parameters() if isinstance(each, FrozenFloat8Weight)]

@@ -23,7 +23,7 @@ EPOCHS = 4
 def base(config=None):
     """A Llama in bfloat16; its linears but the head frozen in float8 where a config is given."""
     model = llama().to(torch.bfloat16)
-    return model if config is None else freeze_to_float8(model, config, module_filter_fn=not_the_head)
+    return model if config is None else freeze_to_float8(model, config=config, module_filter_fn=not_the_head)
 
 
 def adapted(config=None, **options):

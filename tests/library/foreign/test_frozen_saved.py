@@ -30,7 +30,7 @@ def plain(kind):
 
 
 def frozen(kind, recipe="tensorwise"):
-    return freeze_to_float8(plain(kind), recipe, module_filter_fn=not_the_head)
+    return freeze_to_float8(plain(kind), config=recipe, module_filter_fn=not_the_head)
 
 
 def trainer_saves(model, folder):

@@ -88,7 +88,7 @@ def converted():
 
 
 def frozen():
-    return freeze_to_float8(llama(layers=1), "rowwise", module_filter_fn=not_the_head)
+    return freeze_to_float8(llama(layers=1), config="rowwise", module_filter_fn=not_the_head)
 
 
 @pytest.mark.parametrize(("kind", "base"), thinned(ADAPTERS, [frozen, converted], together=1))

@@ -17,7 +17,7 @@ GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 KINDS = {
     "primary": lambda make: pair(make=make)[0],
     "bfloat16 masters": lambda make: bf16_pair(make=make)[0],
-    "frozen": lambda make: freeze_to_float8(convert_to_high_precision(make()), "tensorwise"),
+    "frozen": lambda make: freeze_to_float8(convert_to_high_precision(make()), config="tensorwise"),
     "gathered": lambda make: convert_to_float8_training(convert_to_high_precision(make()), config=GATHERED),
 }
 

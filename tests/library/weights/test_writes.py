@@ -80,7 +80,7 @@ def gathered(kind, recipe, scope):
 
 
 def frozen(kind, recipe, scope):
-    return freeze_to_float8(made(kind), recipe)
+    return freeze_to_float8(made(kind), config=recipe)
 
 
 def primary(kind, recipe, scope):
