@@ -40,12 +40,13 @@ def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
 
 def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
     for key, style, label in (("loss", "-", "train, smoothed"), ("validation_loss", "o", "validation")):
-        steps, losses = _series(records, names[0], key)
-        _, references = _series(records, names[1], key)
+        losses, references = (dict(zip(*_series(records, name, key), strict=True)) for name in names)
+        steps = [step for step in losses if step in references]  # a model may have skipped steps
+        pair = [[curve[step] for step in steps] for curve in (losses, references)]
         if key == "loss":
-            losses, references = smooth(losses), smooth(references)
-        gaps = [100 * (loss / reference - 1) for loss, reference in zip(losses, references, strict=False)]
-        axis.plot(steps[: len(gaps)], gaps, style, color=COLORS[0], linewidth=1.2, label=label)
+            pair = [smooth(curve) for curve in pair]
+        gaps = [100 * (loss / reference - 1) for loss, reference in zip(*pair, strict=True)]
+        axis.plot(steps, gaps, style, color=COLORS[0], linewidth=1.2, label=label)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.axhspan(-0.5, 0.5, color="gray", alpha=0.15, linewidth=0, label="within 0.5 %")
     axis.set(title=f"Loss gap of {names[0]} to {names[1]} (%)", xlabel="step")

@@ -45,6 +45,14 @@ def test_panels_of_curves(drawn, runs):
     assert titles(figure) == ["Loss (nats per token)", *gap, "Tokens per second"]
 
 
+def test_the_loss_gap_compares_the_same_steps_after_a_skipped_one(drawn):
+    skipped = [record for record in losses("tensorwise", 30) if record["step"] != 5]
+    figure = drawn(draw_curves, skipped + losses("bfloat16", 30))
+    gaps = [line for line in figure.axes[1].lines if line.get_label()[0] != "_"]
+    assert [list(line.get_ydata()) for line in gaps] == [[0] * 29, [0] * 5]
+    assert list(gaps[0].get_xdata()) == [step for step in range(1, 31) if step != 5]
+
+
 def test_a_matplotlibrc_that_needs_latex_has_no_effect(drawn):
     with matplotlib.rc_context({"text.usetex": True}):
         drawn(draw_curves, losses("tensorwise", 5))
