@@ -46,7 +46,7 @@ class LinearPrecision:
 
 
 def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> list[LinearPrecision]:
-    """Return the precisions of every linear and weight of experts of `model`, which must not be sharded yet.
+    """Return the precisions of every linear and weight of experts of `model`, with the sizes of unsharded weights.
 
     Args:
         hp_dtype: the dtype of linears that are not float8, such as "bfloat16".
@@ -99,8 +99,7 @@ def flops_per_token_by_precision(
 ) -> dict[str, int]:
     """Return the FLOPs of forward and backward per token, by the precision that computes them.
 
-    Attention counts as `hp_dtype`, and half of it as `MASKED`. The sum is `training_flops_per_token`. `model` must not
-    be sharded yet.
+    Attention counts as `hp_dtype`, and half of it as `MASKED`. The sum is `training_flops_per_token`.
     """
     masked = attention_flops_per_token(config, seq_len) // 2
     flops = {MASKED: masked, hp_dtype: training_flops_per_token(config, seq_len) - masked}

@@ -19,7 +19,7 @@ from quaver.lab.runs.run_folder import replaced
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
 from quaver.lab.trainer.display import Display, print_results, say, stdout_console
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
-from quaver.lab.trainer.flops import flops_per_token_by_precision, utilization
+from quaver.lab.trainer.flops import utilization
 from quaver.lab.trainer.memory import device_memory, reset_device_peaks
 from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
@@ -301,6 +301,7 @@ def _fall_back(run: TrainingRun, outputs: "Outputs") -> None:
         return
     _close_monitor(run)
     fall_back(model, run.checkpoints, layers)
+    run.flops_per_token[model.name] = model.flops_per_token()
     run.progress.fallbacks |= layers
     for name, recipe in layers.items():
         outputs.display.line(f"step {step}: {name} computes in {recipe} from now on")
@@ -330,9 +331,7 @@ def _step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepR
     tokens_per_s = run.config.training.step_tokens / result.seconds
     flops = run.flops_per_token[model.name]
     if model.precision != model.name:  # float8.high_precision_schedule
-        training = run.config.training
-        sizes = run.config.model, training.seq_len, training.mixed_precision_param
-        flops = flops_per_token_by_precision(model.model, *sizes, run.device)
+        flops = model.flops_per_token()
     return {
         "step": step,
         "run": model.name,

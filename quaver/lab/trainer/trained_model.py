@@ -24,6 +24,7 @@ from quaver.lab.data import Batch
 from quaver.lab.settings import Optimizer, TrainConfig, Training
 from quaver.lab.settings.schedule import ScheduleEntry, matmuls_at
 from quaver.lab.trainer.float8 import in_high_precision, run_in_high_precision
+from quaver.lab.trainer.flops import flops_per_token_by_precision
 from quaver.lab.trainer.loss import next_token_loss
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
 from quaver.lab.trainer.micro_batches import accumulate
@@ -312,6 +313,12 @@ class TrainedModel:
         if not math.isfinite(loss):
             raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
         return loss
+
+    def flops_per_token(self) -> dict[str, int]:
+        """Return the FLOPs of forward and backward per token, by the precision that computes them now."""
+        training = self.config.training
+        sizes = self.config.model, training.seq_len, training.mixed_precision_param
+        return flops_per_token_by_precision(self.model, *sizes, self.device)
 
     def resident_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that live between steps: parameters, buffers, persistent scales and optimizer state."""

@@ -79,6 +79,9 @@ def build(setup: RunSetup) -> TrainingRun:
         progress = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
+    flops_per_token = setup.models.flops_per_token
+    if progress.fallbacks:
+        flops_per_token[models[0].name] = models[0].flops_per_token()
     begin_folder(setup)
     return TrainingRun(
         config,
@@ -86,7 +89,7 @@ def build(setup: RunSetup) -> TrainingRun:
         setup.dims,
         setup.device,
         peak_flops(setup.device),
-        setup.models.flops_per_token,
+        flops_per_token,
         setup.data,
         models,
         setup.folder,

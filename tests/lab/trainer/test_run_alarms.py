@@ -14,6 +14,7 @@ from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.alarms import fall_back
+from quaver.lab.trainer.flops import flops_per_token_by_precision
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, build, prepare
@@ -72,10 +73,15 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
 
 
 @pytest.mark.parametrize("recipe", ["high_precision", pytest.param("mxfp8", marks=pytest.mark.nightly)])
-def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe):
+def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe, monkeypatch):
+    monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda device: False)
     config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
     run = with_outlier(prepare(config))
     assert train(run)["status"] == "finished"
+    flops = flops_per_token_by_precision(
+        run.models[0].model, config.model, config.training.seq_len, "bfloat16", run.device
+    )
+    assert run.flops_per_token == {run.models[0].name: flops}
     record = read_record(run.checkpoints.folder.complete(3))
     assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
     headers = Record.read(run.folder.path).headers
@@ -88,6 +94,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     found = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
     assert found == recipe
     assert resumed.models[0].model.model.layers[0].post_attention_layernorm.feeds_float8 == (recipe == "mxfp8")
+    assert resumed.flops_per_token == run.flops_per_token
     assert train(resumed)["status"] == "finished"
 
 
