@@ -26,8 +26,8 @@ from quaver.recipes.recipe_name import canonical_recipe
 HEAD = "lm_head"
 EXPERTS = "experts"
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_STATE_BYTES = {"AdamW": 8, "Float8AdamW": 2, "Muon": 4, "Float8Muon": 1}
-"""Bytes of the optimizer's states per parameter, without scales; Muon's are for matrices of blocks."""
+_MOMENTS = {"AdamW": 2, "Float8AdamW": 2, "Muon": 1, "Float8Muon": 1}
+"""The optimizer's states per parameter; Muon's are for matrices of blocks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PlannedRun:
     residual_bytes: int = 4
     parameter_bytes: int = 4
     state_bytes: int = 8
-    """Bytes of the optimizer's states per parameter."""
+    """Bytes of the optimizer's states per parameter, without scales."""
     steps_between_saves: int = 0
     """Steps from one checkpoint of the run to the next; 0 for none."""
     saves_in_background: bool = True
@@ -142,6 +142,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
         ValueError: the time is not modeled: the run is not in bfloat16, or the compiler chooses what to recompute.
     """
     training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
+    optimizer, parameter_bytes = config.optimizer, _itemsize(config.training.dtype)
     if training.mixed_precision_param != "bfloat16":
         raise ValueError(
             "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not modeled"
@@ -175,8 +176,8 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,
         saves_in_background=config.checkpoint.async_mode != "disabled",
         residual_bytes=_itemsize(training.residual_stream_dtype),
-        parameter_bytes=_itemsize(training.dtype),
-        state_bytes=_STATE_BYTES[config.optimizer.name] * _itemsize(training.dtype) // 4 or 1,
+        parameter_bytes=parameter_bytes,
+        state_bytes=_MOMENTS[optimizer.name] * (1 if optimizer.has_float8_states else parameter_bytes),
     )
 
 

@@ -14,6 +14,7 @@ from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import attention_seconds, kernel_of
 from quaver.roofline.device_specs import find_device_spec
+from tests.lab.trainer.runs import changed
 
 LEDGERS = {each["name"]: each for each in json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]}
 MODEL = Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336)
@@ -77,6 +78,12 @@ def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
 def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
     config = TrainConfig(float8=Float8(**float8))
     assert run_of(*resolve(config)).in_float8 == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [("AdamW", 4), ("Muon", 2), ("Float8AdamW", 2), ("Float8Muon", 1)])
+def test_states_of_bfloat16_parameters(tiny_config, name, expected):
+    config = changed(tiny_config, optimizer={"name": name}, training={"dtype": "bfloat16"})
+    assert run_of(*resolve(config)).state_bytes == expected
 
 
 def test_slower_settings_take_longer():
