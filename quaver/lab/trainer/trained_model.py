@@ -181,7 +181,8 @@ class TrainedModel:
             loss, grad_norm, rate, nonfinite = self._update(step, batches)
             synchronize(self.device)
         seconds = time.perf_counter() - start
-        self.peak = peak
+        if not nonfinite:  # a skipped step is repeated in `measure`
+            self.peak = peak
         if self.precision == self.name and not nonfinite:
             self.step_seconds.append(seconds)
         return StepResult(loss, grad_norm, rate, seconds, nonfinite)

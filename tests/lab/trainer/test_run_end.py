@@ -52,6 +52,14 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
+def test_the_peak_of_a_skipped_step_is_measured_in_a_later_one(tiny_config, spoil):
+    whole = run_to_end(changed(tiny_config, training={"steps": 3}))
+    run = prepare(changed(tiny_config, training={"steps": 3, "nonfinite": "skip"}, job={"name": "skips"}))
+    spoil(run, {2})
+    train(run)
+    assert run.models[0].peak == whole.models[0].peak
+
+
 def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_each_step, capsys):
     config = replace(tiny_config, float8=Float8(recipe_name="delayed"))
     run, states = prepare(changed(config, training={"nonfinite": "skip"})), []
