@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from quaver.conversion.high_precision import config_of, float8_modules
 from quaver.conversion.report import conversion_report
 from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_ON
@@ -16,10 +17,8 @@ from quaver.linear.gemm import ScaleKind, find_cast_kind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
-from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.cost import obstacle_to
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
-from quaver.roofline.scaled_matmul import kinds_of_matmuls
 from quaver.runtime.names import mask_layer_numbers
 
 NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
@@ -57,7 +56,7 @@ class LayersOnGpu:
     Attributes:
         name: their name, with * for the number.
         converted: whether they are converted.
-        note: the reason why not, or the dims that are padded in each matmul.
+        note: the reason why not, or another recipe than the model's, and the dims that are padded in each matmul.
     """
 
     name: str
@@ -77,7 +76,7 @@ class OnGpu:
     casts: str
     recipes: list[RecipeOnGpu]
     recipe: str
-    """The recipe of `layers`."""
+    """The recipe of `layers`; `recipes` has it too."""
     layers: list[LayersOnGpu] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,16 +84,29 @@ class OnGpu:
         return asdict(self)
 
 
-def on_gpu(spec: DeviceSpec, model: nn.Module | None = None, recipe: str = "tensorwise") -> OnGpu:
-    """Return what the GPU runs natively. `model` is converted with `recipe`, and may be on the meta device.
+def on_gpu(
+    spec: DeviceSpec,
+    model: nn.Module | None = None,
+    recipe: str = "tensorwise",
+    config: Float8LinearConfig | None = None,
+) -> OnGpu:
+    """Return what the GPU runs natively.
+
+    Args:
+        spec: the GPU's specification.
+        model: a converted model, which may be on the meta device.
+        recipe: the name of its recipe.
+        config: the recipe's config, if `recipe` is not a name of one.
 
     Raises:
         ValueError: the GPU is not one of NVIDIA_GPUS.
     """
     if spec.compute_capability is None:
         raise ValueError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
-    recipes = [_recipe(name.value, spec) for name in Float8LinearRecipeName]
-    layers = None if model is None else _layers(model, recipe, spec)
+    config = config or Float8LinearConfig.from_recipe_name(recipe)
+    configs = {name.value: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
+    recipes = [_recipe(name, own, spec) for name, own in (configs | {recipe: config}).items()]
+    layers = None if model is None else _layers(model, config, spec)
     return OnGpu(spec.name, f"sm_{spec.compute_capability}", _casts(spec), recipes, recipe, layers)
 
 
@@ -106,9 +118,12 @@ def _casts(spec: DeviceSpec) -> str:
     return "PyTorch's operators in eager code, in several passes: Triton converts to float8 from sm_90 on"
 
 
-def _recipe(recipe: str, spec: DeviceSpec) -> RecipeOnGpu:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    pairs = {name: (config.casts.get(*left), config.casts.get(*right)) for name, (left, right) in MATMULS.items()}
+def _pairs(config: Float8LinearConfig) -> dict[str, tuple[CastConfig, CastConfig]]:
+    return {name: (config.casts.get(*left), config.casts.get(*right)) for name, (left, right) in MATMULS.items()}
+
+
+def _recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) -> RecipeOnGpu:
+    pairs = _pairs(config)
     linear = [_linear_matmul(name, *pair, spec) for name, pair in pairs.items()]
     powers_of_2 = config.round_scales_to_power_of_2
     return RecipeOnGpu(recipe, linear, [_expert_matmul(name, *pair, spec, powers_of_2) for name, pair in pairs.items()])
@@ -139,15 +154,33 @@ def _expert_matmul(
     return MatmulOnGpu(matmul, "exact", alone)
 
 
-def _layers(model: nn.Module, recipe: str, spec: DeviceSpec) -> list[LayersOnGpu]:
-    kinds = kinds_of_matmuls(canonical_recipe(recipe)).values()
-    native = [kind for kind in kinds if kind is not None and obstacle_to(spec, kind) is None]
-    multiple = max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
+def _layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceSpec) -> list[LayersOnGpu]:
+    configs = {name: config_of(module) for name, module in float8_modules(model)}
     counts: Counter[tuple[Any, ...]] = Counter()
     for layer in conversion_report(model).layers:
-        note = _padding(layer.in_features, layer.out_features, multiple) if layer.converted else layer.reason
+        note = layer.reason
+        if layer.converted:
+            config = configs.get(layer.name) or configs[layer.name.rpartition(".")[0]]
+            padding = _padding(layer.in_features, layer.out_features, _multiple(config, spec))
+            note = "; ".join(filter(None, (_difference(config, recipe), padding)))
         counts[mask_layer_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
     return [LayersOnGpu(name, count, *rest) for (name, *rest), count in counts.items()]
+
+
+def _difference(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
+    """Return "in rowwise:dequantized" if the casts of a layer are not those of the model's recipe, else ""."""
+    if config.casts == recipe.casts:
+        return ""
+    recipe_name = replace(config, backward="float8").recipe_name
+    name = recipe_name.value if recipe_name else config.short_str()
+    return f"in {name}" + (f":{config.backward}" if config.backward != "float8" else "")
+
+
+def _multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
+    """Return the number whose multiples native matmuls need the dims of a weight to be; 1 without native matmuls."""
+    kinds = [find_cast_kind(left, right) for left, right in _pairs(config).values() if not left.is_disabled]
+    native = [kind for kind in kinds if kind is not None and obstacle_to(spec, kind) is None]
+    return max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
 
 
 def _padding(in_features: int, out_features: int, multiple: int) -> str:

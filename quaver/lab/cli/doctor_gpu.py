@@ -5,11 +5,9 @@ The GPU need not be in this machine. Nothing runs and no weight is read: the mod
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import nn
 
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
@@ -18,11 +16,13 @@ from quaver.export.source import DEFAULT_FILTER, skeleton_of, skip_names
 from quaver.lab.bench.doctor_gpu import LayersOnGpu, MatmulOnGpu, OnGpu, on_gpu
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.runs.run_folder import CONFIG
+from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import expanded
+from quaver.lab.trainer.float8 import convert_model, linear_config
 from quaver.lab.trainer.model import Llama
 from quaver.recipes.recipe_name import canonical_recipe
-from quaver.roofline.device_specs import require_device_spec
+from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 from quaver.runtime.names import tied_modules
 
 
@@ -31,29 +31,34 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
     spec = require_device_spec(gpu, "--gpu")
     if model is None:
         return on_gpu(spec)
-    skeleton, own_recipe, filter_fqns = _skeleton(expanded(model))
-    chosen = canonical_recipe(recipe or own_recipe)
-    convert_to_float8_training(
-        skeleton, config=chosen, module_filter_fn=skip_names(filter_fqns, tied_modules(skeleton))
-    )
-    return on_gpu(spec, skeleton, chosen)
-
-
-def _skeleton(path: Path) -> tuple[nn.Module, str, tuple[str, ...]]:
-    """Return the model on the meta device, its recipe, and the parts of names that its filter skips."""
+    path = expanded(model)
     if path.name == HUGGINGFACE_CONFIG:
         path = path.parent
     if (path / HUGGINGFACE_CONFIG).is_file():
-        return skeleton_of(path, read_config(path)), "tensorwise", DEFAULT_FILTER
+        skeleton, chosen = skeleton_of(path, read_config(path)), canonical_recipe(recipe or "tensorwise")
+        admits = skip_names(DEFAULT_FILTER, tied_modules(skeleton))
+        convert_to_float8_training(skeleton, config=chosen, module_filter_fn=admits)
+        return on_gpu(spec, skeleton, chosen)
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
             f"--model must be a run's config, a run or a Hugging Face folder, got {str(path)!r}, which has no "
             f"{HUGGINGFACE_CONFIG} and no {CONFIG}"
         )
-    config = load_config(file)
+    return _run_on_gpu(spec, load_config(file), recipe)
+
+
+def _run_on_gpu(spec: DeviceSpec, config: TrainConfig, recipe: str | None) -> OnGpu:
+    """Convert the model as the trainer does; with `recipe`, all of its float8 linears to that."""
+    float8, training = config.float8, config.training
+    if recipe is not None:
+        names = ("filter_fqns", "skip_first_layers", "skip_last_layers", "auto_filter")
+        float8 = Float8(recipe_name=recipe, **{name: getattr(float8, name) for name in names})
     with torch.device("meta"):
-        return Llama(config.model), config.float8.recipe_name, tuple(config.float8.filter_fqns)
+        model = Llama(config.model)
+    tokens = training.local_batch_size * training.seq_len
+    convert_model(model, float8, tokens=tokens, device=torch.device("cpu"))
+    return on_gpu(spec, model, float8.label if float8.serving else float8.recipe, linear_config(float8))
 
 
 def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:

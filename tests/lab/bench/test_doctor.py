@@ -135,3 +135,23 @@ def test_a_run_has_its_recipe(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["capability"] == "sm_100"
     assert {each["note"] for each in found["layers"] if each["converted"]} == {""}
+
+
+def test_a_run_has_its_backward_and_the_recipes_of_its_layers(tmp_path, capsys):
+    layer = "model.layers.1.mlp.up_proj"
+    settings = (
+        f'recipe_name = "rowwise"\nbackward = "dequantized"\nskip_first_layers = 1\nlayer_recipes = ["{layer}=mxfp8"]'
+    )
+    (tmp_path / "a.toml").write_text(f"[model]\nn_layers = 2\n[float8]\n{settings}\n")
+    assert main(["doctor", "--gpu=h100", f"--model={tmp_path / 'a.toml'}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == "rowwise:dequantized"
+    recipe = next(each for each in found["recipes"] if each["recipe"] == found["recipe"])
+    assert [each["backend"] for each in recipe["linear"]] == ["native", "high precision", "high precision"]
+    notes = {(each["name"], each["converted"], each["note"]): each["count"] for each in found["layers"]}
+    assert notes["model.layers.*.mlp.up_proj", True, "in mxfp8:dequantized"] == 1
+    assert notes["model.layers.*.mlp.up_proj", False, "float8.skip_first_layers = 1"] == 1
+    assert notes["model.layers.*.mlp.down_proj", True, ""] == 1
+    words = ["doctor", "--gpu=h100", f"--model={tmp_path / 'a.toml'}", "--recipe=rowwise:high_precision"]
+    assert main(words) == 0
+    assert "in rowwise:high_precision, linears native output, high precision grad_input" in capsys.readouterr().out
