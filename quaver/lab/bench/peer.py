@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.runtime.devices import is_cuda_device
 
 RECIPES = (
@@ -25,7 +26,7 @@ RECIPES = (
 
 def is_peer_recipe(recipe: str) -> bool:
     """Whether torchao also has this recipe."""
-    return Float8LinearRecipeName(recipe) in RECIPES
+    return canonical_recipe(recipe) in [name.value for name in RECIPES]
 
 
 def torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:

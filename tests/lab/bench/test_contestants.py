@@ -9,6 +9,7 @@ from quaver.lab.bench.cast import KINDS
 from quaver.lab.bench.gemm import GRANULARITIES, Matmul, matmuls_of, share_of_peak
 from quaver.lab.bench.host import count_operations
 from quaver.lab.bench.modules import build_subject, make_steps
+from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.results import BFLOAT16
 from quaver.lab.bench.shapes import Shape, model_of
 from quaver.lab.recorder.allocator import measure_usage
@@ -17,6 +18,11 @@ from quaver.roofline.device_specs import PeakFlops
 
 CPU = torch.device("cpu")
 SHAPE = Shape((32, 48, 64))
+
+
+def test_torchao_has_no_recipe_with_a_backward():
+    recipes = ("rowwise", "axiswise", "rowwise:float8", "rowwise:dequantized", "mxfp8")
+    assert list(map(is_peer_recipe, recipes)) == [True, True, True, False, False]
 
 
 def test_the_three_matmuls_are_those_of_autograd():
