@@ -140,10 +140,11 @@ class Profiler:
         return self._folder / folder / f"step-{step:06d}" / f"{name}-rank{self._rank}{ending}"
 
     def _write(self, file: Path, write: Callable[[Path], None]) -> None:
-        """Create the folder of `file` and write it; keep an error."""
+        """Create the folders of `file` in the run folder and write it; keep an error."""
         with self._failures.noting(), writing(file):
-            for folder in (file.parent.parent, file.parent):  # not the run folder, which may have been removed
-                folder.mkdir(exist_ok=True)
+            *folders, _ = file.relative_to(self._folder).parents  # not the run folder, which may have been removed
+            for folder in reversed(folders):
+                (self._folder / folder).mkdir(exist_ok=True)
             write(file)
 
 

@@ -58,6 +58,13 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+def test_a_folder_in_a_folder_of_the_run(tmp_path):
+    model = make()
+    with first_step(model, tmp_path, save_traces_folder="profiles/traces"):
+        train_step(model)
+    assert files_in(tmp_path) == ["profiles/traces/step-000001/tensorwise-rank0.json.gz"]
+
+
 def test_which_steps_of_which_model_write_which_files(tmp_path):
     traces = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1, "profiler_active": 2}
     config = config_of(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
