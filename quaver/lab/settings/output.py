@@ -63,11 +63,12 @@ class Metrics(Settings, section="metrics"):
     wandb_project: str = setting("quaver", "Project of the run.")
 
     def check(self) -> None:
-        """Refuse names that no logger would read."""
+        """Refuse names that no logger would read, and a folder outside of the run folder."""
         for name, owner in (("save_tb_folder", "enable_tensorboard"), ("wandb_project", "enable_wandb")):
             self.require(bool(getattr(self, name)), name, "a name")
             if not getattr(self, owner):
                 self.require_default(name, unless=f"metrics.{owner}")
+        self.require(_is_inside(self.save_tb_folder), "save_tb_folder", "a folder inside the run folder")
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,10 @@ class Profiling(Settings, section="profiling"):
         expected = f"at least profiler_warmup + profiler_active = {period}"
         self.require(self.profile_freq >= period, "profile_freq", expected)
         for name in ("save_traces_folder", "save_memory_snapshot_folder"):
-            folder = PurePath(getattr(self, name))
-            is_inside = bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts
-            self.require(is_inside, name, "a folder inside the run folder")
+            self.require(_is_inside(getattr(self, name)), name, "a folder inside the run folder")
+
+
+def _is_inside(folder: str) -> bool:
+    """Whether `folder`, relative to the run folder, names a folder in it."""
+    path = PurePath(folder)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

@@ -188,6 +188,7 @@ BAD_SETTINGS = {
     "--profiling.enable_profiling --profiling.profile_freq=3": "must be at least profiler_warmup + profiler_active = 4",
     "--profiling.enable_profiling --profiling.profile_freq=999": "must be at most training.steps = 200, got 999",
     "--profiling.enable_profiling --profiling.save_traces_folder=../a": "must be a folder inside the run folder",
+    "--metrics.enable_tensorboard --metrics.save_tb_folder=/tmp/a": "must be a folder inside the run folder",
     "--profiling.enable_memory_snapshot --profiling.memory_snapshot_step=999": "must be at most training.steps = 200",
     "--data.on_corrupt=ask": "data.on_corrupt must be one of skip, refuse, got 'ask'",
     "--data.eos_token=x": "data.eos_token must be its default, '', unless data.tokenizer is a file",
