@@ -33,7 +33,7 @@ def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig
 
 
 def read_toml(path: Path) -> Sections:
-    """Return the sections of a TOML file. Their names and keys are checked; `build_config` checks their values."""
+    """Return the sections of a TOML file. Their names and keys are checked; `build_config` also checks values."""
     if not path.is_file():
         fix = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
         raise FileNotFoundError(f"config file {str(path)!r} {fix}")
@@ -41,17 +41,26 @@ def read_toml(path: Path) -> Sections:
         sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a BOM
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"config file {str(path)!r} is not valid TOML: {error}") from error
-    for section, values in sections.items():
-        _check_known(section, hints_of(TrainConfig), f"section in {path}")
-        if not isinstance(values, dict):
-            raise ValueError(f"{section} in {path} must be a section, got {values!r}; write [{section}]")
-        for key in values:
-            _check_known(f"{section}.{key}", _setting_names(), f"key in {path}")
+    _check_names(sections, str(path))
     return sections
 
 
+def _check_names(sections: Sections, source: str) -> None:
+    for section, values in sections.items():
+        _check_known(section, hints_of(TrainConfig), f"section in {source}")
+        if not isinstance(values, dict):
+            raise ValueError(f"{section} in {source} must be a section, got {values!r}; write [{section}]")
+        for key in values:
+            _check_known(f"{section}.{key}", _setting_names(), f"key in {source}")
+
+
 def build_config(sections: Sections) -> TrainConfig:
-    """Make a TrainConfig from nested plain values. Missing values take their defaults; wrong ones raise ValueError."""
+    """Make a TrainConfig from nested plain values. Missing values take their defaults.
+
+    Raises:
+        ValueError: for an unknown section or key, or a value that is wrong.
+    """
+    _check_names(sections, "the settings")
     return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in hints_of(TrainConfig).items()})
 
 

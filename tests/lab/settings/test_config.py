@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quaver.lab.settings import Float8, TrainConfig, Training
-from quaver.lab.settings.config_file import load_config, parse_arguments, write_config
+from quaver.lab.settings.config_file import build_config, load_config, parse_arguments, write_config
 from quaver.lab.settings.fields import base_type, hints_of
 from quaver.lab.trainer.model import Llama
 
@@ -227,6 +227,18 @@ def test_settings_that_cannot_be_are_refused_in_one_line(words):
     with pytest.raises(ValueError, match=re.escape(BAD_SETTINGS[words])) as error:
         from_words(*shlex.split(words))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"mode": {"dim": 4}}, "unknown section in the settings: 'mode'"),
+        ({"model": {"dims": 4}}, "unknown key in the settings: 'model.dims'"),
+    ],
+)
+def test_settings_of_another_version_are_refused(sections, message):
+    with pytest.raises(ValueError, match=message):
+        build_config(sections)
 
 
 def test_configs_are_frozen():
