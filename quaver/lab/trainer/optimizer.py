@@ -98,7 +98,10 @@ def squared_norm_share(model: nn.Module) -> Tensor:
     for parameter in model.parameters():
         if parameter.grad is not None:
             groups[_copies(parameter.grad)] += plain_tensors(parameter.grad)
-    shares = [torch.nn.utils.get_total_norm(grads).float().square() / copies for copies, grads in groups.items()]
+    shares = []
+    for copies, grads in groups.items():
+        norms = torch._foreach_norm(grads, 2.0, dtype=torch.float32)  # one in bfloat16 would be rounded to 8 bits
+        shares.append(torch.linalg.vector_norm(torch.stack(norms)).square() / copies)
     return torch.stack(shares).sum()
 
 

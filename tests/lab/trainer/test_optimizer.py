@@ -44,6 +44,14 @@ def test_a_tied_embedding_is_updated_once():
     assert sum(parameter is model.lm_head.weight for parameter in decayed["params"]) == 1
 
 
+def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
+    model = Llama(SHAPE).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert squared_norm_share(model).item() == pytest.approx(count, rel=1e-6)
+
+
 def trained(model: nn.Module, implementation: str, steps: int = 3) -> list[torch.Tensor]:
     """The parameters, in whole, after a few steps on gradients that depend on the parameter and the step alone."""
     model = copy.deepcopy(model)
