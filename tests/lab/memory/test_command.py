@@ -43,6 +43,12 @@ def test_8_ranks_predicted_and_estimated(device, tmp_path, capsys):
         assert quick["advice"]["rows"][quick["advice"]["best"]]["fits"] is True
 
 
+def test_the_title_of_a_page_without_a_config(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    ask(capsys, tmp_path, *SMALL[1:], "--model.dim", "64", "--html", str(page))
+    assert "defaults in tensorwise, 1 rank" in page.read_text()
+
+
 def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, capsys):
     page, picture, vs = tmp_path / "page.html", tmp_path / "step.png", "--activation_checkpoint.mode full"
     files = ["--html", str(page), "--png", str(picture), "--measure", "--top", "2"]

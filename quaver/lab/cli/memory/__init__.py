@@ -97,7 +97,8 @@ def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; returns 0 when done, 2 for bad input."""
     with bad_input():
         options, words = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
-        config = load_config(*parse_arguments(words, MemoryOptions))
+        config_path, flags = parse_arguments(words, MemoryOptions)
+        config = load_config(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
         if options.links:
@@ -113,8 +114,8 @@ def run(argv: list[str]) -> int:
     if "measured" in results:
         views.append(side_by_side_table(side_by_side(memory, results["measured"])))
     show(views)
-    config_file = next((word for word in words if not word.startswith("--")), "defaults")
-    title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
+    name = config_path.stem if config_path else "defaults"
+    title = f"{name} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
     for file in _write(memory, results, options, title):
         print(f"saved {file}")
     return 0
