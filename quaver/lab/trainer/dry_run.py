@@ -57,7 +57,8 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
         ValueError, OSError, NotImplementedError: the run would raise the same error.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
-    check_environment(config)
+    device = config.training.device
+    check_environment(config, None if device == "auto" else torch.device(device))
     tokenizer, source = load_tokenizer(config.data), find_source(config.data)
     check_vocabulary(tokenizer, config.data, config.model)
     cpu = torch.device("cpu")

@@ -76,17 +76,9 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
         NotImplementedError: quaver does not support the settings.
         MissingDeviceError: the device does not exist here.
     """
-    _check_recordable(config)
     config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.device(resolve_device(config.training.device))
-    require(
-        is_cuda_device(device) or config.checkpoint.async_mode != "async_with_pinned_mem",
-        "checkpoint.async_mode",
-        "disabled or async on a device that is not CUDA",
-        config.checkpoint.async_mode,
-        "page-locked memory is for copies from a GPU",
-    )
-    check_environment(config)
+    check_environment(config, device)
     models = make_models(config, device)
     if config.comm.float8_gradients:
         check_float8_gradients(next(iter(models.by_name.values())), dims)
@@ -105,13 +97,25 @@ def _check_recordable(config: TrainConfig) -> None:
             require(is_text, f"{section}.{name}", "in UTF-8", value, "config.toml records it")
 
 
-def check_environment(config: TrainConfig) -> None:
-    """Refuse a logger whose package is missing, and missing initial weights of a run that begins from them.
+def check_environment(config: TrainConfig, device: torch.device | None) -> None:
+    """Refuse settings that no file can hold or `device` cannot do, a logger whose package is missing, and missing
+    initial weights of a run that begins from them.
+
+    Args:
+        device: the run's device; None if it is not known.
 
     Raises:
-        ValueError: a package is missing, or the checkpoint has another format.
+        ValueError: a setting does not fit, a package is missing, or the checkpoint has another format.
         FileNotFoundError: there is no checkpoint.
     """
+    _check_recordable(config)
+    require(
+        device is None or is_cuda_device(device) or config.checkpoint.async_mode != "async_with_pinned_mem",
+        "checkpoint.async_mode",
+        "disabled or async on a device that is not CUDA",
+        config.checkpoint.async_mode,
+        "page-locked memory is for copies from a GPU",
+    )
     check_loggers(config.metrics)
     if config.checkpoint.initial_load_path and not resumes(config):
         read_record(config.checkpoint.initial_weights)

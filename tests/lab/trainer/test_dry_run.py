@@ -70,3 +70,14 @@ def test_the_verb(capsys, tmp_path):
     assert "dp_shard 2 x tp 2" in output
     assert all(part in output for part in ("rowwise e4m3", "float8.filter_fqns has 'lm_head'"))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--training.max_norm=inf", "training.max_norm must be finite, got inf"),
+        ("--checkpoint.async_mode=async_with_pinned_mem", "disabled or async on a device that is not CUDA"),
+    ],
+)
+def test_what_a_run_refuses_is_refused(flag, message, refused):
+    assert message in refused("train", "--dry-run", "--training.device=cpu", flag)
