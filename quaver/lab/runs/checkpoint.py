@@ -182,7 +182,11 @@ class Checkpointer:
         return staged
 
     def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
-        """Write and publish the checkpoint of `step`. Raises CheckpointError, on every rank. Runs in the thread."""
+        """Write and publish the checkpoint of `step`, and remove old ones. Runs in the thread.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
         folder = self.folder
         try:
             self._on_first_rank(partial(folder.begin, step))
@@ -195,7 +199,6 @@ class Checkpointer:
                     digests |= rank_digests
             self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
             self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
-            self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
         except Exception as error:
             if self.ranks.is_first:
                 with suppress(OSError):  # the next save removes it
@@ -206,6 +209,13 @@ class Checkpointer:
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: {reason(error)}; {last}"
             ) from error
         self._resumed_step = None
+        try:
+            self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
+        except Exception as error:
+            raise CheckpointError(
+                f"old checkpoints in {str(folder.path)!r} could not be removed: {reason(error)}; "
+                f"the checkpoint of step {step} is intact"
+            ) from error
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
         on_first_rank(partial(_with_reason, action), self._group)

@@ -309,3 +309,13 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, mon
     with pytest.raises(OSError, match="interrupted"):
         folder.prune(1)
     assert folder.steps() == [2]
+
+
+def test_a_failed_removal_is_not_called_a_failed_save(tiny_config, monkeypatch):
+    def fail(folder: CheckpointFolder, keep: int) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr(CheckpointFolder, "prune", fail)
+    run = prepare(resumable(tiny_config))
+    with pytest.raises(CheckpointError, match=r"^old checkpoints in .* be removed: .*busy; the checkpoint of step 2"):
+        train(run)
