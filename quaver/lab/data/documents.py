@@ -48,7 +48,7 @@ class SourceFile:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """Return the files of `data.path` sorted by name. Hidden folders are left out, links to folders not followed.
+    """Return the files of `data.path` by name. Hidden files and folders are left out, links to folders not followed.
 
     Raises:
         FileNotFoundError: if the path does not exist.
@@ -62,8 +62,9 @@ def find_files(path: str) -> list[SourceFile]:
         return [SourceFile.of(root.name, root)]
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
-        folders[:] = [name for name in folders if not (name in STDLIB_SKIPPED if is_library else name.startswith("."))]
-        paths = [Path(folder, name) for name in names if not is_library or _is_library_source(name)]
+        folders[:] = [name for name in folders if (name not in STDLIB_SKIPPED if is_library else _is_visible(name))]
+        admits = _is_library_source if is_library else _is_visible
+        paths = [Path(folder, name) for name in names if admits(name)]
         files += [SourceFile.of(file.relative_to(root).as_posix(), file) for file in paths if file.is_file()]
     return sorted(files, key=lambda file: file.name)
 
@@ -71,6 +72,10 @@ def find_files(path: str) -> list[SourceFile]:
 def _is_library_source(name: str) -> bool:
     # _sysconfigdata contains paths of the machine that built Python.
     return name.endswith(".py") and not name.startswith("_sysconfigdata")
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _raise(error: OSError) -> None:

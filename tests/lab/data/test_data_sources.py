@@ -307,6 +307,13 @@ def test_a_field_is_refused_where_there_are_none(text_folder, load):
         load(text_folder, field="content")
 
 
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    (tmp_path / ".git").mkdir()
+    for name in ("a.txt", ".env", ".git/b.txt"):
+        (tmp_path / name).write_text("text")
+    assert [file.name for file in find_files(str(tmp_path))] == ["a.txt"]
+
+
 def test_long_texts_are_read_in_pieces_that_end_between_lines(tmp_path, monkeypatch, load):
     monkeypatch.setattr(text_files, "READ_BYTES", 100)
     text = "".join(f"  line {number} \N{SNOWMAN}\n\n" + "word " * (number % 5) + "\n" for number in range(300))
