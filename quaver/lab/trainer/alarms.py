@@ -33,8 +33,10 @@ class RunAlarms:
 
     config: Numerics
     display: Display
+    model: nn.Module
+    """The model whose linears and experts fall back."""
     done: Mapping[str, str]
-    """The fallbacks of the run so far. A layer falls back once."""
+    """The fallbacks of the run so far. A linear, and all weights of a layer's experts, fall back once."""
     reason: str = ""
     """The first alarm that stops the run."""
     fallbacks: dict[str, str] = field(default_factory=dict)
@@ -63,8 +65,10 @@ class RunAlarms:
         self.display.line(f"step {event.step}: alarm: {event.message}")
         if self.config.on_alarm == "stop" and not self.reason:
             self.reason = event.message
-        elif self.config.on_alarm == "fallback" and event.rule in REMEDIED and event.layer not in self.done:
-            self.fallbacks[event.layer] = self.config.fallback_recipe
+        elif self.config.on_alarm == "fallback" and event.rule in REMEDIED:
+            module = _module_of(self.model, event.layer)
+            if module not in self.done:
+                self.fallbacks[module] = self.config.fallback_recipe
 
 
 class _RunSink(AlarmSink):

@@ -252,7 +252,7 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
                     scales = JsonLines(folder.float8_scales)
                     stack.callback(scales.close)
         display = Display(stdout_console(quiet=folder is None), config.log_freq, run.peak.source)
-        alarms = RunAlarms(run.config.numerics, display, run.progress.fallbacks)
+        alarms = RunAlarms(run.config.numerics, display, run.models[0].model, run.progress.fallbacks)
         sink = None
         if run.config.numerics.every:
             if folder is not None:

@@ -13,11 +13,13 @@ from quaver.lab.runs.checkpoint_folder import read_record, write_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.alarms import fall_back
+from quaver.lab.trainer.alarms import RunAlarms, fall_back
+from quaver.lab.trainer.display import Display, stdout_console
 from quaver.lab.trainer.flops import flops_per_token_by_precision
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, build, prepare
+from quaver.numerics.alarms import Alarm
 from quaver.numerics.record import Record
 from tests.lab.trainer.runs import changed
 
@@ -96,6 +98,19 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     assert resumed.models[0].model.model.layers[0].post_attention_layernorm.feeds_float8 == (recipe == "mxfp8")
     assert resumed.flops_per_token == run.flops_per_token
     assert train(resumed)["status"] == "finished"
+
+
+def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
+    experts = {"n_experts": 2, "top_k": 1}
+    run = prepare(changed(watched_config, model=experts, numerics={"on_alarm": "fallback"}))
+    done = run.progress.fallbacks
+    alarms = RunAlarms(run.config.numerics, Display(stdout_console(quiet=True), 1, ""), run.models[0].model, done)
+    for weight in ("gate_up_proj", "down_proj"):
+        layer = f"model.layers.0.mlp.experts.{weight}"
+        alarms._handle(Alarm(1, 1, "sqnr", layer, "input", None, 0.0, 1.0, "", ()))
+        taken = alarms.take_fallbacks()
+        assert taken == ({} if done else {"model.layers.0.mlp.experts": "high_precision"})
+        done |= taken
 
 
 def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):
