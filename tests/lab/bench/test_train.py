@@ -48,7 +48,8 @@ def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
     assert [row["timing"]["samples"] for row in result["rows"]] == [3, 3, 3]
 
 
-def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text, tmp_path, capsys):
+def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it needs no config file of a checkout
     output = tmp_path / "train.json"
     flags = [f"--{section}.{key}={value}" for section, found in tiny(text).items() for key, value in found.items()]
     words = ["bench", "train", *flags, "--recipes", "rowwise", "--rounds", "2", "--warmup", "2"]

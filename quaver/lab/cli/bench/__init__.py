@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 
 from rich.table import Table
 
@@ -27,9 +26,6 @@ VERBS = {
     "train": "steps of quaver train: time and memory per recipe",
     "host": "what a tiny linear costs the host: time, operations, kernels",
 }
-
-DEFAULT_CONFIG = Path("train_configs/llama3_debug.toml")
-"""The default config of `quaver bench train`."""
 
 
 def run(argv: list[str]) -> int:
@@ -77,6 +73,6 @@ def _prepare(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Re
     path, flags = parse_arguments(run_words, kind)
     if options.device != "auto":
         flags.setdefault("training", {})["device"] = options.device
-    config = load_config(path or DEFAULT_CONFIG, flags)
+    config = load_config(path, flags)
     options.prepare()
     return options, partial(options.measure_steps, options.set_up(config))
