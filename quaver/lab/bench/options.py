@@ -36,7 +36,7 @@ class BenchOptions(Settings):
 
     device: Annotated[str, OneOf(DEVICES)] = setting("auto", "Where it runs; auto: a GPU if there is one.")
     threads: Annotated[int, Ge(0), Le(10_000)] = setting(0, "CPU threads; 0 for torch's default.")
-    output: str = setting("", "File of the JSON; benchmarks/results/VERB.json by default.")
+    output: str = setting("", "File of the JSON; runs/bench-VERB.json by default.")
     rounds: AtLeast1 = setting(20, "Samples of each contestant.")
 
     case_fields: ClassVar[tuple[str, ...]] = ()
@@ -57,7 +57,7 @@ class BenchOptions(Settings):
     @property
     def result_file(self) -> Path:
         """The file of the JSON."""
-        return Path(self.output or f"benchmarks/results/{self.benchmark}.json")
+        return Path(self.output or f"runs/bench-{self.benchmark}.json")
 
     @property
     def with_torchao(self) -> bool:

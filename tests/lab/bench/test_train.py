@@ -50,12 +50,11 @@ def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
 
 def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # it needs no config file of a checkout
-    output = tmp_path / "train.json"
     flags = [f"--{section}.{key}={value}" for section, found in tiny(text).items() for key, value in found.items()]
     words = ["bench", "train", *flags, "--recipes", "rowwise", "--rounds", "2", "--warmup", "2"]
-    assert main([*words, "--output", str(output)]) == 0
+    assert main(words) == 0
     assert "64 tokens a step" in capsys.readouterr().out
-    saved = json.loads(output.read_text())
+    saved = json.loads((tmp_path / "runs/bench-train.json").read_text())
     assert saved["environment"]["threads"] == torch.get_num_threads()
     plain, float8 = saved["rows"]
     assert (plain["precision"], float8["precision"]) == ("bfloat16", "rowwise")

@@ -69,7 +69,7 @@ class LedgerOptions(Settings):
     machine_code: bool = setting(
         False, "Compile each Triton kernel: print registers, spills and instructions, and count the time to issue them."
     )
-    output: str = setting("benchmarks/results/ledger.json", "File of the JSON; the picture stands beside it.")
+    output: str = setting("runs/bench-ledger.json", "File of the JSON; the picture stands beside it.")
 
     @property
     def device(self) -> str:

@@ -49,7 +49,7 @@ class RooflineOptions(Settings):
     pictures: tuple[_Device, ...] | None = setting(
         None, "Devices to draw; all of --device by default, no word for none."
     )
-    output: str = setting("benchmarks/results/roofline", "Folder of the CSV, the JSON and the pictures.")
+    output: str = setting("runs/bench-roofline", "Folder of the CSV, the JSON and the pictures.")
 
     def settings(self) -> RooflineSettings:
         """Resolve the names. Raises ValueError for an unknown name, or two models of one name."""
