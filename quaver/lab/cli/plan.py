@@ -31,7 +31,7 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, setting
 from quaver.lab.settings.flags import split_options
-from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.cost import unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
 
@@ -86,7 +86,7 @@ class PlanOptions(Settings):
         self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
         for name in self.recipes:
             if name != BFLOAT16:
-                Float8LinearRecipeName(name)
+                canonical_recipe(name)
         writable(Path(self.output), "--output")
         if self.explain is not None:
             self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
@@ -140,7 +140,7 @@ class PlanOptions(Settings):
         """Return bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
         if not self.recipes:
             return precisions_of(spec.block_length, spec.float8_tflops is not None)
-        names = [name if name == BFLOAT16 else Float8LinearRecipeName(name).value for name in self.recipes]
+        names = [name if name == BFLOAT16 else canonical_recipe(name) for name in self.recipes]
         for name in names:
             if name != BFLOAT16 and unmultiplied_kinds(spec, name):
                 raise ValueError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")

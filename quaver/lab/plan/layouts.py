@@ -18,7 +18,6 @@ from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, less_precis
 from quaver.lab.plan.run import has_one_cast
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.recipes.config import Float8LinearRecipeName
 
 MOST_LOCAL_BATCH = 16
 MOST_EXPERT_RANKS = 64
@@ -35,9 +34,9 @@ class Candidate:
 
     @property
     def precision(self) -> str:
-        """The recipe, or bfloat16."""
+        """The recipe with its backward and serving engine, or bfloat16."""
         float8 = self.config.float8
-        return Float8LinearRecipeName(float8.recipe_name).value if float8.enable_float8_linear else BFLOAT16
+        return float8.label if float8.enable_float8_linear else BFLOAT16
 
     @property
     def saved_words(self) -> str:

@@ -204,3 +204,8 @@ def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, ref
     words = ["plan", LLAMA_8B, "--write", str(tmp_path / "run.toml"), "--output", str(tmp_path / "plan.json")]
     assert f"{name}' exists already" in refused(*words)
     assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_rows_name_the_backward(tmp_path, capsys):
+    printed, _ = plan(capsys, tmp_path, "--gpus", "8", "--recipes", "rowwise:dequantized", "--top", "4")
+    assert "rowwise-dequantized" in printed
