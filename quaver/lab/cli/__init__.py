@@ -32,7 +32,9 @@ TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tom
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `quaver VERB ...` and return its exit code: 0 done, 2 bad input, 130 Ctrl-C; verbs add others.
+    """Run `quaver VERB ...` and return its exit code.
+
+    0 done, 2 bad input or too little memory, 4 a full disk, 130 Ctrl-C, 141 a closed pipe; verbs add others.
 
     Args:
         argv: the words after the program's name; None reads sys.argv.

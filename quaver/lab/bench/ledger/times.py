@@ -2,7 +2,7 @@
 
     seconds = max(FLOPs / rate, bytes / bandwidth, instructions / issue rate) + launches * KERNEL_LAUNCH_S
 
-Rates and bandwidth are the data sheet's, times the shares that quaver/roofline/cost.py takes from measurements.
+Rates and bandwidth are the data sheet's, times the shares that quaver/roofline/matmul.py takes from measurements.
 quaver's and Inductor's kernels copy codes at this bandwidth; aten's strided copy of bytes is slower. Instructions are
 counted if machine code was compiled (`--machine-code`). The issue rate is the best case: one instruction per cycle of
 each of a multiprocessor's four schedulers, at the clock of the data sheet's FLOP/s. Not modeled: slower pipes (special
@@ -84,7 +84,7 @@ def constants(spec: DeviceSpec) -> dict[str, str]:
     times = f"{gpu.multi_processor_count} at {gpu.clock_hz / 1e9:g} GHz"
     rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in rates_of(spec)]
     return {
-        "bandwidth": f"{spec.memory_gb_per_s:g} GB/s (data sheet) x {MEMORY_SHARE:g} (quaver/roofline/cost.py)",
+        "bandwidth": f"{spec.memory_gb_per_s:g} GB/s (data sheet) x {MEMORY_SHARE:g} (quaver/roofline/matmul.py)",
         "bfloat16 matmuls": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {shares.bfloat16:.2f} ({measured})",
         "float8 matmuls": f"{spec.float8_tflops:g} TFLOP/s (data sheet) x {shares.float8:.2f} ({measured})",
         "scales of rows and blocks": f"{scaled} of that (quaver/roofline/scaled_matmul.py)",
