@@ -59,7 +59,7 @@ def _linear_views(run: DryRun) -> Iterator[str | Table]:
         operands = (f"{matmul:<13}{casts.replace('dynamic ', '')}" for matmul, casts in linear.operands.items())
         number = schemes.setdefault(tuple(operands), len(schemes) + 1)
         rows.append((linear.name, str(count), shape, f"({number})"))
-    title = "Effective quantization of each matmul (scaled dynamically unless it says how)"
+    title = "Effective quantization of each matmul (dynamic scaling unless stated)"
     columns = ("linear", "number", "in -> out", "matmuls")
     yield make_table(title, columns, rows=rows, wrapped=columns[:1], right=columns[1:2])
     for scheme, number in schemes.items():

@@ -1,7 +1,7 @@
 """The FLOPs and the simulated time of a training step, to order settings by speed.
 
-step       micro-batches * (linears and attention + recomputation), of one rank
-seconds    simulated by quaver/lab/plan/step.py, on nodes of 8 GPUs with 400 Gb/s each, without saving checkpoints
+step_flops = micro-batches * (forward + backward + recomputation), per rank. quaver/lab/plan/step.py simulates the
+seconds, on nodes of 8 GPUs with 400 Gb/s each, without saving checkpoints.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 
     Raises:
         OSError: a run or a file cannot be read.
-        ValueError: a path is no run, no run has statistics, or a file is damaged or of another version; one line.
+        ValueError: a path is not a run, no run has statistics, or a file is damaged or of another version; one line.
         CheckpointError: metrics.jsonl is damaged; one line.
     """
     names = [path.resolve().name for path in paths]

@@ -29,7 +29,8 @@ class Checkpoint(Settings, section="checkpoint"):
     keep_latest_k: NotNegative = setting(3, "Newest checkpoints that stay on disk; 0 for all.")
     async_mode: Annotated[str, OneOf(ASYNC_MODES)] = setting(
         "async",
-        "Wait until a checkpoint is written (disabled) or in host memory (async; async_with_pinned_mem on CUDA).",
+        "disabled: block until written. async: block until copied to host memory, page-locked with "
+        "async_with_pinned_mem.",
     )
     resume: Annotated[str, OneOf(RESUME_POLICIES)] = setting(
         "never",

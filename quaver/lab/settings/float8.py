@@ -33,8 +33,8 @@ class Float8(Settings, section="float8"):
     )
     backward: Annotated[str, OneOf(BACKWARDS)] = setting(
         BACKWARDS[0],
-        "What gradients of inputs and weights are computed from: float8 casts of their own; dequantized, what the "
-        "forward multiplied; or high_precision.",
+        "Operands of grad_input and grad_weight: float8 (cast again), dequantized (the forward's codes), or "
+        "high_precision.",
     )
     serving: str = setting(
         "", "Train with the codes of this serving engine; recipe_name is then for the backward. See docs/serving.md."
@@ -81,7 +81,7 @@ class Float8(Settings, section="float8"):
     )
 
     def check(self) -> None:
-        """Refuse settings that the recipe does not have, and settings that nothing would read."""
+        """Refuse settings that the recipe does not have, and most of those that nothing would read."""
         _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()

@@ -98,7 +98,7 @@ class TrainConfig(Settings):
         setting = f"parallelism.expert_parallel_degree = {degree}"
         has_experts = degree == 1 or experts > 0
         self.require(has_experts, "model.n_experts", f"above 0 with {setting}", "a dense model has no experts to split")
-        self.require(experts % degree == 0, "model.n_experts", f"a multiple of {setting}", "each rank has as many")
+        self.require(experts % degree == 0, "model.n_experts", f"a multiple of {setting}", "ranks have equally many")
         is_read = self.float8.enable_float8_linear and degree > 1
         expected = "false without float8.enable_float8_linear and a parallelism.expert_parallel_degree above 1"
         sends_codes = self.float8.grad_weight_from_codes

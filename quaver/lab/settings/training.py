@@ -40,8 +40,8 @@ class Training(Settings, section="training"):
     )
     reduce: Annotated[str, OneOf(REDUCE)] = setting(
         "every",
-        "Micro-batches after which ranks reduce gradients: every; last, of sums in float32, unsharded until then; or "
-        "last_all_reduce, which only the all-reduce of replicas waits for.",
+        "every: reduce after each micro-batch. last: accumulate unsharded float32 gradients, reduce once. "
+        "last_all_reduce: reduce-scatter each, all-reduce once.",
     )
     max_norm: Annotated[float, Gt(0)] = setting(1.0, "Gradients are clipped to this norm.")
     compile: bool = setting(False, "Compile each transformer block with torch.compile.")
@@ -153,8 +153,7 @@ class Optimizer(Settings, section="optimizer"):
         0.95, "Muon: decay of the running mean of the gradient. Its rate is matched to AdamW's RMS: lr serves both."
     )
     expert_bias_rate: FiniteNotNegative = setting(
-        0.001,
-        "What a step adds to the bias of a router for experts below the mean load, and takes from others; 0 never.",
+        0.001, "Step size of the router's load-balancing bias; 0 disables it."
     )
     implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = setting(
         "auto", "fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."
@@ -222,7 +221,7 @@ class Parallelism(Settings, section="parallelism"):
     )
 
     def check(self) -> None:
-        """Refuse a shard degree that is no number of ranks."""
+        """Refuse a shard degree that is neither -1 nor at least 1."""
         shard = self.data_parallel_shard_degree
         self.require(shard == -1 or shard >= 1, "data_parallel_shard_degree", "-1 or at least 1")
 

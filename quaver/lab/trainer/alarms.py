@@ -116,7 +116,7 @@ def _module_of(model: nn.Module, name: str) -> str:
     for module_name in (name, name.rpartition(".")[0]):
         if isinstance(modules.get(module_name), (nn.Linear, Experts)):
             return module_name
-    raise ValueError(f"{name!r} is no linear or expert of this model")
+    raise ValueError(f"{name!r} is neither a linear nor an expert weight of this model")
 
 
 def _change(module: nn.Module, config: Float8, recipe: str) -> None:

@@ -49,8 +49,8 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: a DTensor sharded along the vocabulary over a mesh of one dim stays sharded, see [Note: split
-            vocabulary]: all its ranks call this together, with the same targets. Backward overwrites it. A target
-            that is no word makes the loss NaN, where torch's own raises.
+            vocabulary]: all its ranks call this together, with the same targets. Backward overwrites it. An
+            out-of-vocabulary target yields NaN; `F.cross_entropy` raises.
     """
     if _is_split(logits):
         return _split_loss(logits, targets)

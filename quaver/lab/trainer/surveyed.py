@@ -53,7 +53,7 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
     """
     if not path.is_dir():
         raise FileNotFoundError(
-            f"--model must be a run or a Hugging Face folder, got {str(path)!r}, which is no folder"
+            f"--model must be a run or a Hugging Face folder, got {str(path)!r}, which is not a directory"
         )
     checkpoint = checkpoint_of(path)
     open_path = _open_huggingface if checkpoint is None else _open_run

@@ -63,7 +63,7 @@ class MeasuredMemory(RunMemory):
         """How the memory was measured."""
         notes = [f"measured on {self.device}; the first of {self.layout.world_size} ranks"]
         if self.layout.world_size > 1:
-            notes.append("the peak is the allocator's, with buffers of gloo, of which its threads hold some for longer")
+            notes.append("the peak is the allocator's, with gloo's buffers, some of which its threads free late")
         if not self.prediction.report["exact"]:
             notes.append("training.compile: the peak is the allocator's, which has no categories")
         if self.config.job.compare:

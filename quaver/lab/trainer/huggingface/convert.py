@@ -125,7 +125,7 @@ def export_hf(
         tokenizer: a folder with tokenizer files to copy.
     Raises:
         FileExistsError: `out` exists.
-        OSError: `checkpoint` is none, `tokenizer` has no tokenizer, or `out` cannot be made.
+        OSError: `checkpoint` is not a checkpoint, `tokenizer` has no tokenizer, or `out` cannot be made.
         ValueError: the checkpoint has no such model, or tensors are missing or have other shapes than its config says.
         CheckpointError: its files are damaged.
         NotWrittenError: the weights cannot be written.
