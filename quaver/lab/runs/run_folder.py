@@ -34,18 +34,20 @@ from quaver.runtime.devices import describe
 
 CONFIG = "config.toml"
 WANDB_ID = "wandb_id.txt"
+POST_MORTEM = "numerics_post_mortem.jsonl"
 
 RUN_FILES = (
-    *(
-        CONFIG,
-        "metrics.jsonl",
-        "float8_scales.jsonl",
-        NUMERICS,
-        "provenance.jsonl",
-        "data.json",
-        "conversion_report.json",
-    ),
-    *("summary.json", "curves.png", WANDB_ID),
+    CONFIG,
+    "metrics.jsonl",
+    "float8_scales.jsonl",
+    NUMERICS,
+    POST_MORTEM,
+    "provenance.jsonl",
+    "data.json",
+    "conversion_report.json",
+    "summary.json",
+    "curves.png",
+    WANDB_ID,
 )
 
 UNRELATED = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
@@ -153,7 +155,7 @@ class RunFolder:
     @property
     def post_mortem(self) -> Path:
         """JSON lines: the last samples before a value that was not finite."""
-        return self.path / "numerics_post_mortem.jsonl"
+        return self.path / POST_MORTEM
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically.
