@@ -18,7 +18,6 @@ from quaver.recipes.config import Float8LinearConfig
 
 BFLOAT16 = "bfloat16"
 QUAVER = tuple(f"quaver {recipe}" for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"))
-TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
 ORDER = (
     BFLOAT16,
     "quaver tensorwise",

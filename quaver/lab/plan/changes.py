@@ -155,9 +155,6 @@ def _with_unchanged(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]
     return [("", lambda config: config), *edits]
 
 
-# ---- each setting ----------------------------------------------------------------------------------------------------
-
-
 def _checkpointing() -> Iterator[tuple[str, Edit]]:
     for name, checkpoint in CHECKPOINTING.items():
         yield name, _set("activation_checkpoint", **asdict(checkpoint))

@@ -249,8 +249,6 @@ class _StepBuilder:
                 "all-reduce of amaxes", Exchange("all_reduce", 4 * 7 * run.model.n_layers, 1, run.ranks, 1), [amax]
             )
 
-    # ---- computing ---------------------------------------------------------------------------------------------------
-
     def _compute(self, name: str, seconds: float, kind: str, after: list[int | None] | None = None) -> int:
         return self.step.add(name, COMPUTE, seconds, after or [], kind)
 
@@ -270,8 +268,6 @@ class _StepBuilder:
             last = self._send(f"{name}: {exchange.kind}", exchange, [last])
         if exchanges:
             self._compute(name, 0.0, _direction(name), [last])
-
-    # ---- FSDP2 -------------------------------------------------------------------------------------------------------
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
         """Add all-gathers, which begin when the previously gathered weights are copied out."""

@@ -140,9 +140,6 @@ def _check_one_step(marks: int, left_bytes: int) -> None:
         raise RuntimeError(f"the step left {left_bytes} bytes behind; measure one that repeats, after a warm-up")
 
 
-# ---- the CPU allocator's log -----------------------------------------------------------------------------------------
-
-
 def _compute_usage(nodes: list[Any], may_leave: bool) -> Usage:
     blocks = _read_blocks(nodes)
     marks = [node.start_time_ns for node in nodes if node.name == MARK]

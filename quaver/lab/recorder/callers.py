@@ -22,8 +22,14 @@ _CHECKPOINT = "torch.utils.checkpoint"
 _ENGINE = "torch.autograd.graph", "_engine_run_backward"
 
 NOT_THE_MODELS = (
-    *("torch.", "quaver.lab.recorder.", "quaver.lab.memory.", "quaver.kernels.operation", "quaver.runtime.phases"),
-    *("quaver.torch_private.", "contextlib", "functools"),
+    "torch.",
+    "quaver.lab.recorder.",
+    "quaver.lab.memory.",
+    "quaver.kernels.operation",
+    "quaver.runtime.phases",
+    "quaver.torch_private.",
+    "contextlib",
+    "functools",
 )
 """Prefixes of Python modules whose frames are skipped: they are not the model's code, or call functions for others."""
 

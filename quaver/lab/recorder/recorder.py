@@ -123,8 +123,6 @@ class Recorder(StorageWatch):
         self._operand: Allocation | None = None  # the largest operand of the last operator
         self._start = time.perf_counter_ns()
 
-    # ---- categories and saved tensors ----------------------------------------------------------------------------
-
     def categorize(
         self, category: str, tensors: Iterable[Tensor], module: str = OUTSIDE, *, parameter: str | None = None
     ) -> None:
@@ -161,8 +159,6 @@ class Recorder(StorageWatch):
     def _change_saved(self, key: int, change: int) -> None:
         self._saved[key] = self._saved.get(key, 0) + change
         self._log_state(key, self._sizes[key])
-
-    # ---- events --------------------------------------------------------------------------------------------------
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         shape, dtype = ((), "") if tensor is None else _shape_and_dtype(tensor)

@@ -181,9 +181,6 @@ def _list_spans(recorder: Recorder) -> list[list[Any]]:
     return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
 
 
-# ---- equal layers ----------------------------------------------------------------------------------------------------
-
-
 def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rows of equal layers: replace numbers in module names by "*", and merge equal rows.
 

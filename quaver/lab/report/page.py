@@ -22,11 +22,6 @@ _PARTS = Parts(
     kind="Report of a training run",
     footer="Made by quaver report. A cell of a heat map is one of 252 steps of its scale; tables have exact numbers.",
 )
-CURVES = (
-    ("loss", "Loss", "nats per token"),
-    ("grad_norm", "Gradient norm", ""),
-    ("tokens_per_s", "Tokens per second", ""),
-)
 
 
 def write_report(path: Path, runs: Sequence[RunData]) -> None:

@@ -150,9 +150,6 @@ def _repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
     return again, cached
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
-
-
 def matrices(entry: LedgerEntry) -> tuple[Access, Access]:
     """Return the two operands of a matmul, skipping scalar scales."""
     operands = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]

@@ -23,7 +23,6 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.roofline.cost import unmultiplied_kinds
 from quaver.roofline.device_specs import require_device_spec
 
-BFLOAT16 = "bfloat16"
 PARTS = ("block", "linear")
 COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 """The recipes that are counted by default."""

@@ -21,7 +21,6 @@ from quaver.lab.bench.ledger.machine_code import (
 )
 from quaver.lab.bench.ledger.picture import draw
 from quaver.lab.bench.ledger.subjects import (
-    BFLOAT16,
     COUNTED,
     PARTS,
     Work,
@@ -33,7 +32,7 @@ from quaver.lab.bench.ledger.subjects import (
 from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, findings, kernel_rows, rows_of
 from quaver.lab.bench.ledger.times import constants, milliseconds_by_category
 from quaver.lab.bench.peer import is_peer_recipe
-from quaver.lab.bench.results import environment, writable
+from quaver.lab.bench.results import BFLOAT16, environment, writable
 from quaver.lab.bench.shapes import MODEL_NAMES, model_of
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show

@@ -149,7 +149,10 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
         return compile_graph(compiler, graph, _move(graph, inputs), *options)
 
     with ExitStack() as stack:
-        replace = lambda owner, name, value: stack.enter_context(patch.object(owner, name, value))  # noqa: E731
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(patch.object(owner, name, value))
+
         replace(compile_fx._InProcessFxCompile, "codegen_and_compile", compile_moved)
         stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": _interface_of(gpu)}))
         replace(torch._inductor.scheduler, "has_triton", lambda: True)

@@ -165,9 +165,6 @@ def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) 
     )
 
 
-# ---- nodes of Inductor's graph ---------------------------------------------------------------------------------------
-
-
 def node_of(buffer: Any) -> fx.Node | None:
     """The operator whose result a buffer is, or one of the fused operators; None if unknown."""
     if buffer is None:

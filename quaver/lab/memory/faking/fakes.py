@@ -168,9 +168,6 @@ def _make_fake(tensor: Tensor, fakes: Fakes) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-# ---- integers that are read ------------------------------------------------------------------------------------------
-
-
 class _Sizes(StorageWatch):
     def __init__(self) -> None:
         super().__init__()

@@ -96,9 +96,6 @@ _LARGEST: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-# ---- places ----------------------------------------------------------------------------------------------------------
-
-
 def place_here() -> str:
     """The place of the calling code, as "module layers.0.router (model/moe.py:31)"; empty if no frame is the model's.
 
