@@ -148,7 +148,7 @@ def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
     record = read_record(checkpoint)
     config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})
     for layer, recipe, message in (
-        ("model.layers.7.up_proj", "rowwise", "'model.layers.7.up_proj' is neither a linear nor an expert weight of this model"),
+        ("model.layers.7.up_proj", "rowwise", "'model.layers.7.up_proj' is neither a linear nor an expert"),
         (LAYER, "int8", "unknown recipe 'int8'"),
     ):
         write_record(checkpoint, record | {"progress": record["progress"] | {"fallbacks": {layer: recipe}}})
