@@ -77,7 +77,7 @@ def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
                 del parameter._unsharded_param
 
 
-_is_hidden = False
+_is_hidden: bool = False
 """Whether FSDP2's hooks are hidden."""
 
 

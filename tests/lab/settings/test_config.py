@@ -193,7 +193,7 @@ BAD_SETTINGS = {
     "--data.on_corrupt=ask": "data.on_corrupt must be one of skip, refuse, got 'ask'",
     "--data.eos_token=x": "data.eos_token must be its default, '', unless data.tokenizer is a file",
     "--activation_checkpoint.mode=all": "must be one of none, full, selective, memory_budget, got 'all'",
-    "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=ops": 'be "op" or a number',
+    "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=ops": 'expected "op" or a',
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=5": "no block would be",
     "--activation_checkpoint.mode=full --training.compile --parallelism.tensor_parallel_degree=2": "selective with op",
     "--activation_checkpoint.mode=memory_budget --training.compile --parallelism.tensor_parallel_degree=2": "with op",

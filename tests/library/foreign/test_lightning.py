@@ -89,13 +89,13 @@ def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, in_hook, every, 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_precisions_and_checkpoints(tmp_path, precision):
     module = Module("rowwise", False)
-    run = trainer(tmp_path, 2, precision=precision)
+    run = trainer(tmp_path, 2, precision=precision, limit_train_batches=2)
     run.fit(module, batches(), batches())
     path = run.checkpoint_callback.best_model_path
     saved = torch.load(path, weights_only=False)["state_dict"]
     assert set(saved) == {f"model.{name}" for name in llama().state_dict()}
     resumed = Module("rowwise", False)
-    again = trainer(tmp_path / "again", 3, precision=precision)
+    again = trainer(tmp_path / "again", 3, precision=precision, limit_train_batches=2)
     again.fit(resumed, batches(), batches(), ckpt_path=path)
     assert again.global_step == 3
     assert resumed.losses[0] < module.losses[0]

@@ -43,7 +43,7 @@ def test_peak_of_a_cpu_is_that_of_a_linears_matmuls_and_says_so(monkeypatch):
         return multiply(a, b)
 
     monkeypatch.setattr(torch, "mm", recorded)
-    peak = peak_flops(torch.device("cpu"))
+    peak = peak_flops.__wrapped__(torch.device("cpu"))  # another test may have filled the cache
     assert row_major == {(True, False), (False, True)}
     assert min(peak.flops_per_s, peak.float32_flops_per_s) > 1e8
     assert peak.float8_flops_per_s is None
