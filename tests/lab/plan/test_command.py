@@ -206,6 +206,8 @@ def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, ref
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
-def test_rows_name_the_backward(tmp_path, capsys):
-    printed, _ = plan(capsys, tmp_path, "--gpus", "8", "--recipes", "rowwise:dequantized", "--top", "4")
-    assert "rowwise-dequantized" in printed
+def test_rows_name_the_backward(tmp_path):
+    output = tmp_path / "plan.json"
+    words = ["--model.n_layers", "2", "--gpus", "8", "--recipes", "rowwise:dequantized", "--top", "4"]
+    assert main(["plan", LLAMA_8B, *words, "--output", str(output)]) == 0
+    assert "rowwise-dequantized" in {row["precision"] for row in json.loads(output.read_text())["rows"]}
