@@ -19,8 +19,9 @@ from quaver.fsdp.scales import rounding_rule
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale
 from quaver.kernels.operands import Operand, expect
 from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.parts import amaxes_of_part, scales_of_part
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import amaxes_of_part, choose_factor, compute_scales_of_parts, scales_of_part
+from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import from_local_like, local_shape_and_offset
 

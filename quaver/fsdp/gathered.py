@@ -59,8 +59,9 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
+from quaver.recipes.parts import scales_of_part
 from quaver.recipes.scale_layout import ScaleLayout
-from quaver.recipes.scaling import Scales, scales_of_part
+from quaver.recipes.scaling import Scales
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, set_local_tensor
 from quaver.torch_private.fsdp import hide_from_policies

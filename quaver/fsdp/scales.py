@@ -32,6 +32,7 @@ from quaver.experts.module_weight import ModuleWeight
 from quaver.fsdp.shard import Shard
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.parts import amaxes_of_part
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import Scales, compute_scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
@@ -127,7 +128,7 @@ def _compute_block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
     amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.size))
     if shard.local.numel() == 0:
         return amaxes
-    amax, corner = scaling.amaxes_of_part(shard.local, shard.offsets, layout)
+    amax, corner = amaxes_of_part(shard.local, shard.offsets, layout)
     amaxes.narrow(shard.dim, corner[shard.dim], amax.shape[shard.dim]).copy_(amax)
     return amaxes
 

@@ -118,18 +118,6 @@ def layout_of_blocks(dtype: torch.dtype, rows: int, columns: int) -> ScaleLayout
     return ScaleLayout(rows, columns, 1, 2 if dtype is E2M1.dtype else 1)
 
 
-def block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
-    """The blocks of `length` elements, or `ALL`, that `n` elements from `offset` on touch.
-
-    Returns:
-        The index of the first block, the number of blocks, and the elements of the first block before `offset`.
-    """
-    if length == ALL:
-        return 0, 1, 0
-    first, before = divmod(offset, length)
-    return first, -(-(before + n) // length) if n else 0, before
-
-
 def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
     """Infer the layout of a scale from its shape and the `size` of its matrix.
 

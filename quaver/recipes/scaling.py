@@ -49,7 +49,7 @@ from torch import Tensor
 
 from quaver.recipes import e2m1
 from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, format_of
-from quaver.recipes.scale_layout import ALL, SQUARE_BLOCKS, ScaleLayout, block_range, layout_of
+from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, layout_of
 from quaver.recipes.scale_rules import RULES, rule_of, scales_by_rule
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
@@ -358,48 +358,6 @@ def block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
         magnitude = torch.nn.functional.pad(magnitude, (0, missing[1], 0, missing[0]))
     counts = layout.scale_shape(hp.shape[0], hp.shape[1])
     return magnitude.view(counts[0], rows, counts[1], columns).amax((1, 3)) if hp.numel() else hp.new_zeros(counts)
-
-
-def amaxes_of_part(part: Tensor, offset: Sequence[int], layout: ScaleLayout) -> tuple[Tensor, list[int]]:
-    """The amaxes of a part of a matrix, which may begin inside a block, by the blocks of the whole matrix.
-
-    Args:
-        part: [r, c], with elements.
-        offset: the row and the column of its first element.
-        layout: tensorwise, row-wise or of blocks.
-    Returns:
-        One amax for each block that the part touches, of the part's elements alone, [blocks, blocks]; and the row and
-        the column of the first one among the amaxes of the whole.
-    """
-    ranges = [block_range(*place) for place in zip(offset, part.shape, layout[:2], strict=True)]
-    corner, before = [first for first, _, _ in ranges], [cut for _, _, cut in ranges]
-    if layout.is_tensorwise:
-        return amax(part).view(1, 1), corner
-    if layout.columns == ALL:
-        return amax(part, 1), corner
-    padding = (before[1], 0, before[0], 0)  # zeros in place of the elements of the first blocks in other parts
-    return block_amax(torch.nn.functional.pad(part, padding) if any(before) else part, layout), corner
-
-
-def scales_of_part(
-    scales: Tensor, offset: Sequence[int], size: Sequence[int], layout: ScaleLayout
-) -> tuple[Tensor, ScaleLayout]:
-    """The scales of a part of a matrix, and their layout in the part.
-
-    If the part begins inside a block, each of its rows (or columns) gets the scale of its block.
-
-    Args:
-        scales: of the whole matrix, two dims.
-        offset, size: of the part, rows and columns.
-    """
-    lengths = list(layout[:2])
-    for dim, (start, n) in enumerate(zip(offset, size, strict=True)):
-        length = lengths[dim]
-        first, blocks, before = block_range(start, n, length)
-        scales = scales.narrow(dim, first, blocks)
-        if before and n:
-            scales, lengths[dim] = scales.repeat_interleave(length, dim).narrow(dim, before, n), 1
-    return scales, layout._replace(rows=lengths[0], columns=lengths[1])
 
 
 def dynamic_cast_blocks(

@@ -1,0 +1,65 @@
+"""Amaxes and scales of a part of a matrix, such as a shard, by the blocks of the whole matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.recipes.scale_layout import ALL, ScaleLayout
+from quaver.recipes.scaling import amax, block_amax
+
+
+def _block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
+    """Return the blocks of `length` elements, or `ALL`, that `n` elements from `offset` on touch.
+
+    Returns:
+        The index of the first block, the number of blocks, and the elements of the first block before `offset`.
+    """
+    if length == ALL:
+        return 0, 1, 0
+    first, before = divmod(offset, length)
+    return first, -(-(before + n) // length) if n else 0, before
+
+
+def amaxes_of_part(part: Tensor, offset: Sequence[int], layout: ScaleLayout) -> tuple[Tensor, list[int]]:
+    """Return the amaxes of a part of a matrix, which may begin inside a block, by the blocks of the whole matrix.
+
+    Args:
+        part: [r, c], with elements.
+        offset: the row and the column of its first element.
+        layout: tensorwise, row-wise or of blocks.
+    Returns:
+        One amax for each block that the part touches, of the part's elements alone, [blocks, blocks]; and the row and
+        the column of the first one among the amaxes of the whole.
+    """
+    ranges = [_block_range(*place) for place in zip(offset, part.shape, layout[:2], strict=True)]
+    corner, before = [first for first, _, _ in ranges], [cut for _, _, cut in ranges]
+    if layout.is_tensorwise:
+        return amax(part).view(1, 1), corner
+    if layout.columns == ALL:
+        return amax(part, 1), corner
+    padding = (before[1], 0, before[0], 0)  # zeros in place of the elements of the first blocks in other parts
+    return block_amax(F.pad(part, padding) if any(before) else part, layout), corner
+
+
+def scales_of_part(
+    scales: Tensor, offset: Sequence[int], size: Sequence[int], layout: ScaleLayout
+) -> tuple[Tensor, ScaleLayout]:
+    """Return the scales of a part of a matrix, and their layout in the part.
+
+    If the part begins inside a block, each of its rows (or columns) gets the scale of its block.
+
+    Args:
+        scales: of the whole matrix, two dims.
+        offset, size: of the part, rows and columns.
+    """
+    lengths = list(layout[:2])
+    for dim, (start, n) in enumerate(zip(offset, size, strict=True)):
+        length = lengths[dim]
+        first, blocks, before = _block_range(start, n, length)
+        scales = scales.narrow(dim, first, blocks)
+        if before and n:
+            scales, lengths[dim] = scales.repeat_interleave(length, dim).narrow(dim, before, n), 1
+    return scales, layout._replace(rows=lengths[0], columns=lengths[1])
