@@ -72,6 +72,7 @@ def run_updates(
 
 @functools.cache
 def compile_update() -> Callable[..., Any]:
+    """Return `update_blocks`, compiled for any number of blocks at its first call."""
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
     compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)

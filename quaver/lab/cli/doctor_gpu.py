@@ -70,6 +70,7 @@ def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:
 
 
 def views_of(result: OnGpu) -> Iterator[str | Table]:
+    """Yield what a GPU casts and multiplies natively, recipe by recipe, and the layers of a model."""
     yield f"{result.gpu}, {result.capability}, by its specification: nothing was run\ncasts: {result.casts}"
     rows = [(recipe.recipe, _backends(recipe.linear), _backends(recipe.experts)) for recipe in result.recipes]
     yield make_table(None, ("recipe", "linears", "experts"), rows=rows, wrapped=("linears", "experts"))

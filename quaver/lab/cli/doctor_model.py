@@ -109,6 +109,7 @@ def print_survey(result: Survey, *, as_json: bool) -> None:
 
 
 def views_of(result: Survey) -> Iterator[str | Table]:
+    """Yield the table of the surveyed linears, the recipes that were chosen, and what was not surveyed."""
     yield f"one batch: {result.data}; decibels of the worst operand, and which that is"
     columns = ("linear\n  its worst operand; recipe", *SHOWN)
     rows = [_row(result, linear) for linear in result.surveyed]

@@ -30,6 +30,7 @@ def print_dry_run(words: list[str], ranks: int) -> int:
 
 
 def views_of(run: DryRun) -> Iterator[str | Table]:
+    """Yield the model, steps and data of a run, its linears, and which weights are not in float8."""
     config, training = run.config, run.config.training
     about = {
         "model": f"{run.parameters:,} parameters in {training.dtype}, computed in {training.mixed_precision_param}",

@@ -197,6 +197,7 @@ NUMBERS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
 def views_of(
     options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, memory: int
 ) -> Iterator[str | Table]:
+    """Yield the table of the fastest layouts, what limits them, and how far to trust the numbers."""
     first = result.rows[0]
     yield (
         f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "

@@ -53,6 +53,7 @@ def run(argv: list[str]) -> int:
 
 
 def views_of(options: BenchOptions, result: Result) -> Iterator[str | Table]:
+    """Yield the tables of a result, what they say, and where it was saved."""
     yield title_of(result)
     for case, case_rows in cases_of(result["rows"], options.case_fields):
         for title, fields in zip_longest((case,), options.tables):

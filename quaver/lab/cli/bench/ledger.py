@@ -153,6 +153,7 @@ def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, An
 def views_of(
     options: LedgerOptions, ledgers: list[Ledger], codes: Codes, spec: DeviceSpec, work: Work
 ) -> Iterator[str | Table]:
+    """Yield the table of the ledgers, what they say, and their kernels and machine code if asked for."""
     parameters = "autocast" if options.autocast else "bfloat16 parameters"
     title = f"{options.part} of {options.model}, {work.sequences} x {work.seq_len} tokens, {parameters}, on {spec.name}"
     yield make_table(title, COLUMNS, rows=rows_of(ledgers, spec), right=COLUMNS[1:], wrapped=COLUMNS[:1])

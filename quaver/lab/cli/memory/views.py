@@ -71,6 +71,7 @@ def _line(name: str, text: str) -> str:
 
 
 def category_table(prediction: Prediction) -> Table:
+    """Return the bytes alive at the peak by category."""
     sizes = {**prediction.by_category, "sum": prediction.peak_bytes}
     rows = [(_words(name), *_peak_numbers(prediction, size)) for name, size in sizes.items()]
     numbers = _peak_columns(prediction)
@@ -78,6 +79,7 @@ def category_table(prediction: Prediction) -> Table:
 
 
 def tensor_table(prediction: Prediction, top: int) -> Table:
+    """Return the `top` largest tensors alive at the peak, equal ones of all layers in one row."""
     rows = []
     for row in merged_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])

@@ -156,6 +156,7 @@ def _search(pattern: str, text: str) -> str:
 
 
 def parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
+    """Return the counts of instructions by name, the innermost loops, and the bytes that a thread loads."""
     labels: dict[str, int] = {}
     names: list[str] = []
     spans = []

@@ -131,6 +131,7 @@ class _MarkedModel(TrainedModel):
 
 
 def measure_rank(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
+    """Build the model of one rank, run its steps, and return what the allocator measured."""
     name, model = next(iter(make_models(config, device).by_name.items()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dims = tuple(layout.mesh)
