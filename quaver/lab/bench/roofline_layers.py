@@ -13,7 +13,7 @@ from quaver.lab.bench.shapes import MODELS
 from quaver.lab.settings import Float8, Model
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import Llama, training_flops_per_token
+from quaver.lab.trainer.model import meta_llama, training_flops_per_token
 from quaver.recipes.config import SHARED_INPUTS
 
 _SEQ_LEN = 8192
@@ -69,8 +69,7 @@ def layers_of_config(path: Path) -> ModelLayers:
 
 
 def _layers(name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1) -> ModelLayers:
-    with torch.device("meta"):
-        model = Llama(shape)
+    model = meta_llama(shape)
     filters = {field: getattr(float8, field) for field in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
     linears = convert_model(model, Float8(**filters), tokens=seq_len, device=torch.device("cpu")).layers
     readers = Counter(_input_of(linear) for linear in linears)

@@ -20,7 +20,7 @@ from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import expanded
 from quaver.lab.trainer.float8 import convert_model, linear_config
-from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.model import meta_llama
 from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 from quaver.runtime.names import tied_modules
@@ -54,8 +54,7 @@ def _run_on_gpu(spec: DeviceSpec, config: TrainConfig, recipe: str | None) -> On
     if recipe is not None:
         names = ("filter_fqns", "skip_first_layers", "skip_last_layers", "auto_filter")
         float8 = Float8(recipe_name=recipe, **{name: getattr(float8, name) for name in names})
-    with torch.device("meta"):
-        model = Llama(config.model)
+    model = meta_llama(config.model)
     tokens = training.local_batch_size * training.seq_len
     convert_model(model, float8, tokens=tokens, device=torch.device("cpu"))
     return on_gpu(spec, model, float8.label if float8.serving else float8.recipe, linear_config(float8))

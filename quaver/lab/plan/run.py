@@ -19,7 +19,7 @@ from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.model import meta_llama
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonical_recipe
 
@@ -215,8 +215,7 @@ def float8_shares(config: TrainConfig) -> Mapping[str, float]:
 
 @functools.cache
 def _in_float8(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
-    with torch.device("meta"):
-        llama = Llama(model)
+    llama = meta_llama(model)
     convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
     modules = dict(llama.named_modules())
     names = [name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, Float8Linear)]

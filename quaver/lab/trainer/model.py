@@ -248,6 +248,12 @@ class Llama(nn.Module):
         return self.lm_head(self.model(tokens, documents))
 
 
+def meta_llama(config: Model) -> Llama:
+    """Make the model on the meta device, which has shapes and dtypes but no storage."""
+    with torch.device("meta"):
+        return Llama(config)
+
+
 def init_std(name: str, config: Model) -> float:
     """Return a matrix's initial standard deviation; matrices that write to the residual stream shrink with depth."""
     writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))

@@ -20,7 +20,7 @@ from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.flops import flops_per_token_by_precision
 from quaver.lab.trainer.metrics import check_loggers
-from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.model import Llama, meta_llama
 from quaver.lab.trainer.parallelize import check_float8_gradients, check_tensor_parallel
 from quaver.runtime.agreement import on_every_rank
 from quaver.runtime.devices import is_cuda_device, resolve_device
@@ -176,7 +176,6 @@ def begin_folder(setup: RunSetup) -> None:
 
 
 def _meta_model(config: TrainConfig) -> Llama:
-    with torch.device("meta"):
-        model = Llama(config.model).to(getattr(torch, config.training.dtype))
+    model = meta_llama(config.model).to(getattr(torch, config.training.dtype))
     model.model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
     return model

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.model import Llama, meta_llama
 from quaver.lab.trainer.parallelize import parallelize
 
 CPU = torch.device("cpu")
@@ -20,8 +20,7 @@ CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
 
 
 def made(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
-    with torch.device("meta"):
-        model = Llama(config)
+    model = meta_llama(config)
     dims = layout.mesh if layout else {}
     mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
     parallelize(model, TrainConfig(model=config, training=Training(**training)), mesh)
@@ -54,8 +53,7 @@ def test_weights_depend_on_seed_and_name_alone():
 
 def test_bfloat16_weights_are_the_float32_ones_rounded():
     wide = made()
-    with torch.device("meta"):
-        narrow = Llama(CONFIG).bfloat16()
+    narrow = meta_llama(CONFIG).bfloat16()
     allocate(narrow, CPU)
     initialize(narrow, 0)
     for ours, theirs in zip(narrow.parameters(), wide.parameters(), strict=True):
@@ -68,8 +66,7 @@ def test_a_tied_projection_stays_tied():
 
 
 def test_buffers_are_refused():
-    with torch.device("meta"):
-        model = Llama(CONFIG)
+    model = meta_llama(CONFIG)
     model.register_buffer("amax_history", torch.zeros(3, device="meta"))
     with pytest.raises(NotImplementedError, match="buffers have no initial values here: amax_history"):
         allocate(model, CPU)

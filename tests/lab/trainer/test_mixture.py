@@ -13,7 +13,7 @@ from quaver.lab.settings import Model
 from quaver.lab.trainer.flops import flops_per_token_by_precision, linear_precisions
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.mixture import Mixture, Router, balance_experts, modules_of, take_expert_load
-from quaver.lab.trainer.model import Llama, training_flops_per_token
+from quaver.lab.trainer.model import meta_llama, training_flops_per_token
 from tests.reference import assert_same_bits, sqnr_db
 
 SHAPE = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 48}
@@ -21,8 +21,7 @@ SMALL = Model(**SHAPE, n_experts=4, n_shared_experts=1)
 
 
 def small_model(config=SMALL):
-    with torch.device("meta"):
-        model = Llama(config)
+    model = meta_llama(config)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=0)
     return model

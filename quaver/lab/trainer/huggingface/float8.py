@@ -23,7 +23,7 @@ from quaver.lab.trainer.float8 import convert_chosen
 from quaver.lab.trainer.huggingface.config import hf_config
 from quaver.lab.trainer.huggingface.convert import CheckedModel, kept_of_run, open_checkpoint
 from quaver.lab.trainer.huggingface.weights import stored_state, without_width
-from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.model import Llama, meta_llama
 from quaver.runtime.names import listed
 
 S = TypeVar("S", bound=Settings)
@@ -52,8 +52,7 @@ def run_source(
             f"--filter-fqns must be its default, {list(DEFAULT_FILTER)}, for a float8 run, which chose its linears; "
             f"got {list(filter_fqns)}"
         )
-    with torch.device("meta"):
-        model = Llama(checked.model)
+    model = meta_llama(checked.model)
     decide = partial(_decide_as_run, converted) if converted else skip_names(filter_fqns)
     if recipe is None:
         convert_chosen(model, config, decide)

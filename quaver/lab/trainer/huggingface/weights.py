@@ -21,7 +21,7 @@ from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
-from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.model import meta_llama
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The two weights that may be tied."""
@@ -29,8 +29,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def meta_state(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Return the model's state dict without storage. A tied weight has both names."""
-    with torch.device("meta"):
-        return Llama(model).to(dtype).state_dict()
+    return meta_llama(model).to(dtype).state_dict()
 
 
 def stored_state(model: Model) -> dict[str, Tensor]:
@@ -61,8 +60,7 @@ def without_width(model: Model) -> dict[str, Tensor]:
 
 
 def _names(model: Model) -> CheckpointNames:
-    with torch.device("meta"):
-        return checkpoint_names(Llama(model))
+    return checkpoint_names(meta_llama(model))
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
