@@ -28,8 +28,6 @@ from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, block_groups, training_step
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
-from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.block import PerPass
@@ -103,11 +101,7 @@ def _per_byte(gathered_bytes: int, parameters: int, ranks: int) -> dict[str, flo
 
 
 def _trained(config: TrainConfig, layout, mesh, rank: int, ranks: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
-    name, model = next(iter(make_models(config, CPU).by_name.items()))
-    parallelize(model, config, mesh)
-    allocate(model, CPU)
-    initialize(model, 0)
-    trained = TrainedModel(name, model, config, CPU, Ranks(rank, 0, ranks))
+    trained = TrainedModel.build(*make_models(config, CPU).first, config, CPU, Ranks(rank, 0, ranks), mesh)
     return trained_step(trained, config, layout)[0]
 
 

@@ -19,9 +19,7 @@ from quaver.lab.bench.working import working
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import NotNegative, setting
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.process import determinism
 from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.lab.trainer.train import MEMORY_STEP
@@ -115,10 +113,7 @@ def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
     models = []
     for config, by_name in planned:
         for name, model in by_name.items():
-            parallelize(model, config, None)
-            allocate(model, plan.device)
-            initialize(model, config.training.seed)
-            models.append(TrainedModel(name, model, config, plan.device))
+            models.append(TrainedModel.build(name, model, config, plan.device, plan.ranks, None))
     return sorted(models, key=lambda model: model.name != plan.config.training.mixed_precision_param)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from quaver.conversion.report import ConversionReport
 from quaver.lab.data.source import TextSource, find_source
@@ -20,7 +20,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.flops import LinearPrecision, group_linears, linear_precisions
 from quaver.lab.trainer.model import training_flops_per_token
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.parallelize import make_mesh, parallelize
 from quaver.lab.trainer.run_setup import check_environment, make_models
 from quaver.torch_private.fake_ranks import FakeStore
 
@@ -63,7 +63,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     check_vocabulary(tokenizer, config.data, config.model)
     cpu = torch.device("cpu")
     models = make_models(config, cpu)
-    model = next(iter(models.by_name.values()))
+    _, model = models.first
     linears = group_linears(linear_precisions(model, config.training.mixed_precision_param, cpu))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with pretended_mesh(layout) as mesh:
@@ -81,6 +81,6 @@ def pretended_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     try:
-        yield init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
+        yield make_mesh(layout, "cpu")
     finally:
         dist.destroy_process_group()

@@ -48,11 +48,17 @@ from quaver.lab.trainer.model import Block, FeedForward, Llama
 from quaver.parallel.linear_sharding import check_can_be_sharded
 
 
+def make_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
+    """Return the mesh of a run on devices of this type, or None for one process. A collective."""
+    sizes = dims.mesh
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
+
+
 def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> None:
     """Parallelize `model`, which is converted to float8 and on the meta device, over `mesh` (None: one process).
 
     Args:
-        mesh: a mesh with dims among "dp_replicate", "dp_shard" and "tp" (see `ParallelDims.mesh`).
+        mesh: from `make_mesh`.
     """
     dims = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and "tp" in dims:

@@ -18,7 +18,6 @@ from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.flops import flops_per_token_by_precision
 from quaver.lab.trainer.metrics import check_loggers
 from quaver.lab.trainer.model import Llama, meta_llama
 from quaver.lab.trainer.parallelize import check_float8_gradients, check_tensor_parallel
@@ -35,8 +34,11 @@ class Models:
     """The float8 model first, then the bfloat16 baseline of `job.compare`."""
     report: ConversionReport | None
     """The conversion of the float8 model."""
-    flops_per_token: dict[str, dict[str, int]]
-    """Per model, the FLOPs by the precision that computes them."""
+
+    @property
+    def first(self) -> tuple[str, Llama]:
+        """The name and the model that the run is about: the float8 model, if it has one."""
+        return next(iter(self.by_name.items()))
 
 
 @dataclass
@@ -81,7 +83,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     check_environment(config, device)
     models = make_models(config, device)
     if config.comm.float8_gradients:
-        check_float8_gradients(next(iter(models.by_name.values())), dims)
+        check_float8_gradients(models.first[1], dims)
     data = load_data(config, ShownProgress() if ranks.is_first else None)
     return RunSetup(config, ranks, dims, device, data, models)
 
@@ -128,8 +130,7 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
         ValueError: a filter matches nothing, or tensor parallelism cuts blocks of a recipe.
         NotImplementedError: quaver does not support the settings.
     """
-    precision = config.training.mixed_precision_param
-    models = {precision: _meta_model(config)}
+    models = {config.training.mixed_precision_param: _meta_model(config)}
     report = None
     if config.float8.enable_float8_linear:
         model = _meta_model(config)
@@ -137,11 +138,7 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
         report = convert_model(model, config.float8, tokens=tokens, device=device)
         check_tensor_parallel(model, config.parallelism.tensor_parallel_degree)
         models = {config.float8.label: model, **(models if config.job.compare else {})}
-    flops = {
-        name: flops_per_token_by_precision(model, config.model, config.training.seq_len, precision, device)
-        for name, model in models.items()
-    }
-    return Models(models, report, flops)
+    return Models(models, report)
 
 
 def open_folder(setup: RunSetup) -> None:

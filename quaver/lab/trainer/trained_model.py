@@ -5,9 +5,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from quaver import (
@@ -25,6 +27,7 @@ from quaver.lab.settings import Optimizer, TrainConfig, Training
 from quaver.lab.settings.schedule import ScheduleEntry, matmuls_at
 from quaver.lab.trainer.float8 import in_high_precision, run_in_high_precision
 from quaver.lab.trainer.flops import flops_per_token_by_precision
+from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.loss import next_token_loss
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
 from quaver.lab.trainer.micro_batches import accumulate
@@ -45,6 +48,7 @@ from quaver.lab.trainer.optimizer import (
     squared_norm_share,
     sum_partial_gradients,
 )
+from quaver.lab.trainer.parallelize import parallelize
 from quaver.numerics.monitoring import Monitor
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import synchronize
@@ -107,6 +111,30 @@ class TrainedModel:
     _skipped_in_a_row: int = field(init=False, default=0)
     _routers: list[Router] = field(init=False, repr=False)
     _experts: list[Experts] = field(init=False, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        model: Llama,
+        config: TrainConfig,
+        device: torch.device,
+        ranks: Ranks,
+        mesh: DeviceMesh | None,
+        *,
+        initializes: bool = True,
+    ) -> Self:
+        """Parallelize `model`, which is on the meta device, and give it storage and its initial weights. A collective.
+
+        Args:
+            mesh: from `make_mesh`.
+            initializes: whether to draw the weights; otherwise they are undefined until they are loaded.
+        """
+        parallelize(model, config, mesh)
+        allocate(model, device)
+        if initializes:
+            initialize(model, config.training.seed)
+        return cls(name, model, config, device, ranks)
 
     def __post_init__(self) -> None:
         self.model.train()

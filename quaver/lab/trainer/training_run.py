@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.lab.data import TokenData
 from quaver.lab.runs.checkpoint import Checkpointer, load_weights
@@ -15,8 +14,7 @@ from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.alarms import fall_back
-from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import PeakFlops, peak_flops
@@ -69,7 +67,11 @@ def build(setup: RunSetup) -> TrainingRun:
     path, resume_step = ranks.gather(own)[0]
     loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
     torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would
-    models = _build_models(setup, initializes=not loads_weights)
+    mesh = make_mesh(setup.dims, setup.device.type)
+    models = [
+        TrainedModel.build(name, model, config, setup.device, ranks, mesh, initializes=not loads_weights)
+        for name, model in setup.models.by_name.items()
+    ]
     paths = RunFolder(Path(path), resume_step)
     checkpoints = Checkpointer(
         paths.checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.about
@@ -79,9 +81,6 @@ def build(setup: RunSetup) -> TrainingRun:
         progress = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
-    flops_per_token = setup.models.flops_per_token
-    if progress.fallbacks:
-        flops_per_token[models[0].name] = models[0].flops_per_token()
     begin_folder(setup)
     return TrainingRun(
         config,
@@ -89,7 +88,7 @@ def build(setup: RunSetup) -> TrainingRun:
         setup.dims,
         setup.device,
         peak_flops(setup.device),
-        flops_per_token,
+        {model.name: model.flops_per_token() for model in models},
         setup.data,
         models,
         setup.folder,
@@ -108,18 +107,3 @@ def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, prog
         fall_back(models[0], checkpoints, progress.fallbacks)
     except ValueError as error:
         raise CheckpointError(f"the run fell back in {', '.join(progress.fallbacks)}: {error}") from error
-
-
-def _build_models(setup: RunSetup, *, initializes: bool) -> list[TrainedModel]:
-    mesh = None
-    if setup.dims.mesh:
-        sizes = setup.dims.mesh
-        mesh = init_device_mesh(setup.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    models = []
-    for name, model in setup.models.by_name.items():
-        parallelize(model, setup.config, mesh)
-        allocate(model, setup.device)
-        if initializes:
-            initialize(model, setup.config.training.seed)
-        models.append(TrainedModel(name, model, setup.config, setup.device, setup.ranks))
-    return models

@@ -57,7 +57,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 )
 def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
     config, layout = resolve(changed(tiny_config, **sections), rank=0, world_size=ranks)
-    model = next(iter(make_models(config, torch.device("cpu")).by_name.values()))
+    _, model = make_models(config, torch.device("cpu")).first
     with pretended_mesh(layout) as mesh:
         parallelize(model, config, mesh)
         parts = [each for parameter in model.parameters() for each in plain_tensors(parameter)]

@@ -4,13 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -33,12 +31,9 @@ def on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims
     """The one model of a run as this rank of so many holds it, with its first weights."""
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     config, layout = resolve(config, rank=rank, world_size=ranks)
-    device, dims, sizes = torch.device("cpu"), tuple(layout.mesh), tuple(layout.mesh.values())
-    ((name, model),) = make_models(config, device).by_name.items()
-    parallelize(model, config, init_device_mesh("cpu", sizes, mesh_dim_names=dims) if dims else None)
-    allocate(model, device)
-    initialize(model, 0)
-    return TrainedModel(name, model, config, device, Ranks(rank, rank, ranks)), layout
+    device, mesh = torch.device("cpu"), make_mesh(layout, "cpu")
+    name, model = make_models(config, device).first
+    return TrainedModel.build(name, model, config, device, Ranks(rank, rank, ranks), mesh), layout
 
 
 def numbers(run: TrainingRun) -> list[tuple[str, ...]]:

@@ -45,12 +45,11 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     """On a device that multiplies float8, which is pretended, on a CPU, and on one without bfloat16 instructions."""
     monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: True)
     config = replace(load_config(CONFIGS[-1].with_name("llama3_debug.toml")), float8=Float8(recipe_name=recipe))
-    models = make_models(config, torch.device("cpu"))
-    (by_precision,) = models.flops_per_token.values()
+    device = torch.device("cpu")
+    _, model = make_models(config, device).first
+    by_precision = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     masked = 6 * config.model.n_layers * config.model.dim * config.training.seq_len
     assert by_precision == {MASKED: masked, "bfloat16": sum(by_precision.values()) - masked}
-    model = models.by_name[recipe]
-    device = torch.device("cpu")
     monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: False)
     older = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     monkeypatch.setattr("quaver.linear.gemm.backend_for", lambda *args, **options: GemmBackend.NATIVE)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -12,7 +11,7 @@ from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.model import Llama, meta_llama
-from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.parallelize import make_mesh, parallelize
 
 CPU = torch.device("cpu")
 # 68 rows over 2 tensor parallel and 4 sharding ranks are 9, 9, 9 and 7 of each half: unlike parts.
@@ -21,8 +20,7 @@ CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
 
 def made(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
     model = meta_llama(config)
-    dims = layout.mesh if layout else {}
-    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
+    mesh = make_mesh(layout or ParallelDims(), "cpu")
     parallelize(model, TrainConfig(model=config, training=Training(**training)), mesh)
     allocate(model, CPU)
     initialize(model, seed)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from quaver.lab.data import Batch
@@ -26,8 +25,7 @@ from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.profiling import persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -132,14 +130,9 @@ class _MarkedModel(TrainedModel):
 
 def measure_rank(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
     """Build the model of one rank, run its steps, and return what the allocator measured."""
-    name, model = next(iter(make_models(config, device).by_name.items()))
+    name, model = make_models(config, device).first
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    dims = tuple(layout.mesh)
-    mesh = init_device_mesh(device.type, tuple(layout.mesh.values()), mesh_dim_names=dims) if dims else None
-    parallelize(model, config, mesh)
-    allocate(model, device)
-    initialize(model, config.training.seed)
-    trained = _MarkedModel(name, model, config, device, ranks)
+    trained = _MarkedModel.build(name, model, config, device, ranks, make_mesh(layout, device.type))
     step, micro_batches = training_step(trained, config, layout)
     for _ in range(WARM_UP_STEPS):
         step()

@@ -124,7 +124,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
     device = torch.device("cpu")
     config, layout = resolve(config, rank=0, world_size=ranks)
     with pretended_mesh(layout) as mesh:
-        name, model = next(iter(make_models(config, device).by_name.items()))
+        name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
         load_evenly(model)
