@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.conversion.delayed import Float8ScalingState
-from quaver.lab.runs.checkpoint_folder import FORMAT, CheckpointFolder, Progress, read_record
+from quaver.lab.runs.checkpoint_folder import FORMAT, CheckpointFolder, RunProgress, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import FileDigest, check_manifest, digests_of_rank
 from quaver.lab.runs.safe_dcp import CheckpointPlanner, CheckpointReader
@@ -106,7 +106,7 @@ class Checkpointer:
         """Whether checkpoint.interval asks for a checkpoint after step `step`."""
         return self.config.enable and step % self.config.interval == 0
 
-    def save(self, progress: Progress, models: Sequence[SavedModel]) -> None:
+    def save(self, progress: RunProgress, models: Sequence[SavedModel]) -> None:
         """Save the run, unless this step is saved already or checkpoints are disabled; with async_mode in a thread.
 
         Raises:
@@ -145,8 +145,8 @@ class Checkpointer:
             self._pending.exception()
 
     def load(
-        self, step: int, models: Sequence[SavedModel], prepare: Callable[[Progress], None] = lambda _: None
-    ) -> Progress:
+        self, step: int, models: Sequence[SavedModel], prepare: Callable[[RunProgress], None] = lambda _: None
+    ) -> RunProgress:
         """Load the checkpoint of `step` into `models` and return the run's position.
 
         Args:
@@ -156,7 +156,7 @@ class Checkpointer:
         """
         path = self.folder.complete(step)
         record = verified_record(path, self.ranks, verifies=self.config.verify)
-        progress = Progress(**record["progress"])
+        progress = RunProgress(**record["progress"])
         if progress.step != step:
             problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
             raise CheckpointError(f"{str(path)!r} is damaged: {problem}; choose another checkpoint")

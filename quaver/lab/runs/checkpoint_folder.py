@@ -34,7 +34,7 @@ ABANDONS = ".abandons.json"
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """The position of a run: its state that is neither a tensor nor a setting."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {**STRICT, "extra": "forbid"}
@@ -75,7 +75,7 @@ class _CheckpointRecord(TypedDict):
     format: Literal[1]
     models: Annotated[list[Annotated[str, StringConstraints(pattern=r"^\w[\w+-]*$")]], MinLen(1)]
     world_size: AtLeast1
-    progress: Progress
+    progress: RunProgress
     config: _CheckpointConfig
     data: NotRequired[_CheckpointData]
     huggingface: NotRequired[dict[str, Any]]
@@ -183,7 +183,7 @@ def write_record(checkpoint: Path, record: dict[str, Any], digests: dict[str, Fi
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """Return the checkpoint.json of a complete checkpoint; its "progress" has the fields of `Progress`.
+    """Return the checkpoint.json of a complete checkpoint; its "progress" has the fields of `RunProgress`.
 
     Raises:
         FileNotFoundError: `checkpoint` is not a folder with a checkpoint.json.

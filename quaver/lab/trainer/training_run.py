@@ -1,45 +1,41 @@
 """A run that is ready to train: its parallelized models with their weights, its data, folder and checkpoints."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from quaver.lab.data import TokenData
 from quaver.lab.runs.checkpoint import Checkpointer, load_weights
-from quaver.lab.runs.checkpoint_folder import Progress
+from quaver.lab.runs.checkpoint_folder import RunProgress
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.alarms import fall_back
 from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.roofline.device_specs import PeakFlops, peak_flops
+from quaver.roofline.device_specs import peak_flops
 from quaver.runtime.ranks import Ranks
 
 
-@dataclass
 class TrainingRun:
     """The state of a run: its models (the float8 model, then its bfloat16 baseline), data, folder and position."""
 
-    config: TrainConfig
-    ranks: Ranks
-    dims: ParallelDims
-    device: torch.device
-    peak: PeakFlops
-    flops_per_token: dict[str, dict[str, int]]
-    data: TokenData
-    models: list[TrainedModel]
-    folder: RunFolder | None
-    """The run folder on the first rank, which writes it; None on the others."""
-    paths: RunFolder
-    """The run folder on every rank, for the files that every rank writes."""
-    checkpoints: Checkpointer
-    progress: Progress = field(default_factory=Progress)
-    began_at_step: int = 0
+    def __init__(
+        self,
+        setup: RunSetup,
+        models: list[TrainedModel],
+        paths: RunFolder,
+        checkpoints: Checkpointer,
+        progress: RunProgress,
+    ) -> None:
+        """`models` have the weights and the recipes of the position `progress`. `paths` is the folder on every rank."""
+        self.config, self.ranks, self.dims, self.device = setup.config, setup.ranks, setup.dims, setup.device
+        self.data, self.folder = setup.data, setup.folder  # only the first rank has the folder, and writes it
+        self.models, self.paths, self.checkpoints, self.progress = models, paths, checkpoints, progress
+        self.began_at_step = progress.step
+        self.peak = peak_flops(setup.device)
+        self.flops_per_token = {model.name: model.flops_per_token() for model in models}
 
 
 def prepare(config: TrainConfig) -> TrainingRun:
@@ -76,30 +72,16 @@ def build(setup: RunSetup) -> TrainingRun:
     checkpoints = Checkpointer(
         paths.checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.about
     )
-    progress = Progress()
+    progress = RunProgress()
     if resume_step is not None:
         progress = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
     begin_folder(setup)
-    return TrainingRun(
-        config,
-        ranks,
-        setup.dims,
-        setup.device,
-        peak_flops(setup.device),
-        {model.name: model.flops_per_token() for model in models},
-        setup.data,
-        models,
-        setup.folder,
-        paths,
-        checkpoints,
-        progress,
-        progress.step,
-    )
+    return TrainingRun(setup, models, paths, checkpoints, progress)
 
 
-def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: Progress) -> None:
+def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:
     """Give the float8 model the recipes that alarms had set when the checkpoint was saved."""
     if not progress.fallbacks or not models[0].config.float8.enable_float8_linear:
         return

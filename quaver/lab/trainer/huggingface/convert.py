@@ -30,7 +30,7 @@ from quaver.lab.runs.checkpoint_folder import (
     FORMAT,
     RECORD,
     CheckpointFolder,
-    Progress,
+    RunProgress,
     read_record,
     write_record,
 )
@@ -94,7 +94,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "models": ["model"],
         "world_size": 1,
-        "progress": asdict(Progress()),
+        "progress": asdict(RunProgress()),
         "config": {"model": asdict(model)},
         "provenance": provenance(torch.device("cpu")),
         "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_kept(config)},
