@@ -1,26 +1,18 @@
-"""The numbers of a run: metrics.jsonl, TensorBoard, Weights & Biases, loss spikes and summary.json."""
+"""The numbers of a run's steps: metrics.jsonl, TensorBoard, Weights & Biases, and loss spikes."""
 
 import importlib
 import importlib.util
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from quaver.lab.runs.errors import OutputError, OutputFailures, writing
 from quaver.lab.runs.json_lines import JsonLines
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
-from quaver.lab.settings import Metrics, TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.flops import utilization
-from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.roofline.device_specs import PeakFlops
-from quaver.runtime.devices import describe
+from quaver.lab.settings import Metrics
 
 WARMUP_STEPS = 3
 """The first steps, which medians leave out: they compile, allocate and measure memory."""
@@ -168,73 +160,3 @@ def remember(loss: float, recent: list[float]) -> None:
 def median_step_seconds(step_seconds: Sequence[float]) -> float:
     """Return the median of the times after the warm-up steps, or of all times if there are no more."""
     return statistics.median(step_seconds[WARMUP_STEPS:] or step_seconds)
-
-
-def summarize(
-    config: TrainConfig,
-    models: Sequence[TrainedModel],
-    device: torch.device,
-    peak: PeakFlops,
-    dims: ParallelDims,
-    flops_per_token: dict[str, dict[str, int]],
-    *,
-    status: str,
-    steps: int,
-    error: str | None,
-) -> dict[str, Any]:
-    """Return the summary of a run that completed `steps` steps and ended with `status`, ready for JSON.
-
-    Speed is the median step's over all ranks, MFU is per device, and memory is the first rank's. `comparison` has the
-    first model relative to the bfloat16 baseline, with memory only if both measurements are exact.
-    """
-    runs = {model.name: _model_summary(config, model, peak, dims, flops_per_token[model.name]) for model in models}
-    summary: dict[str, Any] = {
-        "status": status,
-        "error": error,
-        "steps": steps,
-        "ranks": dims.world_size,
-        "mesh": dims.mesh,
-        "notes": list(dict.fromkeys(note for model in models for note in model.notes)),
-        "runs": runs,
-        "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
-        "float8_peak_flops_per_s": peak.float8_flops_per_s,
-        "float32_peak_flops_per_s": peak.float32_flops_per_s,
-        "environment": {"quaver": version("quaver"), **describe(device)},
-    }
-    if len(models) == 2:
-        summary["comparison"] = _compare(*runs.values())
-    return summary
-
-
-def _model_summary(
-    config: TrainConfig, model: TrainedModel, peak: PeakFlops, dims: ParallelDims, flops_per_token: dict[str, int]
-) -> dict[str, Any]:
-    seconds = median_step_seconds(model.step_seconds) if model.step_seconds else None
-    tokens_per_s = config.training.step_tokens / seconds if seconds else None
-    used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
-    if tokens_per_s:
-        used = utilization(flops_per_token, tokens_per_s / dims.world_size, peak)
-    rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
-    return {
-        "validation_loss": model.validation_loss,
-        **({"validation_loss_hp": model.validation_loss_hp} if config.validation.high_precision_too else {}),
-        "median_step_seconds": seconds,
-        "tokens_per_s": tokens_per_s,
-        **used,
-        "compiled_graphs": model.compiled_graphs if config.training.compile else None,
-        "peak_memory_bytes": model.peak.peak_bytes,
-        "peak_memory_exact": model.peak.exact,
-        "peak_memory_source": model.peak.source + rank,
-    }
-
-
-def _compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, float | None]:
-    def ratio(key: str) -> float | None:
-        return run[key] / baseline[key] if run[key] is not None and baseline[key] else None
-
-    loss_ratio, both_exact = ratio("validation_loss"), run["peak_memory_exact"] and baseline["peak_memory_exact"]
-    return {
-        "loss_gap": None if loss_ratio is None else loss_ratio - 1,
-        "tokens_per_s_ratio": ratio("tokens_per_s"),
-        "peak_memory_ratio": ratio("peak_memory_bytes") if both_exact else None,
-    }

@@ -21,12 +21,13 @@ from quaver.lab.trainer.display import Display, print_results, say, stdout_conso
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
 from quaver.lab.trainer.flops import utilization
 from quaver.lab.trainer.memory import device_memory, reset_device_peaks
-from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
+from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.plot import draw_curves
 from quaver.lab.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals
 from quaver.lab.trainer.profiling import Profiler
+from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 from quaver.numerics.monitoring import Monitor
@@ -91,7 +92,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         raise
     finally:
         run.checkpoints.close(waits=waits)
-        summary = _summary(run, status, error)
+        summary = summarize(run, status=status, error=error)
         if is_writable:
             with failures.noting():  # an error that ended the run has priority
                 _conclude(run, status, summary)
@@ -378,20 +379,6 @@ def _introduce(run: TrainingRun, display: Display) -> None:
         peaks["float32"] = run.peak.float32_flops_per_s
     for name, flops_per_s in peaks.items():
         display.line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
-
-
-def _summary(run: TrainingRun, status: str, error: str | None) -> dict[str, Any]:
-    return summarize(
-        run.config,
-        run.models,
-        run.device,
-        run.peak,
-        run.dims,
-        run.flops_per_token,
-        status=status,
-        steps=run.progress.step,
-        error=error,
-    )
 
 
 def _conclude(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:

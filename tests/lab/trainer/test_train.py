@@ -10,7 +10,7 @@ from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.memory import PeakMemory
-from quaver.lab.trainer.metrics import summarize
+from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
@@ -97,6 +97,5 @@ def test_inexact_peaks_are_not_compared(tiny_float8_config):
     run = prepare(tiny_float8_config)
     for model, peak_bytes in zip(run.models, (100, 200), strict=True):
         model.peak = PeakMemory(peak_bytes, False, "said so")
-    about = (run.config, run.models, run.device, run.peak, run.dims, run.flops_per_token)
-    summary = summarize(*about, status="finished", steps=0, error=None)
+    summary = summarize(run, status="finished", error=None)
     assert summary["comparison"]["peak_memory_ratio"] is None

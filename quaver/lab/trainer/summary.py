@@ -1,0 +1,68 @@
+"""The summary of a run, summary.json: the speed, memory and last loss of each model, and how the two compare."""
+
+from importlib.metadata import version
+from typing import Any
+
+from quaver.lab.trainer.flops import utilization
+from quaver.lab.trainer.metrics import median_step_seconds
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun
+from quaver.runtime.devices import describe
+
+
+def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, Any]:
+    """Return the summary of a run that ended with `status`, ready for JSON.
+
+    Speed is the median step's over all ranks, MFU is per device, and memory is the first rank's. `comparison` has the
+    first model relative to the bfloat16 baseline.
+    """
+    models = {model.name: _model_summary(run, model) for model in run.models}
+    summary: dict[str, Any] = {
+        "status": status,
+        "error": error,
+        "steps": run.progress.step,
+        "ranks": run.dims.world_size,
+        "mesh": run.dims.mesh,
+        "notes": list(dict.fromkeys(note for model in run.models for note in model.notes)),
+        "runs": models,
+        "bfloat16_peak": {"flops_per_s": run.peak.flops_per_s, "source": run.peak.source},
+        "float8_peak_flops_per_s": run.peak.float8_flops_per_s,
+        "float32_peak_flops_per_s": run.peak.float32_flops_per_s,
+        "environment": {"quaver": version("quaver"), **describe(run.device)},
+    }
+    if len(models) == 2:
+        summary["comparison"] = _compare(*models.values())
+    return summary
+
+
+def _model_summary(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
+    config, dims = run.config, run.dims
+    seconds = median_step_seconds(model.step_seconds) if model.step_seconds else None
+    tokens_per_s = config.training.step_tokens / seconds if seconds else None
+    used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
+    if tokens_per_s:
+        used = utilization(run.flops_per_token[model.name], tokens_per_s / dims.world_size, run.peak)
+    rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
+    return {
+        "validation_loss": model.validation_loss,
+        **({"validation_loss_hp": model.validation_loss_hp} if config.validation.high_precision_too else {}),
+        "median_step_seconds": seconds,
+        "tokens_per_s": tokens_per_s,
+        **used,
+        "compiled_graphs": model.compiled_graphs if config.training.compile else None,
+        "peak_memory_bytes": model.peak.peak_bytes,
+        "peak_memory_exact": model.peak.exact,
+        "peak_memory_source": model.peak.source + rank,
+    }
+
+
+def _compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, float | None]:
+    def ratio(key: str) -> float | None:
+        return run[key] / baseline[key] if run[key] is not None and baseline[key] else None
+
+    loss_ratio, both_exact = ratio("validation_loss"), run["peak_memory_exact"] and baseline["peak_memory_exact"]
+    return {
+        "loss_gap": None if loss_ratio is None else loss_ratio - 1,
+        "tokens_per_s_ratio": ratio("tokens_per_s"),
+        "peak_memory_ratio": ratio("peak_memory_bytes") if both_exact else None,
+    }
