@@ -33,9 +33,6 @@ class JsonLines:
             self._file.write(line)
             self._file.flush()
 
-    def write_numerics(self, step: int, scalars: dict[str, float]) -> None:
-        """Do nothing: numerics.jsonl has them."""
-
     def close(self) -> None:
         """Close the file. After a failed `write` its buffer still has the line, and closing fails again."""
         with suppress(OSError):

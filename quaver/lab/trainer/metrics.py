@@ -1,4 +1,4 @@
-"""The numbers of a run's steps: metrics.jsonl, TensorBoard, Weights & Biases, and loss spikes."""
+"""The numbers of a run's steps in TensorBoard and Weights & Biases, and loss spikes."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,6 @@ from typing import Any
 from uuid import uuid4
 
 from quaver.lab.runs.errors import OutputError, OutputFailures, writing
-from quaver.lab.runs.json_lines import JsonLines
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
 from quaver.lab.settings import Metrics
 
@@ -33,10 +32,7 @@ class _TensorBoard:
         with writing(folder):
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
 
-    def write(self, record: dict[str, Any]) -> None:
-        self.write_numerics(record["step"], _numbers(record))
-
-    def write_numerics(self, step: int, scalars: dict[str, float]) -> None:
+    def log(self, step: int, scalars: dict[str, float]) -> None:
         with writing(self._folder):
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
@@ -56,10 +52,7 @@ class _Wandb:
                 project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
             )
 
-    def write(self, record: dict[str, Any]) -> None:
-        self.write_numerics(record["step"], _numbers(record))
-
-    def write_numerics(self, step: int, scalars: dict[str, float]) -> None:
+    def log(self, step: int, scalars: dict[str, float]) -> None:
         with _reaching_wandb():
             self._run.log({**scalars, "step": step})
 
@@ -89,11 +82,10 @@ def _reaching_wandb() -> Iterator[None]:
         raise OutputError(f"Weights & Biases: {type(error).__name__}: {first_line}") from error
 
 
-Logger = JsonLines | _TensorBoard | _Wandb
-"""A destination of the records of steps and validations."""
+Logger = _TensorBoard | _Wandb
 
 
-def _numbers(record: dict[str, Any]) -> dict[str, float]:
+def scalars_of(record: dict[str, Any]) -> dict[str, float]:
     """Return every number of `record` except the step, keyed by `<model>/<name>`."""
     return {
         f"{record['run']}/{name}": value
@@ -116,7 +108,7 @@ def check_loggers(config: Metrics) -> None:
 def open_loggers(
     config: Metrics, folder: RunFolder, settings: dict[str, Any], failures: OutputFailures
 ) -> Iterator[list[Logger]]:
-    """Open metrics.jsonl and the loggers that `config` enables, and close them after the block.
+    """Open the loggers that `config` enables, and close them after the block.
 
     Args:
         settings: the resolved config, which Weights & Biases stores with the run.
@@ -124,7 +116,7 @@ def open_loggers(
     Raises:
         OutputError: one cannot be opened.
     """
-    loggers: list[Logger] = [JsonLines(folder.metrics)]
+    loggers: list[Logger] = []
     try:
         if config.enable_tensorboard:
             loggers.append(_TensorBoard(folder.path / config.save_tb_folder))

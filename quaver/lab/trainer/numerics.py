@@ -29,7 +29,7 @@ class NumericsLog:
             scalars = dict(_scalars(line, self._names))
             for logger in self._loggers:
                 with self._failures.noting():
-                    logger.write_numerics(line["step"], scalars)
+                    logger.log(line["step"], scalars)
 
     def close(self) -> None:
         """Do nothing: the run closes the loggers."""

@@ -5,7 +5,7 @@ a slow moment of the machine affects both, and the ratio of their median step ti
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from quaver.lab.trainer.display import Display, print_results, say, stdout_conso
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
 from quaver.lab.trainer.flops import utilization
 from quaver.lab.trainer.memory import device_memory, reset_device_peaks
-from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember
+from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember, scalars_of
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.plot import draw_curves
@@ -221,6 +221,7 @@ def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
 class Outputs:
     """The destinations of a run's numbers during training. Only the first rank has loggers and a visible display."""
 
+    metrics: JsonLines | None
     loggers: list[Logger]
     scales: JsonLines | None
     """float8_scales.jsonl, for recipes with persistent scales."""
@@ -233,10 +234,13 @@ class Outputs:
     failures: OutputFailures
 
     def write(self, record: dict[str, Any]) -> None:
-        """Log the numbers of a step or a validation."""
+        """Append the record of a step or a validation to metrics.jsonl, and log its numbers."""
+        if self.metrics is not None:
+            with self.failures.noting():
+                self.metrics.write(record)
         for logger in self.loggers:
             with self.failures.noting():
-                logger.write(record)
+                logger.log(record["step"], scalars_of(record))
 
 
 @contextmanager
@@ -244,14 +248,13 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
     folder, config = run.folder, run.config.metrics
     with ExitStack() as stack:
         loggers: list[Logger] = []
-        scales = None
+        metrics = scales = None
         if folder is not None:
             with failures.noting():
-                opened = open_loggers(config, folder, asdict(run.config), failures)
-                loggers = stack.enter_context(opened)
+                metrics = stack.enter_context(closing(JsonLines(folder.metrics)))
+                loggers = stack.enter_context(open_loggers(config, folder, asdict(run.config), failures))
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
-                    scales = JsonLines(folder.float8_scales)
-                    stack.callback(scales.close)
+                    scales = stack.enter_context(closing(JsonLines(folder.float8_scales)))
         display = Display(stdout_console(quiet=folder is None), config.log_freq, run.peak.source)
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, run.progress.fallbacks)
         sink = None
@@ -262,6 +265,7 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
             _open_monitor(run, sink)
         failures.raise_on_all_ranks()
         yield Outputs(
+            metrics,
             loggers,
             scales,
             display,
