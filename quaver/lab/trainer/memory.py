@@ -24,11 +24,15 @@ from quaver.torch_private.memory import storage_key
 
 @dataclass
 class PeakMemory:
-    """The peak bytes of a step and how they were measured; None if they were not. Only `exact` peaks are compared."""
+    """The peak bytes of a step and how they were measured; None if they were not."""
 
     peak_bytes: int | None = None
-    exact: bool = False
     source: str = "not measured"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the step was measured: every way to do so counts all tensors."""
+        return self.peak_bytes is not None
 
 
 @contextmanager
@@ -49,18 +53,18 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
         before_bytes = torch.cuda.memory_allocated(device)
         yield peak
         peak.peak_bytes = resident_bytes + torch.cuda.max_memory_allocated(device) - before_bytes
-        peak.exact, peak.source = True, "torch.cuda.max_memory_allocated"
+        peak.source = "torch.cuda.max_memory_allocated"
     elif countable:
         with TensorBytes() as counted:
             yield peak
         peak.peak_bytes = resident_bytes + counted.peak_bytes
-        peak.exact, peak.source = True, "tensors of one step, exact"
+        peak.source = "tensors of one step, exact"
     else:
         with measure_usage(device, may_leave=True) as measured:
             measured.mark()  # memory that is alive here does not count
             yield peak
         peak.peak_bytes = resident_bytes + (measured.usage.tensor_peak_bytes or 0)
-        peak.exact, peak.source = True, "tensors of one step, from the CPU allocator's log"
+        peak.source = "tensors of one step, from the CPU allocator's log"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
