@@ -57,7 +57,7 @@ def _run_on_gpu(spec: DeviceSpec, config: TrainConfig, recipe: str | None) -> On
     model = meta_llama(config.model)
     tokens = training.local_batch_size * training.seq_len
     convert_model(model, float8, tokens=tokens, device=torch.device("cpu"))
-    return on_gpu(spec, model, float8.label if float8.serving else float8.recipe, linear_config(float8))
+    return on_gpu(spec, model, float8.label, linear_config(float8))
 
 
 def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:

@@ -43,6 +43,7 @@ from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import FileDigest, check_manifest, digests_of_rank
 from quaver.lab.runs.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.lab.settings import Checkpoint, TrainConfig
+from quaver.lab.settings.float8 import file_name
 from quaver.optim import load_states_of
 from quaver.runtime.agreement import on_every_rank, on_first_rank
 from quaver.runtime.devices import is_cuda_device
@@ -54,7 +55,7 @@ class SavedModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Its folder in a checkpoint."""
+        """Its label; `file_name` makes of it the name of its folder in a checkpoint."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -115,8 +116,8 @@ class Checkpointer:
         if progress.step == self._saved_step or not self.config.enable:
             return
         self.wait()
-        state = {trained.name: _state_of(trained) for trained in models}
-        state[models[0].name]["rng"] = _rng_states(self.ranks.rank, self._device)
+        state = {file_name(trained.name): _state_of(trained) for trained in models}
+        state[file_name(models[0].name)]["rng"] = _rng_states(self.ranks.rank, self._device)
         record = {
             "format": FORMAT,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -160,15 +161,15 @@ class Checkpointer:
         if progress.step != step:
             problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
             raise CheckpointError(f"{str(path)!r} is damaged: {problem}; choose another checkpoint")
-        names = [trained.name for trained in models]
+        names = [file_name(trained.name) for trained in models]
         if not set(names) <= set(record["models"]):
             raise CheckpointError(
                 f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
                 "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
             )
         prepare(progress)
-        for trained in models:
-            _load_model(trained, path / trained.name, record["config"].get("optimizer", {}).get("name", "AdamW"))
+        for name, trained in zip(names, models, strict=True):
+            _load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
         if record["world_size"] == self.ranks.world_size:
             _load_rng(path / record["models"][0], self.ranks.rank, self._device)
         self._saved_step = self._resumed_step = step
@@ -241,7 +242,8 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
     saved = verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
     for trained in models:
         state = {"model": get_model_state_dict(trained.model)}
-        load_state(state, CheckpointReader(path / (trained.name if trained.name in saved else saved[0])))
+        name = file_name(trained.name)
+        load_state(state, CheckpointReader(path / (name if name in saved else saved[0])))
         set_model_state_dict(trained.model, state["model"])
         trained.precompute_scales()
 

@@ -29,6 +29,7 @@ from quaver.lab.runs.lock import RunLock
 from quaver.lab.settings import Checkpoint, TrainConfig, require
 from quaver.lab.settings.config_file import load_config, write_config
 from quaver.lab.settings.fields import expanded
+from quaver.lab.settings.float8 import file_name
 from quaver.numerics.record import FILE_NAME as NUMERICS
 from quaver.runtime.devices import describe
 
@@ -188,7 +189,7 @@ def replaced(path: Path) -> Iterator[Path]:
 def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
     precision = config.training.mixed_precision_param
     if config.float8.enable_float8_linear:
-        precision = config.float8.label
+        precision = file_name(config.float8.label)
     compared = "-compare" if config.job.compare else ""
     name = f"{precision}{compared}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (dump_folder / (name + (f"-{count}" if count > 1 else "")) for count in itertools.count(1))

@@ -23,6 +23,11 @@ def _has_persistent_scales(recipe_name: str) -> bool:
 DELAYED_RECIPES = ", ".join(filter(_has_persistent_scales, RECIPES))
 
 
+def file_name(label: str) -> str:
+    """Return `Float8.label`, or the name of a dtype, as the name of a file; Windows allows no colon in it."""
+    return label.replace(":", "-")
+
+
 @dataclass(frozen=True)
 class Float8(Settings, section="float8"):
     """Which linears compute in float8, and how. delayed_*: for the delayed recipes."""
@@ -147,9 +152,8 @@ class Float8(Settings, section="float8"):
 
     @property
     def label(self) -> str:
-        """The name of the run's precision in tables, records and files: "vllm-per-token+rowwise-dequantized"."""
-        recipe = self.recipe.replace(":", "-")
-        return f"{self.serving}+{recipe}" if self.serving else recipe
+        """The name of the run's precision in tables and records: "vllm-per-token+rowwise:dequantized"."""
+        return f"{self.serving}+{self.recipe}" if self.serving else self.recipe
 
     def with_backward(self, recipe: str) -> str:
         """Return `recipe` with `backward` appended, unless it names a backward itself."""

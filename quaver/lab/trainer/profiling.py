@@ -31,6 +31,7 @@ from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.recorder.timeline import record_timeline
 from quaver.lab.runs.errors import OutputFailures, writing
 from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.float8 import file_name
 from quaver.lab.trainer.process import Requests, snapshot_signals
 from quaver.linear.scale_state import LinearScales
 from quaver.runtime.devices import is_cuda_device
@@ -137,7 +138,7 @@ class Profiler:
         return step == self._config.profiling.memory_snapshot_step or asked > served
 
     def _file(self, folder: str, step: int, name: str, ending: str) -> Path:
-        return self._folder / folder / f"step-{step:06d}" / f"{name}-rank{self._rank}{ending}"
+        return self._folder / folder / f"step-{step:06d}" / f"{file_name(name)}-rank{self._rank}{ending}"
 
     def _write(self, file: Path, write: Callable[[Path], None]) -> None:
         """Create the folders of `file` in the run folder and write it; keep an error."""

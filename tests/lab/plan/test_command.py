@@ -210,4 +210,4 @@ def test_rows_name_the_backward(tmp_path):
     output = tmp_path / "plan.json"
     words = ["--model.n_layers", "2", "--gpus", "8", "--recipes", "rowwise:dequantized", "--top", "4"]
     assert main(["plan", LLAMA_8B, *words, "--output", str(output)]) == 0
-    assert "rowwise-dequantized" in {row["precision"] for row in json.loads(output.read_text())["rows"]}
+    assert "rowwise:dequantized" in {row["precision"] for row in json.loads(output.read_text())["rows"]}

@@ -16,6 +16,7 @@ from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.manifest import MANIFEST
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.huggingface.convert import open_checkpoint
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -101,6 +102,21 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     assert _same(expected, got)
     assert resumed.progress == whole.progress
     assert checkpoints(resumed).steps() == [2, 3]
+
+
+def test_a_label_with_a_colon_is_no_name_of_a_file(config):
+    """Records have it as it is typed; Windows and rsync refuse it in paths."""
+    config = replace(config, float8=Float8(recipe_name="rowwise", backward="dequantized"))
+    config = changed(config, profiling={"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0})
+    run = run_to_end(with_steps(config, 1, name=""))
+    assert {row[1] for row in numbers(run)} >= {"rowwise:dequantized"}
+    paths = [path.relative_to(run.folder.path.parent).as_posix() for path in run.folder.path.rglob("*")]
+    assert not [path for path in paths if ":" in path]
+    assert any("checkpoint/step-00000001/rowwise-dequantized/" in path for path in paths)
+    assert any("step-000001/rowwise-dequantized-rank0" in path for path in paths)
+    resumed = run_to_end(with_steps(config, 2, name=run.folder.path.name, resume="must"))
+    assert resumed.began_at_step == 1
+    assert open_checkpoint(run.checkpoints.folder.complete(1), "rowwise:dequantized").weights.is_dir()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("Float8Muon", "Muon"), *at_night([("AdamW", "Float8AdamW")])])

@@ -282,7 +282,7 @@ def test_the_tensors_of_the_largest_model_can_be_counted():
     ("options", "label"),
     [
         ({}, "tensorwise"),
-        ({"recipe_name": "axiswise", "backward": "dequantized"}, "rowwise-dequantized"),
+        ({"recipe_name": "axiswise", "backward": "dequantized"}, "rowwise:dequantized"),
         ({"serving": "vllm-per-token", "recipe_name": "rowwise"}, "vllm-per-token+rowwise"),
     ],
 )

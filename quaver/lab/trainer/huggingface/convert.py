@@ -39,6 +39,7 @@ from quaver.lab.runs.run_folder import CONFIG, provenance
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import build_config, load_config
+from quaver.lab.settings.float8 import file_name
 from quaver.lab.trainer.huggingface.config import KEPT, hf_config, model_from_hf
 from quaver.lab.trainer.huggingface.weights import (
     EMBEDDING,
@@ -176,7 +177,7 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     """Read the record of a checkpoint and the list of its tensors, and compare the tensors with its config."""
     record = read_record(checkpoint)
     check_manifest(checkpoint)
-    names = record["models"]
+    names, name = record["models"], file_name(name) if name else name
     if name is not None and name not in names:
         raise ValueError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
     settings = record.get("config", {}).get("model", {})
