@@ -39,28 +39,28 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: the words after the program's name; None reads sys.argv.
     """
-    words = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:] if argv is None else argv
     if sys.stdout is None:  # closed by the shell, as a daemon's may be
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the lines that torch 2.13's profiler prints
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
-    if words[:1] == ["--version"]:
+    if argv[:1] == ["--version"]:
         print(f"quaver {version('quaver')}")
         return 0
     usage = "quaver VERB [options]      quaver VERB --help      quaver --version"
     try:
-        verb = find_verb(VERBS, words, kind="command", usage=usage)
+        verb = find_verb(VERBS, argv, kind="command", usage=usage)
         if isinstance(verb, int):
             return verb
         with working("starting"):
             module = importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}")
-        return module.run(words[1:])
+        return module.run(argv[1:])
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in TRAIN_EXTRA:
             raise
-        print_error(f"quaver {words[0]} needs {package}, which is not installed: pip install 'quaver[train]'")
+        print_error(f"quaver {argv[0]} needs {package}, which is not installed: pip install 'quaver[train]'")
         return EXIT_BAD_INPUT
     except SystemExit as stopped:  # a verb's --help
         if stopped.code:

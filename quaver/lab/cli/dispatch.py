@@ -5,21 +5,21 @@ import difflib
 from quaver.lab.cli.errors import EXIT_BAD_INPUT, print_error
 
 
-def find_verb(verbs: dict[str, str], words: list[str], *, kind: str, usage: str) -> str | int:
-    """Return the verb that `words` begin with, or an exit code after printing the help or an error.
+def find_verb(verbs: dict[str, str], argv: list[str], *, kind: str, usage: str) -> str | int:
+    """Return the verb that `argv` begins with, or an exit code after printing the help or an error.
 
     Args:
         verbs: each verb and its summary.
-        words: the verb and its arguments.
+        argv: the verb and its arguments.
         kind: the word for a verb in errors, such as "command".
         usage: the first line of the help.
     """
-    verb = words[0] if words else "--help"
+    verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
         print(f"usage: {usage}\n")
         for name, summary in verbs.items():
             print(f"  {name:<12} {summary}")
-        return 0 if words else EXIT_BAD_INPUT
+        return 0 if argv else EXIT_BAD_INPUT
     if verb in verbs:
         return verb
     nearest = difflib.get_close_matches(verb, verbs, n=1)

@@ -75,10 +75,20 @@ def survey_model(path: str, options: "DoctorOptions") -> Survey:
     share = float8_share(recipes, surveyed, opened.is_skipped)
     skipped = [linear.name for linear in surveyed if opened.is_skipped(linear.name)]
     experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
-    hardware = options.hardware
-    sums = [] if hardware is None else _sums(opened, recipes, hardware)
-    about = opened.data, out, hardware
-    return Survey(surveyed, recipes, first, options.budget_db, share, skipped, experts, *about, sums)
+    sums = [] if options.hardware is None else _sums(opened, recipes, options.hardware)
+    return Survey(
+        surveyed,
+        recipes,
+        first,
+        budget_db=options.budget_db,
+        float8_share=share,
+        skipped=skipped,
+        not_surveyed=experts,
+        data=opened.data,
+        out=out,
+        hardware=options.hardware,
+        sums=sums,
+    )
 
 
 def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
@@ -94,10 +104,10 @@ def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[Matmul
 def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
     chosen = {"enable_float8_linear": True, "recipe_name": recipes.recipe, "layer_recipes": recipes.entries}
     float8 = replace(opened.config.float8, **chosen)  # type: ignore[arg-type]
-    about = f"# Written by quaver doctor --model: at least {budget_db:g} dB for each operand of each linear.\n"
+    comment = f"# Written by quaver doctor --model: at least {budget_db:g} dB for each operand of each linear.\n"
     if opened.can_train:
-        return about + tomli_w.dumps(asdict(replace(opened.config, float8=float8)))
-    return about + tomli_w.dumps({"float8": asdict(float8)})
+        return comment + tomli_w.dumps(asdict(replace(opened.config, float8=float8)))
+    return comment + tomli_w.dumps({"float8": asdict(float8)})
 
 
 def print_survey(result: Survey, *, as_json: bool) -> None:

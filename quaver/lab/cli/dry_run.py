@@ -21,10 +21,10 @@ class DryRunOptions(Settings):
     ranks: MostRanks = setting(1, "With --dry-run: processes of the run.")
 
 
-def print_dry_run(words: list[str], ranks: int) -> int:
-    """Print the plan of `quaver train WORDS` on `ranks` processes; returns 0 when done, 2 for bad input."""
+def print_dry_run(run_flags: list[str], ranks: int) -> int:
+    """Print the plan of `quaver train RUN_FLAGS` on `ranks` processes; returns 0 when done, 2 for bad input."""
     with bad_input(), working("planning the run"):
-        result = dry_run(load_config(*parse_arguments(words, DryRunOptions)), ranks)
+        result = dry_run(load_config(*parse_arguments(run_flags, DryRunOptions)), ranks)
     show(views_of(result))
     return 0
 
@@ -32,7 +32,7 @@ def print_dry_run(words: list[str], ranks: int) -> int:
 def views_of(run: DryRun) -> Iterator[str | Table]:
     """Yield the model, steps and data of a run, its linears, and which weights are not in float8."""
     config, training = run.config, run.config.training
-    about = {
+    lines = {
         "model": f"{run.parameters:,} parameters in {training.dtype}, computed in {training.mixed_precision_param}",
         "step": f"{training.step_batch_size} sequences of {training.seq_len:,} = {training.step_tokens:,} tokens",
         "run": f"{training.steps:,} steps, {run.tokens:,} tokens, {run.tokens * run.flops_per_token:.3g} FLOPs",
@@ -41,7 +41,7 @@ def views_of(run: DryRun) -> Iterator[str | Table]:
         "tokenizer": run.tokenizer,
         "ranks": str(run.layout),
     }
-    yield from (f"{name:<13}{text}" for name, text in about.items())
+    yield from (f"{name:<13}{text}" for name, text in lines.items())
     yield from _linear_views(run)
     if run.report:
         yield run.report.summary()

@@ -150,8 +150,8 @@ class PlanOptions(Settings):
 def run(argv: list[str]) -> int:
     """Print the fastest layouts; returns 0 when done, 2 for bad input."""
     with bad_input():
-        options, words = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
-        config = load_config(*parse_arguments(words, PlanOptions))
+        options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
+        config = load_config(*parse_arguments(run_flags, PlanOptions))
         spec = options.device
         cluster = Cluster.of(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:
@@ -321,7 +321,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
 
 def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = [Path(options.output)]
-    rows = [_json_of(row, words, cluster) for row, words in zip(result.rows, limits, strict=True)]
+    rows = [_json_of(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
     save({"options": asdict(options), "rows": rows}, files[0])
     if options.explain is not None:
         row = result.rows[options.explain - 1]

@@ -44,13 +44,13 @@ def run(argv: list[str]) -> int:
             exit_after_help(Train, argv, prog="quaver train [CONFIG.toml]")
         return 0
     with _agree_on_input(ranks):
-        options, words = split_options(DryRunOptions, argv, prog="quaver train")
+        options, run_flags = split_options(DryRunOptions, argv, prog="quaver train")
         if options.ranks != 1 and not options.dry_run:
             raise ValueError("--ranks is for --dry-run; start a run on many processes with torchrun")
     if options.dry_run:
-        return print_dry_run(words, options.ranks)
+        return print_dry_run(run_flags, options.ranks)
     with _agree_on_input(ranks) as told:
-        config_path, flags = parse_arguments(words, Train)
+        config_path, flags = parse_arguments(run_flags, Train)
         plan = set_up_run(load_config(config_path, flags), ranks)
         told.append(plan.fingerprint)
     try:

@@ -71,7 +71,7 @@ class TokenCache:
         try:
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
-                if entry.about[name] != getattr(self.tokenizer, name):
+                if entry.description[name] != getattr(self.tokenizer, name):
                     raise DamagedEntryError(f"{ENTRY} has the {name} of another tokenizer")
             if check:
                 check_content(self.entry_folder, entry, self.tokenizer.vocab_size)

@@ -11,12 +11,16 @@ from quaver.lab.data.documents import SPLITS, STDLIB, Account, Piece, refusal
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.data.samples import TokenData
 from quaver.lab.data.source import TextSource, find_source
-from quaver.lab.data.token_files import FORMAT, CacheEntry, split_writers, token_dtype, write_about, writing
+from quaver.lab.data.token_files import FORMAT, CacheEntry, split_writers, token_dtype, write_description, writing
 from quaver.lab.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, TrainConfig
 
 ENCODE_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
+
+
+_REPEATED = ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corrupt_places")
+"""The fields of entry.json that the run folder has too."""
 
 
 def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, check: bool = False) -> TokenData:
@@ -43,8 +47,8 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
         build_entry(folder, source, tokenizer, data, advance)
 
     entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes, check=check)
-    if entry.about["corrupt"] and data.on_corrupt == "refuse":
-        raise refusal(entry.about["corrupt_places"][0])
+    if entry.description["corrupt"] and data.on_corrupt == "refuse":
+        raise refusal(entry.description["corrupt_places"][0])
     _check_enough(entry, data, config.training.seq_len)
     return TokenData(
         entry.splits["train"], entry.splits["validation"], _origin(entry, source, data, cache), data.document_mask
@@ -65,7 +69,7 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
                         writers[piece.split].end_document(tokenizer.eos_id)
         with writing(folder.parent):
             splits = {split: writer.finish() for split, writer in writers.items()}
-    about = {
+    description = {
         "format": FORMAT,
         "dtype": dtype.str,
         "tokenizer": tokenizer.name,
@@ -79,7 +83,7 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
     if find_source(data).identity != source.identity:
         raise ValueError(f"the files of data.path {data.path!r} changed while they were read; try again")
     with writing(folder.parent):
-        write_about(folder, about)
+        write_description(folder, description)
 
 
 def _batch(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -95,7 +99,7 @@ def _batch(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:
-    corrupt, places = entry.about["corrupt"], entry.about["corrupt_places"]
+    corrupt, places = entry.description["corrupt"], entry.description["corrupt_places"]
     skipped = f"; {corrupt} corrupt were skipped, the first at {places[0]}" if corrupt else ""
     if not any(len(split.ends) for split in entry.splits.values()):
         raise ValueError(f"data.path {data.path!r} holds no text; give a file or a folder with some{skipped}")
@@ -109,15 +113,14 @@ def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:
 
 
 def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache) -> dict[str, Any]:
-    about = entry.about
     origin: dict[str, Any] = {
         "path": data.path,
         "files": len(source.files),
         "other_files": source.other_files,
-        **{name: about[name] for name in ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corrupt_places")},
+        **{name: entry.description[name] for name in _REPEATED},
         **{f"{name}_documents": len(entry.splits[name].ends) for name in SPLITS},
         **{f"{name}_tokens": len(entry.splits[name].tokens) for name in SPLITS},
-        "sha256": _digest(about),
+        "sha256": _digest(entry.description),
         "cache": str(cache.entry_folder),
     }
     if data.path == STDLIB:
@@ -125,7 +128,7 @@ def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache
     return origin
 
 
-def _digest(about: dict[str, Any]) -> str:
+def _digest(description: dict[str, Any]) -> str:
     """Return one sha256 of the tokens and the ends of documents in both splits."""
-    digests = [about["splits"][name][part]["sha256"] for name in SPLITS for part in ("tokens", "ends")]
-    return hashlib.sha256("".join([about["dtype"], *digests]).encode()).hexdigest()
+    digests = [description["splits"][name][part]["sha256"] for name in SPLITS for part in ("tokens", "ends")]
+    return hashlib.sha256("".join([description["dtype"], *digests]).encode()).hexdigest()

@@ -115,7 +115,7 @@ class _Splits(TypedDict):
     validation: _Split
 
 
-class _About(TypedDict):
+class _Description(TypedDict):
     """The content of entry.json."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
@@ -131,7 +131,7 @@ class _About(TypedDict):
     splits: _Splits
 
 
-_ABOUT = TypeAdapter(_About)
+_DESCRIPTION = TypeAdapter(_Description)
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,17 @@ class CacheEntry:
     """An opened entry. Its splits are memory-mapped, so only the tokens that are used are read."""
 
     splits: dict[str, TokenSplit]
-    about: dict[str, Any]
+    description: dict[str, Any]
 
 
 class DamagedEntryError(Exception):
     """An entry that differs from its entry.json; the message says where."""
 
 
-def write_about(folder: Path, about: dict[str, Any]) -> None:
+def write_description(folder: Path, description: dict[str, Any]) -> None:
     """Write entry.json, the last file of an entry."""
     with (folder / ENTRY).open("w", encoding="utf-8") as opened:
-        json.dump(about, opened, indent=2)
+        json.dump(description, opened, indent=2)
         opened.flush()
         os.fsync(opened.fileno())
 
@@ -159,24 +159,24 @@ def open_entry(folder: Path) -> CacheEntry:
 
     Raises:
         FileNotFoundError: if there is no folder.
-        DamagedEntryError: if a file is missing or has another size, or entry.json is not what `write_about` wrote.
+        DamagedEntryError: if a file is missing or has another size, or entry.json is damaged.
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
-        checked = read_json(folder / ENTRY, _ABOUT, "")
-        about: dict[str, Any] = {**checked}
-        if about["corrupt"] and not about["corrupt_places"]:
+        checked = read_json(folder / ENTRY, _DESCRIPTION, "")
+        description: dict[str, Any] = {**checked}
+        if description["corrupt"] and not description["corrupt_places"]:
             raise DamagedEntryError(f"{ENTRY} has corrupt items without a place")
-        dtype = np.dtype(about["dtype"])
+        dtype = np.dtype(description["dtype"])
         splits = {}
         for split in SPLITS:
-            expected = about["splits"][split]
+            expected = description["splits"][split]
             tokens = _map(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
             splits[split] = TokenSplit(tokens, _map(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
     except (ValueError, FileNotFoundError) as error:
         raise DamagedEntryError(str(error).rstrip("; ")) from error
-    return CacheEntry(splits, about)
+    return CacheEntry(splits, description)
 
 
 def _map(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
@@ -192,7 +192,7 @@ def check_content(folder: Path, entry: CacheEntry, vocab_size: int) -> None:
         for part in PARTS:
             with (folder / f"{split}.{part}").open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            if digest != entry.about["splits"][split][part]["sha256"]:
+            if digest != entry.description["splits"][split][part]["sha256"]:
                 raise DamagedEntryError(f"{split}.{part} is not what was written")
         if len(content.tokens) and content.tokens.max() >= vocab_size:
             raise DamagedEntryError(f"{split}.tokens has a token that is not below {vocab_size}")

@@ -23,7 +23,7 @@ class AlarmFields(TypedDict):
     remedies: NotRequired[list[dict[str, Any]] | None]
 
 
-class End(TypedDict):
+class AlarmEnd(TypedDict):
     """The end of an alarm's cause."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
@@ -34,7 +34,7 @@ class End(TypedDict):
 
 
 _ALARM = TypeAdapter(AlarmFields)
-_END = TypeAdapter(End)
+_END = TypeAdapter(AlarmEnd)
 
 
 def alarms_of(record: Record, where: str) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def alarms_of(record: Record, where: str) -> list[dict[str, Any]]:
                 _ALARM.validate_python(line)
                 alarms.append(_shown(line))
             else:
-                _end(alarms, _END.validate_python(line))
+                _mark_ended(alarms, _END.validate_python(line))
         except ValidationError as error:
             field = error.errors()[0]["loc"][0]
             raise ValueError(
@@ -61,7 +61,7 @@ def alarms_of(record: Record, where: str) -> list[dict[str, Any]]:
     return alarms
 
 
-def _end(alarms: list[dict[str, Any]], end: End) -> None:
+def _mark_ended(alarms: list[dict[str, Any]], end: AlarmEnd) -> None:
     for alarm in alarms:
         if alarm["until"] is None and (alarm["rule"], alarm["layer"], alarm["operand"]) == (
             end["rule"],

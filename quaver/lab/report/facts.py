@@ -1,4 +1,4 @@
-"""The facts of a run in a few words, for the page and the terminal."""
+"""The facts of a run in short, for the page and the terminal."""
 
 from __future__ import annotations
 

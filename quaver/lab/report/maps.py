@@ -163,9 +163,9 @@ def _alarm_histograms(record: Record, samples: list[int], alarms: Sequence[dict[
     for alarm in alarms:
         at = next((sample for sample in samples if record.steps[sample] >= alarm["since"]), samples[-1])
         wanted |= {
-            (at, tensor)
-            for tensor, about in enumerate(record.tensors)
-            if (about["layer"], about["operand"]) == (alarm["layer"], alarm["operand"])
+            (at, position)
+            for position, tensor in enumerate(record.tensors)
+            if (tensor["layer"], tensor["operand"]) == (alarm["layer"], alarm["operand"])
         }
     return wanted
 

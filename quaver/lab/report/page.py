@@ -42,8 +42,8 @@ def write_report(path: Path, runs: Sequence[RunData]) -> None:
 
 def _statistic(name: str, limits: Limits) -> dict[str, Any]:
     (statistic,) = (known for known in STATISTICS if known.name == name)
-    about = {field: getattr(statistic, field) for field in ("name", "title", "unit", "is_low_worse", "scale")}
-    return about | {"limits": limits[name]}
+    fields = {field: getattr(statistic, field) for field in ("name", "title", "unit", "is_low_worse", "scale")}
+    return fields | {"limits": limits[name]}
 
 
 def _run(run: RunData, limits: Limits, share: float) -> dict[str, Any]:

@@ -83,14 +83,19 @@ class Checkpointer:
     """The checkpoints of one run, on one rank. Every rank calls the same methods in the same order."""
 
     def __init__(
-        self, folder: CheckpointFolder, config: Checkpoint, ranks: Ranks, device: torch.device, about: dict[str, Any]
+        self,
+        folder: CheckpointFolder,
+        config: Checkpoint,
+        ranks: Ranks,
+        device: torch.device,
+        description: dict[str, Any],
     ) -> None:
         """Make the group of the writing threads: a collective.
 
         Args:
-            about: JSON-serializable; goes into each checkpoint's record: config, versions, conversion report.
+            description: JSON-serializable; goes into each checkpoint's record: config, versions, conversion report.
         """
-        self.folder, self.config, self.ranks, self.about = folder, config, ranks, about
+        self.folder, self.config, self.ranks, self.description = folder, config, ranks, description
         self._device = device
         ignore_single_process_warning()
         self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
@@ -124,7 +129,7 @@ class Checkpointer:
             "models": list(state),
             "world_size": self.ranks.world_size,
             "progress": asdict(progress),
-            **self.about,
+            **self.description,
         }
         is_async = self.config.async_mode != "disabled"
         self._saved_step = progress.step

@@ -45,7 +45,7 @@ class RunLock:
             raise self._held_error() from error
         killed = self._read_holder()
         if killed is not None:
-            line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_words(killed)}"
+            line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_describe(killed)}"
             print(f"quaver: {line}", file=sys.stderr, flush=True)
         holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         partial = self._folder / f"{HOLDER}.partial"
@@ -68,7 +68,7 @@ class RunLock:
 
     def _held_error(self) -> BlockingIOError:
         return BlockingIOError(
-            f"another run writes the run folder {str(self._folder)!r}: {_words(self._read_holder())}; "
+            f"another run writes the run folder {str(self._folder)!r}: {_describe(self._read_holder())}; "
             "wait until it ends, or stop it"
         )
 
@@ -81,7 +81,7 @@ class RunLock:
             return {}
 
 
-def _words(holder: dict[str, Any] | None) -> str:
+def _describe(holder: dict[str, Any] | None) -> str:
     if not holder:
         return "its process is not known"
     return f"process {holder.get('pid')} on host {holder.get('host')}, since {holder.get('since')}"

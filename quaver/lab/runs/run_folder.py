@@ -126,10 +126,10 @@ class RunFolder:
         """Return the run's checkpoints."""
         return CheckpointFolder(self.path / config.folder)
 
-    def add_provenance(self, about: dict[str, Any]) -> None:
+    def add_provenance(self, start: dict[str, Any]) -> None:
         """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError."""
         path = self.path / "provenance.jsonl"
-        line = json.dumps({**about, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
+        line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
 
@@ -307,9 +307,9 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
     if git is None:
         return None
 
-    def ask(*words: str) -> str | None:
+    def ask(*arguments: str) -> str | None:
         # A git that is killed, as by a limit on the size of files, would leave the index locked.
-        command = [git, "--no-optional-locks", "-C", str(folder), *words]
+        command = [git, "--no-optional-locks", "-C", str(folder), *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         return result.stdout.strip() if result.returncode == 0 else None
 

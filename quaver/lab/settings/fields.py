@@ -28,8 +28,8 @@ MostRanks = Annotated[int, Ge(1), Le(100_000)]
 FiniteNotNegative = Annotated[float, AllowInfNan(False), Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
-TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-_BOUND_WORDS = {
+TYPES_AS_TEXT = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_BOUNDS_AS_TEXT = {
     "greater_than_equal": "at least {ge}",
     "greater_than": "above {gt}",
     "less_than_equal": "at most {le}",
@@ -89,8 +89,8 @@ class Settings:
             except ValidationError as error:
                 first = error.errors()[0]
                 is_type = first["type"].endswith("_type")
-                bound = _BOUND_WORDS.get(first["type"], f"one of {', '.join(choices_of(hint))}")
-                expected = type_words(hint) if is_type else bound.format(**first.get("ctx", {}))
+                bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(choices_of(hint))}")
+                expected = describe_type(hint) if is_type else bound.format(**first.get("ctx", {}))
                 value = getattr(self, name) if is_type else first["input"]
                 raise ValueError(f"{self.name_of(name)} must be {expected}, got {value!r}") from None
             object.__setattr__(self, name, checked)
@@ -177,10 +177,10 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     return next((metadata.choices for metadata in _metadata(hint) if isinstance(metadata, OneOf)), ())
 
 
-def type_words(hint: Any) -> str:
-    """Return the type of a setting in the words of an error message."""
+def describe_type(hint: Any) -> str:
+    """Return the type of a setting as an error message names it."""
     item = item_type(hint)
-    return TYPE_WORDS[base_type(hint)] if item is None else f"a list of {TYPE_WORDS[item].split()[-1]}s"
+    return TYPES_AS_TEXT[base_type(hint)] if item is None else f"a list of {TYPES_AS_TEXT[item].split()[-1]}s"
 
 
 def help_of(kind: type) -> dict[str, str]:

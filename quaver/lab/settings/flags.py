@@ -33,16 +33,16 @@ SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "t
 _Options = TypeVar("_Options", bound=Settings)
 
 
-def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Options:
-    """Parse the options of a command from `words`; for --help print its help and exit.
+def parse_options(kind: type[_Options], argv: list[str], *, prog: str) -> _Options:
+    """Parse the options of a command from `argv`; for --help print its help and exit.
 
     Raises:
         ValueError: for an unknown flag, a flag without its value, or a wrong value.
     """
-    exit_after_help(kind, words, prog=prog)
+    exit_after_help(kind, argv, prog=prog)
     see = f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
     try:
-        values, rest = split_flags(kind, words)
+        values, rest = split_flags(kind, argv)
     except ValueError as error:
         raise ValueError(f"{error}; {see}") from error
     if rest and rest[0].startswith("--"):
@@ -54,7 +54,7 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
     return kind(**values)
 
 
-def split_options(kind: type[_Options], words: list[str], *, prog: str) -> tuple[_Options, list[str]]:
+def split_options(kind: type[_Options], argv: list[str], *, prog: str) -> tuple[_Options, list[str]]:
     """Parse the options of a command that also takes the flags of a run. Return them and the remaining words.
 
     For --help print the help of the command and exit.
@@ -62,20 +62,20 @@ def split_options(kind: type[_Options], words: list[str], *, prog: str) -> tuple
     Raises:
         ValueError: an option has no value, or a wrong one.
     """
-    exit_after_help(kind, words, prog=prog)
-    values, rest = split_flags(kind, words)
+    exit_after_help(kind, argv, prog=prog)
+    values, rest = split_flags(kind, argv)
     return kind(**values), rest
 
 
-def exit_after_help(kind: type, words: list[str], *, prog: str) -> None:
-    """Print the help of `kind` and exit with 0 if `words` ask for it."""
-    if "--help" in words or "-h" in words:
+def exit_after_help(kind: type, argv: list[str], *, prog: str) -> None:
+    """Print the help of `kind` and exit with 0 if `argv` asks for it."""
+    if "--help" in argv or "-h" in argv:
         print(_Parser(kind, prog).format_help(), end="", flush=True)
         raise SystemExit(0)
 
 
-def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
-    """Return the values of the flags of `kind` among `words`, and the other words in their order.
+def split_flags(kind: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
+    """Return the values of the flags of `kind` in `argv`, and the other words in their order.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`. A list is
     every word up to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces.
@@ -84,7 +84,7 @@ def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
         ValueError: a flag has no value, or an argument is missing.
     """
     parser = _Parser(kind)
-    values, rest = parser.parse_known_intermixed_args(list(parser.spell(words)))
+    values, rest = parser.parse_known_intermixed_args(list(parser.spell(argv)))
     return vars(values), rest
 
 
@@ -126,9 +126,9 @@ class _Parser(ArgumentParser):
         """Raise ValueError, where argparse would end the process."""
         raise ValueError(message.removeprefix("argument "))
 
-    def spell(self, words: Iterable[str]) -> Iterator[str]:
+    def spell(self, argv: Iterable[str]) -> Iterator[str]:
         """Yield the words, each flag in the one spelling that argparse knows, and with the value of each boolean."""
-        for word, after in itertools.pairwise([*words, ""]):
+        for word, after in itertools.pairwise([*argv, ""]):
             flag, equals, text = word.partition("=")
             flag = self._spellings.get(flag.replace("-", "_"), flag)
             if flag in self._switches and not equals and after.lower() not in ("true", "false"):
@@ -144,7 +144,7 @@ class _Parser(ArgumentParser):
                 self._add(group.add_argument, hint, f"{name}.")
                 continue
             base, item = base_type(hint), item_type(hint)
-            text = f"{texts[field.name]} {_default_words(field)}".replace("%", "%%")
+            text = f"{texts[field.name]} {_describe_default(field)}".replace("%", "%%")
             if is_positional(field):
                 add(name, nargs="+" if item else None, metavar=name.upper(), help=text)
                 continue
@@ -180,7 +180,7 @@ def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _default_words(setting: "Field[Any]") -> str:
+def _describe_default(setting: "Field[Any]") -> str:
     value = setting.default
     return "" if value in (None, "", (), MISSING) or value is False else f"(default: {default_of(setting)})"
 

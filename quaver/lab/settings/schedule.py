@@ -47,7 +47,7 @@ class ScheduleEntry:
     def parse(cls, text: str) -> "ScheduleEntry":
         """Parse an entry. Raises ValueError for any other form."""
         part, colon, where = text.partition(":")
-        matches = [_RANGE.fullmatch(words.strip()) for words in where.split(" in ")]
+        matches = [_RANGE.fullmatch(part_range.strip()) for part_range in where.split(" in ")]
         ranges = {match[4]: Range(match[1] == "last", int(match[2]), bool(match[3])) for match in matches if match}
         fits = colon and part.strip() in PARTS and len(ranges) == len(matches)
         if not fits or any(part_range.is_share and part_range.number > 100 for part_range in ranges.values()):

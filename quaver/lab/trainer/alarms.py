@@ -107,7 +107,7 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
     torch.compiler.reset()
     trained.scaling = float8_scaling_state(model)
     report = conversion_report(model).to_dict()
-    checkpoints.about = checkpoints.about | {"config": asdict(trained.config), "conversion_report": report}
+    checkpoints.description = checkpoints.description | {"config": asdict(trained.config), "conversion_report": report}
 
 
 def _module_of(model: nn.Module, name: str) -> str:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from quaver.lab.data.progress import Advance, CacheProgress
-from quaver.lab.trainer.memory import memory_words
+from quaver.lab.trainer.memory import describe_memory
 
 
 class Stdout:
@@ -108,8 +108,8 @@ class Display:
             self._line(record, f"{loss} is a spike: far above the previous losses")
         if record["step"] % self.log_freq == 0:
             norm, speed = f"grad norm {record['grad_norm']:.2f}", f"{record['tokens_per_s']:,.0f} tokens/s"
-            tflops, used = f"{record['tflops']:.3g} TFLOP/s", _utilization_words(record, self.peak_source)
-            self._line(record, "  ".join((loss, norm, memory_words(record), speed, tflops, used)))
+            tflops, used = f"{record['tflops']:.3g} TFLOP/s", _describe_utilization(record, self.peak_source)
+            self._line(record, "  ".join((loss, norm, describe_memory(record), speed, tflops, used)))
 
     def skipped(self, step: int, run: str, why: str) -> None:
         """Report a step that was skipped."""
@@ -157,7 +157,7 @@ def _is_measured(peak_source: str) -> bool:
     return "measured" in peak_source
 
 
-def _utilization_words(record: dict[str, Any], peak_source: str) -> str:
+def _describe_utilization(record: dict[str, Any], peak_source: str) -> str:
     """Return the MFU where a data sheet has the peak, else the share of the rates that matmuls reached here."""
     if not _is_measured(peak_source):
         return f"MFU {record['mfu']:.1%}"

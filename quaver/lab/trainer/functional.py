@@ -75,14 +75,15 @@ class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.words, ctx.dtype = weight.shape[0], weight.dtype
+        ctx.vocab_size, ctx.dtype = weight.shape[0], weight.dtype
         return F.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
-        return None, torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.words, -1, False).to(ctx.dtype)
+        grad_weight = torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.vocab_size, -1, False)
+        return None, grad_weight.to(ctx.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):

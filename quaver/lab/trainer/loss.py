@@ -101,18 +101,18 @@ def _is_split(logits: Tensor) -> TypeIs[DTensor]:
 
 
 def _split_loss(logits: DTensor, targets: Tensor) -> Tensor:
-    mesh, words = logits.device_mesh, logits.shape[-1]
-    first = mesh.get_local_rank() * -(-words // mesh.size())  # Shard has parts as of torch.chunk
+    mesh, vocab_size = logits.device_mesh, logits.shape[-1]
+    first = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard has parts as of torch.chunk
     local = logits.to_local().flatten(0, 1)
-    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first, words, mesh.get_group())
+    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first, vocab_size, mesh.get_group())
     return loss
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross entropy of `logits` [tokens, this rank's words], whose first column is word `first` of `words`."""
+    """Cross entropy of `logits` [tokens, columns of this rank], which begin with token `first` of the vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, words: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, vocab_size: int, group: ProcessGroup) -> Tensor:
         own = _parts(logits, targets - first)
         largest, sums, chosen = all_gather(own, 0, group).unflatten(0, (-1, len(own))).unbind(1)
         top = largest.amax(0)
@@ -121,7 +121,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx.first = first
         is_counted = targets != IGNORED
         losses = torch.where(is_counted, top - chosen.sum(0) + whole_sum.log(), 0)
-        is_no_word = is_counted & ((targets < 0) | (targets >= words))
+        is_no_word = is_counted & ((targets < 0) | (targets >= vocab_size))
         return losses.masked_fill(is_no_word, torch.nan).sum() / is_counted.sum()
 
     @staticmethod
@@ -145,11 +145,11 @@ def _parts(logits: Tensor, wanted: Tensor) -> Tensor:
     """
     parts = logits.new_zeros((3, len(wanted)), dtype=torch.float32)
     parts[0] = -torch.inf
-    for rows, words, largest, sums, chosen in _slices(logits, wanted, *parts):
+    for rows, columns, largest, sums, chosen in _slices(logits, wanted, *parts):
         largest.copy_(rows.amax(1))
         base = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
         sums.copy_((rows - base[:, None]).exp_().sum(1))
-        index, is_held = _locate(words, rows)
+        index, is_held = _locate(columns, rows)
         chosen.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
     return parts
 

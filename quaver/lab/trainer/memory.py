@@ -102,8 +102,8 @@ def device_memory(device: torch.device) -> dict[str, Any]:
     return {"memory_rss_bytes": peak, "memory_rss_share": peak / total}
 
 
-def memory_words(record: dict[str, Any]) -> str:
-    """Return the `device_memory` in `record` as words for the log."""
+def describe_memory(record: dict[str, Any]) -> str:
+    """Return the `device_memory` in `record` as text for the log."""
     kinds = [kind for kind in ("active", "reserved", "rss") if f"memory_{kind}_bytes" in record]
     return ", ".join(
         f"{record[f'memory_{kind}_bytes'] / 2**30:.2f} GiB ({record[f'memory_{kind}_share']:.0%}) {kind}"

@@ -53,7 +53,7 @@ class RunSetup:
     models: Models
     folder: RunFolder | None = None
     """Set by `open_folder`, on the first rank only."""
-    about: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
     """The facts about the run that each checkpoint repeats; set by `open_folder`."""
 
     @property
@@ -145,8 +145,8 @@ def open_folder(setup: RunSetup) -> None:
     """Find or make the run folder and lock it, on the first rank. Raises what `RunFolder.open` does."""
     report = setup.models.report.to_dict() if setup.models.report else None
     source = provenance(setup.device)
-    setup.about = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
-    setup.about["data"] = setup.data.origin
+    setup.description = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
+    setup.description["data"] = setup.data.origin
     if setup.ranks.is_first:
         setup.folder = RunFolder.open(setup.config)
 
@@ -164,10 +164,10 @@ def begin_folder(setup: RunSetup) -> None:
     def begin() -> None:
         if setup.folder is not None:
             setup.folder.begin(setup.config)
-            setup.folder.add_provenance(setup.about["provenance"])
+            setup.folder.add_provenance(setup.description["provenance"])
             setup.folder.write_json("data.json", setup.data.origin)
-            if setup.about["conversion_report"]:
-                setup.folder.write_json("conversion_report.json", setup.about["conversion_report"])
+            if setup.description["conversion_report"]:
+                setup.folder.write_json("conversion_report.json", setup.description["conversion_report"])
 
     on_every_rank(begin)
 

@@ -31,7 +31,7 @@ class Surveyed:
     config: TrainConfig
     """The config of the run. For a Hugging Face folder the defaults, with its [model] if quaver trains that model."""
     data: str
-    """The source of the batch, in words."""
+    """The source of the batch, as text."""
     forward_backward: Callable[[], None]
     can_train: bool
     """Whether `config` is a whole run for `quaver train`."""
@@ -72,12 +72,12 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
 
 
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
-    about = read_config(folder)
+    hf_config = read_config(folder)
     model = huggingface_source(folder, recipe="tensorwise").high_precision_model()
     try:
-        shape, can_train = model_from_hf(about), True
+        shape, can_train = model_from_hf(hf_config), True
     except NotImplementedError:  # of another architecture, which transformers trains
-        shape, can_train = Model(vocab_size=int(about["vocab_size"])), False
+        shape, can_train = Model(vocab_size=int(hf_config["vocab_size"])), False
     config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_tokenizer(folder)))
     return _make_surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=can_train)
 
@@ -102,8 +102,8 @@ def _make_surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainCon
         with autocast_of(training, torch.device("cpu")):
             _loss(model, batch).backward()
 
-    about = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {batch_config.data.path}"
-    return Surveyed(model, config, about, forward_backward, can_train)
+    source = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {batch_config.data.path}"
+    return Surveyed(model, config, source, forward_backward, can_train)
 
 
 def _loss(model: nn.Module, batch: Batch) -> Any:

@@ -70,7 +70,7 @@ def build(setup: RunSetup) -> TrainingRun:
     ]
     paths = RunFolder(Path(path), resume_step)
     checkpoints = Checkpointer(
-        paths.checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.about
+        paths.checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.description
     )
     progress = RunProgress()
     if resume_step is not None:

@@ -177,7 +177,7 @@ def test_a_folder_of_another_user_is_refused_unless_it_is_read_only(text_folder,
 
 
 def load_and_die(text: Path, kept: str) -> None:
-    load_module.write_about = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    load_module.write_description = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     load_and_print(text, kept)
 
 

@@ -110,7 +110,7 @@ def test_token_cache(examples, tmp_path, text_folder, load):
 
     def read(path: Path) -> None:
         entry = open_entry(folder)
-        check_content(folder, entry, entry.about["vocab_size"])
+        check_content(folder, entry, entry.description["vocab_size"])
 
     corpus = [json.dumps({**about, "splits": {}}).encode()]
     contents = edited | split | st.binary(max_size=40) | nested('{"splits":')

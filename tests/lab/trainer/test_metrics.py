@@ -20,7 +20,7 @@ from quaver.lab.runs.run_folder import git_revision, provenance
 from quaver.lab.settings import Metrics, TrainConfig
 from quaver.lab.settings.docs import configuration_page
 from quaver.lab.trainer.flops import MASKED, utilization
-from quaver.lab.trainer.memory import device_memory, measure_peak, memory_words, storage_bytes
+from quaver.lab.trainer.memory import describe_memory, device_memory, measure_peak, storage_bytes
 from quaver.lab.trainer.metrics import (
     SPIKE_MIN_STEPS,
     SPIKE_WINDOW,
@@ -105,7 +105,7 @@ def test_memory_of_a_cpu():
     assert after["memory_rss_bytes"] >= before
     assert after["memory_rss_bytes"] > held.numel()
     assert 0 < after["memory_rss_share"] < 1
-    assert "rss" in memory_words(after)
+    assert "rss" in describe_memory(after)
 
 
 def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
@@ -117,7 +117,7 @@ def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
     assert record["memory_active_share"] == 3 / 8
     assert record["memory_reserved_share"] == 1 / 2
     assert record["memory_retries"] == 1
-    assert memory_words(record) == "3.00 GiB (38%) active, 4.00 GiB (50%) reserved"
+    assert describe_memory(record) == "3.00 GiB (38%) active, 4.00 GiB (50%) reserved"
 
 
 def test_resident_tensors_count_a_shared_storage_once():

@@ -68,7 +68,7 @@ def test_flops_count_every_linear_and_attention():
 @pytest.mark.parametrize(("factor", "head_dim"), [(8.0, 128), (32.0, 64)], ids=["llama 3.1 8B", "llama 3.2 1B"])
 def test_scaled_frequencies_are_those_of_transformers(factor, head_dim):
     model = Model(dim=head_dim * 4, rope_scaling_factor=factor)
-    config = LlamaConfig(**hf_config(model, dtype="float32", kept={"max_position_embeddings": 131072}))
+    config = LlamaConfig(**hf_config(model, dtype="float32", usage={"max_position_embeddings": 131072}))
     expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     assert attention_factor == 1
     plain = model.rope_theta ** -(torch.arange(0, head_dim, 2) / head_dim)

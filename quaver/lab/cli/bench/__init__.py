@@ -63,15 +63,15 @@ def views_of(options: BenchOptions, result: Result) -> Iterator[str | Table]:
     yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")
 
 
-def _prepare(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
+def _prepare(verb: str, argv: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
     """Parse and prepare the options of a benchmark. Return them, and the function that measures."""
     kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), f"{verb.capitalize()}Benchmark")
     if verb != "train":
-        options = parse_options(kind, words, prog=f"quaver bench {verb}")
+        options = parse_options(kind, argv, prog=f"quaver bench {verb}")
         options.prepare()
         return options, options.measure
-    options, run_words = split_options(kind, words, prog="quaver bench train [CONFIG.toml]")
-    path, flags = parse_arguments(run_words, kind)
+    options, run_flags = split_options(kind, argv, prog="quaver bench train [CONFIG.toml]")
+    path, flags = parse_arguments(run_flags, kind)
     if options.device != "auto":
         flags.setdefault("training", {})["device"] = options.device
     config = load_config(path, flags)

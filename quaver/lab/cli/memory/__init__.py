@@ -96,8 +96,8 @@ class MemoryOptions(Settings):
 def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; returns 0 when done, 2 for bad input."""
     with bad_input():
-        options, words = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
-        config_path, flags = parse_arguments(words, MemoryOptions)
+        options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
+        config_path, flags = parse_arguments(run_flags, MemoryOptions)
         config = load_config(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
@@ -105,7 +105,7 @@ def run(argv: list[str]) -> int:
             return _print_links(options, config, device)
         if options.quick:
             return _print_estimate(options, config)
-        memory, results = _predict(options, words, config, device)
+        memory, results = _predict(options, run_flags, config, device)
     views = [*prediction_views(memory, device, options.top)]
     if "comparison" in results:
         views += comparison_views(results["comparison"], memory.prediction, results["other"].prediction, options.top)
@@ -150,21 +150,21 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
 
 
 def _predict(
-    options: MemoryOptions, words: list[str], config: TrainConfig, device: str
+    options: MemoryOptions, run_flags: list[str], config: TrainConfig, device: str
 ) -> tuple[RunMemory, dict[str, Any]]:
     """Return the prediction, and the optional results by their JSON names: other and comparison, advice, measured."""
     fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
-    other_words = shlex.split(options.vs or "")
-    if options.vs is not None:  # --vs has flags that override the first run's words, or a whole command line
-        is_over = not other_words or other_words[0].startswith("--")
-        other_config = load_config(*parse_arguments([*words, *other_words] if is_over else other_words))
+    other_flags = shlex.split(options.vs or "")
+    if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
+        is_over = not other_flags or other_flags[0].startswith("--")
+        other_config = load_config(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
     results: dict[str, Any] = {}
     with predicting_for(device), working("predicting a step") as tell:
         memory = predict_memory(config, options.ranks)
         if options.vs is not None:
             tell("predicting a step of the other run")
             other = predict_memory(other_config, options.ranks)
-            labels = {"label_a": "as given", "label_b": " ".join(other_words)}
+            labels = {"label_a": "as given", "label_b": " ".join(other_flags)}
             results |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
         if options.advise or fit_bytes is not None:
             results["advice"] = advise(

@@ -29,7 +29,7 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
         f"{prediction.phase_of_peak} of {prediction.module_of_peak or 'no module'}, "
         f"by {prediction.operator_of_peak or 'nothing'}"
     )
-    about = [
+    lines = [
         ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
         ("ranks", f"{memory.layout}; what follows is of one"),
         ("device", _DEVICES[device]),
@@ -39,7 +39,7 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
         ("saved", f"{_long_size(prediction.saved_by_forward_bytes)} are saved by the first forward for its backward"),
         *(("note", note) for note in (*memory.notes, *prediction.notes)),
     ]
-    yield from (_line(name, text) for name, text in about)
+    yield from (_line(name, text) for name, text in lines)
     yield category_table(prediction)
     if top:
         yield tensor_table(prediction, top)
@@ -73,7 +73,7 @@ def _line(name: str, text: str) -> str:
 def category_table(prediction: Prediction) -> Table:
     """Return the bytes alive at the peak by category."""
     sizes = {**prediction.by_category, "sum": prediction.peak_bytes}
-    rows = [(_words(name), *_peak_numbers(prediction, size)) for name, size in sizes.items()]
+    rows = [(_spaced(name), *_peak_numbers(prediction, size)) for name, size in sizes.items()]
     numbers = _peak_columns(prediction)
     return make_table("Alive at the peak", ("what", *numbers), rows=rows, right=numbers)
 
@@ -87,7 +87,7 @@ def tensor_table(prediction: Prediction, top: int) -> Table:
             f"{inner_operator(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
         )
         places = [place for place in (row["module"], row["source"]) if place]
-        description = f"{_words(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
+        description = f"{_spaced(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
         rows.append((*_peak_numbers(prediction, row["bytes"])[1:], description))
     title, numbers = f"The largest {top} of it; * is the number of a layer", _peak_columns(prediction)[1:]
     return make_table(title, (*numbers, "what, and where"), rows=rows, right=numbers, wrapped=("what, and where",))
@@ -111,7 +111,7 @@ def comparison_views(
     sizes["sum"] = prediction.peak_bytes, other.peak_bytes
     sizes["saved for backward"] = prediction.saved_by_forward_bytes, other.saved_by_forward_bytes
     rows = [
-        (_words(name), f"{ours:,}", f"{theirs:,}", f"{theirs - ours:+,}", f"{theirs / ours:.3f}" if ours else "")
+        (_spaced(name), f"{ours:,}", f"{theirs:,}", f"{theirs - ours:+,}", f"{theirs / ours:.3f}" if ours else "")
         for name, (ours, theirs) in sizes.items()
     ]
     numbers = ("bytes", "bytes there", "difference", "ratio")
@@ -194,13 +194,13 @@ def side_by_side_table(compared: list[dict[str, Any]]) -> Table:
     rows = []
     for row in compared:
         measured, ratio = row["measured_bytes"], row["ratio"]
-        words = ("" if measured is None else f"{measured:,}", "" if ratio is None else f"{ratio:.4f}")
-        rows.append((row["what"], f"{row['predicted_bytes']:,}", *words))
+        cells = ("" if measured is None else f"{measured:,}", "" if ratio is None else f"{ratio:.4f}")
+        rows.append((row["what"], f"{row['predicted_bytes']:,}", *cells))
     numbers = ("predicted bytes", "measured bytes", "ratio")
     return make_table("Predicted and measured, at the peak", ("what", *numbers), rows=rows, right=numbers)
 
 
-def _words(category: str) -> str:
+def _spaced(category: str) -> str:
     return category.replace("_", " ")
 
 

@@ -53,7 +53,7 @@ _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL_CONTEXT, *_SCALING}
 
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+USAGE_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Keys that do not change the model, but its use by other software."""
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -99,13 +99,13 @@ def model_from_hf(config: dict[str, Any]) -> Model:
         raise ValueError(f"config.json does not make a model: {error}") from error
 
 
-def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, Any]:
+def hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of `model`, readable by transformers 4 and 5.
 
     Args:
         dtype: torch's name of the weights' dtype.
-        kept: values of the keys in `KEPT`. Missing token ids become null: with the defaults of transformers, generation
-            would stop at tokens that have another meaning.
+        usage: values of the keys in `USAGE_KEYS`. Missing token ids become null: with the defaults of transformers,
+            generation would stop at tokens that have another meaning.
     """
     scaling = None
     if model.rope_scaling:
@@ -133,7 +133,7 @@ def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, An
             **({_PARTIAL: 1.0} if model.n_experts else {}),
         },
         "torch_dtype": dtype,
-        **{name: kept.get(name) for name in KEPT},
+        **{name: usage.get(name) for name in USAGE_KEYS},
     }
 
 

@@ -40,7 +40,7 @@ from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import build_config, load_config
 from quaver.lab.settings.float8 import file_name
-from quaver.lab.trainer.huggingface.config import KEPT, hf_config, model_from_hf
+from quaver.lab.trainer.huggingface.config import USAGE_KEYS, hf_config, model_from_hf
 from quaver.lab.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
@@ -98,7 +98,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         "progress": asdict(RunProgress()),
         "config": {"model": asdict(model)},
         "provenance": provenance(torch.device("cpu")),
-        "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_kept(config)},
+        "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_select_usage(config)},
     }
     with new_folder(out) as partial:
         write_weights(weights, partial / "model", model, getattr(torch, dtype))
@@ -134,7 +134,7 @@ def export_hf(
     check_new(out)
     copied = tokenizer_files(tokenizer) if tokenizer else []
     checked = open_checkpoint(checkpoint_of(checkpoint) or checkpoint, name)
-    config = hf_config(checked.model, dtype=dtype, kept=kept_of_run(checked))
+    config = hf_config(checked.model, dtype=dtype, usage=usage_of(checked))
     with new_folder(out) as partial:
         rounded = (
             (key, tensor if key.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
@@ -214,14 +214,14 @@ def checkpoint_of(path: Path) -> Path | None:
     return folder.complete(steps[-1])
 
 
-def _kept(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: config[name] for name in KEPT if name in config}
+def _select_usage(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in USAGE_KEYS if name in config}
 
 
-def kept_of_run(checked: CheckedModel) -> dict[str, Any]:
+def usage_of(checked: CheckedModel) -> dict[str, Any]:
     """Return the token ids and the longest context, of the imported model or of the run's training."""
     if "huggingface" in checked.record:
-        return _kept(checked.record["huggingface"])
+        return _select_usage(checked.record["huggingface"])
     scaling = checked.model.rope_scaling
     longest = checked.record["config"]["training"]["seq_len"]
     if scaling:

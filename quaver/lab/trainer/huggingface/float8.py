@@ -21,7 +21,7 @@ from quaver.lab.settings import Float8, Parallelism, Training
 from quaver.lab.settings.fields import Settings
 from quaver.lab.trainer.float8 import convert_chosen
 from quaver.lab.trainer.huggingface.config import hf_config
-from quaver.lab.trainer.huggingface.convert import CheckedModel, kept_of_run, open_checkpoint
+from quaver.lab.trainer.huggingface.convert import CheckedModel, open_checkpoint, usage_of
 from quaver.lab.trainer.huggingface.weights import stored_state, without_width
 from quaver.lab.trainer.model import Llama, meta_llama
 from quaver.runtime.names import listed
@@ -71,7 +71,7 @@ def run_source(
     return ExportSource(
         model=model,
         weights=ChainMap(without_width(checked.model), typing.cast(Any, checked.tensors())),
-        config=hf_config(checked.model, dtype="bfloat16", kept=kept_of_run(checked)),
+        config=hf_config(checked.model, dtype="bfloat16", usage=usage_of(checked)),
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
         rounded_from=_forward_dtype(checked, config),
