@@ -17,9 +17,15 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
-def unit_of(size_bytes: int) -> tuple[int, str]:
+def unit_of(size_bytes: float) -> tuple[int, str]:
     """The bytes and the name of the largest unit up to `size_bytes`."""
     return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Format a size with four digits, such as "3.25 GiB"."""
+    unit_bytes, unit = unit_of(size_bytes)
+    return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
 def parse_bytes(text: str, name: str = "size") -> int:

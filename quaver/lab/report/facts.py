@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import numpy as np
 
-from quaver.lab.recorder.byte_sizes import unit_of
+from quaver.lab.recorder.byte_sizes import format_bytes
 from quaver.lab.report.maps import worst_cells
 from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, curves
 from quaver.lab.report.statistics import STATISTICS
-from quaver.lab.trainer.metrics import WARMUP_STEPS
+from quaver.lab.trainer.metrics import median_after_warmup
 from quaver.numerics.history import step_order
 from quaver.numerics.record import Record
 
@@ -27,12 +26,6 @@ def memory_curves(run: RunData) -> tuple[str, list[Curve]]:
     """Return the curves of the memory that the run recorded, and their label."""
     by_label = ((label, curves(run.records, name)) for name, label in MEMORY.items())
     return next(((label, recorded) for label, recorded in by_label if recorded), ("", []))
-
-
-def size(size_bytes: float) -> str:
-    """Format a size, such as "3.25 GiB"."""
-    unit_bytes, unit = unit_of(int(size_bytes))
-    return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
 def headline(run: RunData) -> str:
@@ -81,18 +74,14 @@ def facts_of(run: RunData) -> list[tuple[str, str]]:
     for key, label, shown in (
         ("loss", "last loss", lambda values: f"{values[-1]:.4f}"),
         ("validation_loss", "validation loss", lambda values: f"{values[-1]:.4f}"),
-        (
-            "tokens_per_s",
-            "median tokens/s",
-            lambda values: f"{statistics.median(values[WARMUP_STEPS:] or values):,.0f}",
-        ),
+        ("tokens_per_s", "median tokens/s", lambda values: f"{median_after_warmup(values):,.0f}"),
     ):
         for curve in curves(run.records, key):
             is_first = curve.model in ("", *models[:1])
             facts.append((label if is_first else f"{label}, {curve.model}", shown(curve.values)))
     label, memory = memory_curves(run)
     if memory:
-        facts.append((label, size(max(max(curve.values) for curve in memory))))
+        facts.append((label, format_bytes(max(max(curve.values) for curve in memory))))
     return [*facts, *_numerics(run)]
 
 

@@ -149,6 +149,6 @@ def remember(loss: float, recent: list[float]) -> None:
     del recent[:-SPIKE_WINDOW]
 
 
-def median_step_seconds(step_seconds: Sequence[float]) -> float:
-    """Return the median of the times after the warm-up steps, or of all times if there are no more."""
-    return statistics.median(step_seconds[WARMUP_STEPS:] or step_seconds)
+def median_after_warmup(values: Sequence[float]) -> float:
+    """Return the median of the values after the warm-up steps, or of all values if there are no more."""
+    return statistics.median(values[WARMUP_STEPS:] or values)

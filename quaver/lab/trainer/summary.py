@@ -4,7 +4,7 @@ from importlib.metadata import version
 from typing import Any
 
 from quaver.lab.trainer.flops import utilization
-from quaver.lab.trainer.metrics import median_step_seconds
+from quaver.lab.trainer.metrics import median_after_warmup
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 from quaver.runtime.devices import describe
@@ -37,7 +37,7 @@ def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, 
 
 def _model_summary(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
     config, dims = run.config, run.dims
-    seconds = median_step_seconds(model.step_seconds) if model.step_seconds else None
+    seconds = median_after_warmup(model.step_seconds) if model.step_seconds else None
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
     used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
     if tokens_per_s:

@@ -26,7 +26,7 @@ from quaver.lab.trainer.metrics import (
     SPIKE_WINDOW,
     check_loggers,
     is_spike,
-    median_step_seconds,
+    median_after_warmup,
     remember,
 )
 from quaver.lab.trainer.train import train
@@ -140,8 +140,8 @@ def test_the_allocators_log_has_the_peak_of_the_counted_tensors():
 
 
 def test_median_leaves_out_the_warm_up():
-    assert median_step_seconds([9.0, 9.0, 9.0, 1.0, 2.0, 3.0]) == 2.0
-    assert median_step_seconds([5.0]) == 5.0
+    assert median_after_warmup([9.0, 9.0, 9.0, 1.0, 2.0, 3.0]) == 2.0
+    assert median_after_warmup([5.0]) == 5.0
 
 
 def test_a_spike_stands_out_from_the_noise_and_from_a_spike_before_it():

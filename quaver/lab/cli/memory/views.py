@@ -15,7 +15,7 @@ from quaver.lab.memory.reports.pitfalls import inner_operator, si
 from quaver.lab.memory.runs.links import Links
 from quaver.lab.memory.runs.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
-from quaver.lab.recorder.byte_sizes import unit_of
+from quaver.lab.recorder.byte_sizes import format_bytes, unit_of
 from quaver.lab.recorder.report import merged_layers
 
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
@@ -56,9 +56,10 @@ def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[st
     rows: list[tuple[str, ...]] = []
     for collective in links.traffic:
         place = (collective.link, f"{collective.ranks} / {collective.stride}", collective.kind, collective.dtype)
-        rows.append((*place, f"{collective.number:,}", _size(collective.tensor_bytes), _size(collective.sent_bytes)))
+        sizes = map(format_bytes, (collective.tensor_bytes, collective.sent_bytes))
+        rows.append((*place, f"{collective.number:,}", *sizes))
     for link, (number, sent_bytes) in links.sums.items():
-        rows.append((link, "", "all", "", f"{number:,}", "", _size(sent_bytes)))
+        rows.append((link, "", "all", "", f"{number:,}", "", format_bytes(sent_bytes)))
     yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
     size = _long_size(links.checkpoint_bytes)
     if checkpoint_bytes_per_s is not None:
@@ -160,9 +161,9 @@ def advice_table(advice: Advice) -> Table:
 
 
 def _advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
-    peak = "" if row.peak_bytes is None else _size(row.peak_bytes)
+    peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
     more = row.difference_bytes
-    difference = f"{'+' if more > 0 else '-'}{_size(abs(more))}" if more else ""
+    difference = f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}" if more else ""
     cost = row.cost
     again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.step_flops:.1%}"
     step = "" if cost is None or cost.modelled_s is None else f"{cost.modelled_s:.3g} s"
@@ -174,12 +175,12 @@ def advice_summary(advice: Advice) -> list[str]:
 
     def setting(index: int) -> str:
         row = advice.rows[index]
-        peak = "" if row.peak_bytes is None else f", {_size(row.peak_bytes)}"
+        peak = "" if row.peak_bytes is None else f", {format_bytes(row.peak_bytes)}"
         return f"{row.change}{peak}" + (f": {row.words}" if row.words else "")
 
     lines = []
     if advice.fit_bytes is not None:
-        size = _size(advice.fit_bytes)
+        size = format_bytes(advice.fit_bytes)
         if advice.best is not None:
             lines.append(f"fastest that fits {size}: {setting(advice.best)}")
         elif advice.nearest is not None:
@@ -204,10 +205,5 @@ def _spaced(category: str) -> str:
     return category.replace("_", " ")
 
 
-def _size(size_bytes: int) -> str:
-    unit_bytes, unit = unit_of(size_bytes)
-    return f"{size_bytes / unit_bytes:.4g} {unit}"
-
-
 def _long_size(size_bytes: int) -> str:
-    return f"{size_bytes:,} bytes = {_size(size_bytes)}"
+    return f"{size_bytes:,} bytes = {format_bytes(size_bytes)}"
