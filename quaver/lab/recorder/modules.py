@@ -34,13 +34,13 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def visible_modules(model: nn.Module, name: str = OUTSIDE) -> Iterator[tuple[str, nn.Module]]:
+def visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield `model` and its modules with their names, each once, without the insides of compiled modules.
 
     The model itself is named by its class.
     """
     seen: set[nn.Module] = set()
-    pending = [(name, model)]
+    pending = [(OUTSIDE, model)]
     while pending:
         path, module = pending.pop()
         if module in seen:

@@ -37,7 +37,7 @@ class Grid:
         return np.stack([by_column[:, row].max(1) for row in self.rows])
 
 
-def grid_of(samples: int, kinds: Sequence[object], statistics: int, cells: int = MOST_CELLS) -> Grid:
+def grid_of(samples: int, kinds: Sequence[object], statistics: int, cells: int) -> Grid:
     """Choose the grid whose maps together have about `cells` cells or fewer.
 
     Neighboring samples are merged first, down to `FEWEST_COLUMNS` columns, then neighboring tensors of one kind.

@@ -34,9 +34,9 @@ def curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
     return [Curve(model, steps, values) for model, (steps, values) in by_model.items()]
 
 
-def thinned(curve: Curve, most: int = MOST_COLUMNS) -> Curve:
+def thinned(curve: Curve) -> Curve:
     """Return `curve` reduced to its first, its last, and the lowest and highest points of each column."""
-    points = _extremes(curve.values, most)
+    points = _extremes(curve.values, MOST_COLUMNS)
     return Curve(curve.model, [curve.steps[at] for at in points], [curve.values[at] for at in points])
 
 

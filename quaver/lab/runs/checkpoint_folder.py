@@ -142,7 +142,7 @@ class CheckpointFolder:
             path.rename(self._replaced(step))
         rename(self.partial(step), path)
 
-    def prune(self, keep_latest_k: int = 0) -> None:
+    def prune(self, keep_latest_k: int) -> None:
         """Remove what no longer counts, and all complete checkpoints but the newest `keep_latest_k`; 0 keeps all."""
         steps = self.steps()
         self._hide(steps[:-keep_latest_k] if keep_latest_k else [])

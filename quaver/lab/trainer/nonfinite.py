@@ -39,7 +39,7 @@ class NonFiniteOperand:
         return f"{self.operand} of {self.module}"
 
 
-def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> NonFiniteOperand | None:
+def find_nonfinite(model: nn.Module, forward_backward: Callable[[], object]) -> NonFiniteOperand | None:
     """Return the first non-finite operand in `forward_backward` on this rank, None if all are finite.
 
     The order is that of computation: forward, then backward, micro-batch by micro-batch, then the accumulated

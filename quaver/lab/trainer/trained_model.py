@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Self
 
 import torch
@@ -21,7 +23,6 @@ from quaver import (
 )
 from quaver.conversion.high_precision import float8_modules
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.experts.module import Float8Experts
 from quaver.lab.data import Batch
 from quaver.lab.settings import Optimizer, TrainConfig, Training
 from quaver.lab.settings.schedule import ScheduleEntry, matmuls_at
@@ -40,7 +41,7 @@ from quaver.lab.trainer.mixture import (
     take_expert_load,
 )
 from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.nonfinite import NonFiniteError, NonFiniteOperand, find_nonfinite
+from quaver.lab.trainer.nonfinite import NonFiniteError, find_nonfinite
 from quaver.lab.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -140,8 +141,7 @@ class TrainedModel:
         self.model.train()
         self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
-        is_float8 = any(True for _ in float8_modules(self.model))
-        self._schedule = self.config.float8.schedule if is_float8 else ()
+        self._schedule = self.config.float8.schedule if self._is_float8 else ()
         self._routers, self._experts = modules_of(self.model, Router), modules_of(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
@@ -149,6 +149,10 @@ class TrainedModel:
     def new_optimizer(self, name: str) -> torch.optim.Optimizer:
         """Make an optimizer with default settings, into which a checkpoint loads the states of another optimizer."""
         return build_optimizer(self.model, Optimizer(name=name))
+
+    @property
+    def _is_float8(self) -> bool:
+        return any(True for _ in float8_modules(self.model))
 
     @property
     def notes(self) -> list[str]:
@@ -160,8 +164,7 @@ class TrainedModel:
         training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather
         is_rounded = training.dtype != training.mixed_precision_param and not gathered
         is_sharded = any(isinstance(module, FSDPModule) for module in self.model.modules())
-        is_float8 = any(isinstance(module, Float8Linear | Float8Experts) for module in self.model.modules())
-        if is_rounded and is_sharded and is_float8:
+        if is_rounded and is_sharded and self._is_float8:
             notes.append(
                 f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where "
                 "one process and float8 all-gathers cast those in " + training.dtype
@@ -303,15 +306,12 @@ class TrainedModel:
         return where
 
     def _find_nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
-        def replay() -> None:
-            self.forward_backward(batches)
-
         with self.monitor.repeating() if self.monitor else nullcontext():
-            own = find_nonfinite(self.model, replay)
+            own = find_nonfinite(self.model, partial(self.forward_backward, batches))
         operands = [operand for operand in self.ranks.gather(own) if operand]
-        first = min(operands, key=_position, default=None)
-        float8_operands = (operand.in_float8 for operand in operands if operand.in_float8)
-        in_float8 = min(float8_operands, key=_position, default=None)
+        float8_operands = [operand.in_float8 for operand in operands if operand.in_float8]
+        position = attrgetter("position")
+        first, in_float8 = (min(group, key=position, default=None) for group in (operands, float8_operands))
         where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
         if in_float8 and in_float8 != first:
             where += f"; of float8 modules first in {in_float8}"
@@ -362,7 +362,3 @@ class TrainedModel:
         has_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
         if has_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_float8_dynamic_scale_for_fsdp(self.model)
-
-
-def _position(operand: NonFiniteOperand) -> int:
-    return operand.position
