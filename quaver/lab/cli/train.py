@@ -34,8 +34,8 @@ def run(argv: list[str]) -> int:
     """Train, and return the exit code, which is the same on all ranks; only the first rank prints.
 
     Returns:
-        0 when finished, 2 for bad input, 3 for a non-finite loss, 4 if a file such as a checkpoint cannot be written,
-        5 if an alarm stopped the run, 130 after Ctrl-C or SIGTERM.
+        0 when finished; 2 for bad input; 3 for a non-finite loss; 4 if a file such as a checkpoint cannot be written;
+        5 if an alarm stopped the run; 130 after Ctrl-C or SIGTERM.
     """
     with bad_input():
         ranks = read_ranks()

@@ -32,8 +32,8 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
     Raises:
         FileNotFoundError: if data.path or data.tokenizer does not exist.
         OSError: if a file cannot be read, or the cache cannot be written.
-        ValueError: no text, a split that is not longer than one sequence, corrupt data if data.on_corrupt is refuse, a
-            file that is not a tokenizer, or a tokenizer with more tokens than the model.
+        ValueError: there is no text, or a split is not longer than one sequence; data is corrupt and data.on_corrupt is
+            refuse; a file is not a tokenizer, or has more tokens than the model.
     """
     data = config.data
     tokenizer = load_tokenizer(data)

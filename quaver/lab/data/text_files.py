@@ -89,8 +89,8 @@ def _seam(text: str) -> int:
     """Return the index at which to cut a long text: after the last line break between two non-space characters.
 
     The split patterns of GPT-2, Llama 3 and similar tokenizers never join characters across such a place and look no
-    further ahead, so cutting there does not change the tokens. If there is none, the line break may follow space, as
-    between paragraphs, which is exact with Llama 3's pattern. If there is no line break, the text is cut at its end.
+    further ahead, so cutting there does not change the tokens. A text without such a place is cut after a line break
+    that follows space, as between paragraphs, which is exact with Llama 3's pattern; without a line break, at its end.
     """
     for may_follow_space in (False, True):
         end = len(text) - 1

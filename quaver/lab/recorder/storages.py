@@ -36,8 +36,8 @@ class StorageWatch(TorchDispatchMode):
     A storage is new if an operator returns it, and older than the mode if an operator takes it first. A weak reference
     reports its release. Tensor subclasses dispatch again on their parts, which are followed.
 
-    The mode does not see memory that a kernel allocates and frees inside one operator, buffers of a collective's
-    backend, the few bytes of a Python number that C++ wraps in a tensor, and everything inside compiled code.
+    The mode does not see compiled code, memory that a kernel allocates and frees inside one operator, and buffers of a
+    collective's backend. Nor does it see the few bytes of a Python number that C++ wraps in a tensor.
 
     Subclasses override `storage_appeared`, `storage_resized` and `storage_released`, which get the storage's key.
     """

@@ -6,8 +6,8 @@ random number generators, which the trainer itself does not use while it trains.
 
 [Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
 copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
-group, so that their collectives do not interleave with those of training. Each phase ends with an exchange of errors:
-a save fails on every rank or on none. `failed` polls it, `wait` raises it.
+group, whose collectives do not interleave with the collectives of training. Each phase ends with an exchange of
+errors: a save fails on every rank or on none. `failed` polls it, `wait` raises it.
 """
 
 import threading

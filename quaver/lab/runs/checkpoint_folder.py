@@ -1,6 +1,6 @@
-"""The checkpoint folders of a run, each of which appears under its name only when it is complete.
+"""The checkpoint folders of a run. A folder gets its name only when it is complete.
 
-    step-00000100/            complete: it got this name when everything in it was on the disk
+    step-00000100/            complete: everything in it was on the disk when it got this name
         checkpoint.json       the step, the position in the data, the config, the versions
         tensorwise/           a torch.distributed.checkpoint folder for each model of the run
         manifest.json         size and xxh3_128 of every other file

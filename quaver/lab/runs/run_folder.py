@@ -1,4 +1,4 @@
-"""The folder of a run, which is new or that of the run that it resumes; and the provenance of the run.
+"""The folder of a run, new or resumed, and the provenance of the run.
 
 [Note: refusals write nothing] `RunFolder.open` checks a resume and takes the lock. `begin` makes the first change of
 the folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.

@@ -184,7 +184,7 @@ def describe_type(hint: Any) -> str:
 
 
 def help_of(kind: type) -> dict[str, str]:
-    """Return the help text of each field. A field without one inherits that of the base class."""
+    """Return the help text of each field. A field without one inherits the text of the base class."""
     return {field.name: field.metadata["help"] for field in _own_fields(kind) if field.metadata}
 
 

@@ -78,7 +78,8 @@ def split_flags(kind: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
     """Return the values of the flags of `kind` in `argv`, and the other words in their order.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`. A list is
-    every word up to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces.
+    every word up to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces. Of
+    a repeated flag the last value counts; lists are joined.
 
     Raises:
         ValueError: a flag has no value, or an argument is missing.

@@ -86,7 +86,7 @@ class Float8(Settings, section="float8"):
     )
 
     def check(self) -> None:
-        """Refuse settings that the recipe does not have, and most of those that nothing would read."""
+        """Refuse settings that the recipe does not have, and most settings that nothing would read."""
         _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()

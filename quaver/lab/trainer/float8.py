@@ -81,7 +81,7 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
 
 
 def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
-    """Return the config of a run's float8 linears with `recipe`, or with the run's recipe if it is None."""
+    """Return the config of a run's float8 linears with `recipe`; None stands for the run's recipe."""
     recipe_config = Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name))
     return replace(
         serving_config(config.serving, recipe_config) if config.serving else recipe_config,

@@ -27,8 +27,8 @@ MASKED = "masked"
 class LinearPrecision:
     """How one linear, or one weight of experts, casts the operands of its matmuls, and which units multiply them.
 
-    `runs_in` is "float8" if the device multiplies float8, the high-precision dtype if the matmul is in high precision
-    or multiplies float8 values exactly in that dtype, and "float32" if only float32 is exact.
+    `runs_in` is "float8" if the device multiplies float8, and "float32" if only float32 multiplies float8 values
+    exactly. Otherwise it is the high-precision dtype, of a matmul in high precision or an exact one.
     """
 
     name: str

@@ -19,7 +19,7 @@ def allocate(model: Llama, device: torch.device) -> None:
     """Give `model`, which is on the meta device, uninitialized storage on `device`.
 
     Raises:
-        NotImplementedError: the model has buffers other than those of routers, which would be left undefined.
+        NotImplementedError: the model has buffers outside its routers, which would be left undefined.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     known = {id(buffer) for router in routers for buffer in router.buffers()}

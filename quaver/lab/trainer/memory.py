@@ -83,9 +83,9 @@ def reset_device_peaks(device: torch.device) -> None:
 def device_memory(device: torch.device) -> dict[str, Any]:
     """Return the peaks since `reset_device_peaks`, in bytes and as shares of the device's memory, ready for JSON.
 
-    CUDA: `memory_active_*` is the memory of tensors, `memory_reserved_*` the memory of the allocator, and
-    `memory_retries` the number of allocations since the process started that first had to empty its cache, a sign that
-    memory is nearly full. CPU: `memory_rss_*` is the peak resident memory of the process since it started.
+    CUDA: `memory_active_*` is the memory of tensors, and `memory_reserved_*` the memory of the allocator.
+    `memory_retries` counts the allocations since the process started that first had to empty the allocator's cache, a
+    sign that memory is nearly full. CPU: `memory_rss_*` is the peak resident memory of the process since it started.
     """
     if is_cuda_device(device):
         stats = torch.cuda.memory_stats(device)

@@ -39,8 +39,8 @@ def rope_tables(
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return `frequencies` (float32 [E / 2], radians per position) with the low ones scaled down, as in Llama 3.1.
 
-    For a frequency with n turns in the original context, the share clamp((n - low) / (high - low), 0, 1) stays and the
-    rest is divided by the factor (Grattafiori et al., 2024, and the models' published code).
+    A frequency has n turns in the original context. Its share clamp((n - low) / (high - low), 0, 1) stays, and the rest
+    is divided by the factor (Grattafiori et al., 2024, and the models' published code).
     """
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor

@@ -82,7 +82,7 @@ def learning_rate(step: int, steps: int, config: Optimizer, schedule: LRSchedule
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
-    """Give each gradient its parameter's placements: those of norms are partial sums if FSDP2 does not reduce them."""
+    """Give each gradient its parameter's placements: gradients of norms are partial sums where FSDP2 reduces none."""
     for parameter in model.parameters():
         grad = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:

@@ -3,8 +3,8 @@
 Tensor parallelism is Megatron's with sequence parallelism: between linears each rank holds 1/tp of the sequence;
 q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
 
-[Note: mesh of experts] Expert parallelism splits experts over neighboring ranks of a shard group, and FSDP2 shards a
-rank's experts over the other ranks of the group, on the mesh [dp_replicate,] dp_shard / ep, ep. All other parameters
+[Note: mesh of experts] Expert parallelism splits experts over neighboring ranks of a shard group. FSDP2 shards the
+experts of a rank over the other ranks of the group, on the mesh [dp_replicate,] dp_shard / ep, ep. All other parameters
 are on the mesh of the run. FSDP2 averages the gradients of experts over its dims of that mesh. They are already sums
 over "ep", by which `average_expert_gradients` (mixture.py) divides.
 

@@ -49,7 +49,7 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
         sequences: the number of sequences in the batch.
         seq_len: their length; None for the run's.
     Raises:
-        OSError, ValueError, NotImplementedError: `path` is none of these, or is damaged, or the data does not fit.
+        OSError, ValueError, NotImplementedError: `path` is something else or damaged, or the data does not fit.
     """
     if not path.is_dir():
         raise FileNotFoundError(

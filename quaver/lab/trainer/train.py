@@ -1,7 +1,7 @@
 """The training loop: trains the models of a run step by step, validates, saves, and writes the summary.
 
-With `job.compare` a float8 model and its bfloat16 baseline take turns, step by step and in alternating order, so that
-a slow moment of the machine affects both, and the ratio of their median step times is fair.
+With `job.compare` a float8 model and its bfloat16 baseline take turns, step by step and in alternating order. A slow
+moment of the machine then affects both, and the ratio of their median step times is fair.
 """
 
 from collections.abc import Iterator, Sequence

@@ -83,7 +83,7 @@ class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
     `precision` is `name`, unless float8.high_precision_schedule runs matmuls of the step in high precision: then it is
-    the high-precision dtype if all matmuls do, else both names. Times and memory of such steps are not recorded.
+    the high-precision dtype if all matmuls do, else both names. Such a step records neither time nor memory.
 
     Each rank has its shard of the model and of the batches. `train_step`, `validate` and `precompute_scales` are
     collectives: all ranks must call them, in the same order. Results are the same on all ranks, except for times.

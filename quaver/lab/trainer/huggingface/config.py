@@ -187,7 +187,7 @@ def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, An
 
 
 def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> Any:
-    """Return the value of `name` after a check that it is of a kind in `_KINDS`; null means absent."""
+    """Return the value of `name`, whose type is one of `_KINDS`; null means absent. Raises ValueError otherwise."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:

@@ -78,7 +78,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
         }
         self._names = _names(model)
         self._owners = {part: name for name in self._meta for part in self._names.stored_names(name)}
-        """For each tensor of the files, the name of the checkpoint's tensor that contains it."""
+        """Maps the name of a tensor in the files to the tensor of the checkpoint that contains it."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def stored(self, name: str) -> Tensor:
