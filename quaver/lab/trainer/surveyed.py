@@ -72,12 +72,11 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
 
 
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
-    hf_config = read_config(folder)
-    model = huggingface_source(folder, recipe="tensorwise").high_precision_model()
+    model: Any = huggingface_source(folder, recipe="tensorwise").high_precision_model()
     try:
-        shape, can_train = model_from_hf(hf_config), True
+        shape, can_train = model_from_hf(read_config(folder)), True
     except NotImplementedError:  # of another architecture, which transformers trains
-        shape, can_train = Model(vocab_size=int(hf_config["vocab_size"])), False
+        shape, can_train = Model(vocab_size=model.get_input_embeddings().weight.shape[0]), False
     config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_tokenizer(folder)))
     return _make_surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=can_train)
 

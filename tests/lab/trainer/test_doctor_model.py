@@ -87,6 +87,19 @@ def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_fo
     assert found == {recipes.recipe, *recipes.layers.values()} - {"high_precision"}
 
 
+def test_a_model_of_images_and_text_has_its_vocabulary_in_its_embedding(tmp_path, text_folder, capsys):
+    """Its config.json has no vocab_size of its own, but that of its text_config."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **shape)
+    text = LlamaConfig(vocab_size=256, **shape)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=255)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "hf")
+    assert main(["doctor", "--model", str(tmp_path / "hf"), "--data", str(text_folder), "--seq-len", "32"]) == 0
+    assert "model.language_model.layers.0" in capsys.readouterr().out
+
+
 def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, capsys):
     run = run_to_end(changed(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}))
     capsys.readouterr()
