@@ -13,7 +13,6 @@ from argparse import Namespace
 
 from benchmarks import plan_memory, plan_published, plan_scaling
 from benchmarks.record import make_page, page_parser
-from quaver.lab.plan.calibration import CARDS
 
 
 def main() -> None:
@@ -24,7 +23,7 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true")
     options = parser.parse_args()
     if options.calibrate:
-        for name, card in CARDS.items():
+        for name, card in plan_published.CARDS.items():
             print(f"{name:14s} {plan_published.calibrated(name):.3f}  now {card.sustained}  {card.row}")
     for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
         results = make_page(options, part.predict, part.RECORD, part.tables, part.PAGE)

@@ -7,20 +7,33 @@ fitted.
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.pipeline import PipelinedRun, make_pipeline_step
 from benchmarks.published import Published, published
 from benchmarks.record import ROOT, markdown
-from quaver.lab.plan.calibration import CARDS, Card
+from quaver.lab.plan import calibration
+from quaver.lab.plan.calibration import Card
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.pipeline import pipeline_step
-from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import training_step
 from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.device_specs import require_device_spec
 
 PAGE = ROOT / "docs" / "lab" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_published.json"
 NETWORK_GBPS = 400.0
 """The bandwidth of a network whose source does not state it."""
+_B200, _H100 = require_device_spec("B200", "card"), require_device_spec("H100", "card")
+_OTHER_SETUPS = {
+    "B200-limited": Card(_B200, 0.326, "torchao-202508 8B 8 B200 bfloat16"),
+    "H100-500W": Card(replace(_H100, memory_gb_per_s=2400.0), 0.684, "torchtitan-202412 8B 8gpu FSDP compile bf16"),
+    "H100-DGX": Card(_H100, 0.909, "dgxc-25.04 llama3.1-8b 8 H100 BF16 TP1 PP1 CP2"),
+    "H800": Card(replace(_H100, link_gb_per_s=200.0), 0.794, "deepseek-v3 pretraining"),
+}
+"""B200-limited: "power limited", the limit is not stated (torchao). H100-500W: HBM2e and a limit of 500 W (torchtitan,
+benchmarks/llama3_h100_202412_torchtitan.md). H100-DGX: NVIDIA's runs with Megatron and TransformerEngine. H800: 160
+GB/s of NVLink reached. Its run used DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are
+longer, so its share is a bit too high."""
+CARDS = dict(sorted({**calibration.CARDS, **_OTHER_SETUPS}.items()))
 OFF = 0.15
 """A row whose ratio differs from 1 by more needs a reason."""
 NODE_LIMITED = (0.5 * 0.5 + 0.5) / 2
@@ -43,14 +56,14 @@ def is_megatron(row: Published) -> bool:
     return row.name.startswith(("dgxc", "megatron", "nemo"))
 
 
-def run_of(row: Published) -> PlannedRun:
+def run_of(row: Published) -> PipelinedRun:
     """Return a published run as input of the simulation."""
     model, megatron, mode = row.shape, is_megatron(row), CHECKPOINTING[row.checkpointing]
     if row.pp_schedule == "DualPipe":  # recomputes norms and up-projections of attention: no exchange, little compute
         mode = "none"
     blocks = model.n_layers // 2 if row.checkpointing == "selective 2" else model.n_layers
     recipe = None if row.recipe == "bfloat16" else Float8LinearRecipeName(row.recipe)
-    run = PlannedRun(
+    run = PipelinedRun(
         model,
         row.seq_len,
         row.local_batch,
@@ -88,7 +101,7 @@ def seconds(row: Published, card: Card) -> float:
     """Return the simulated seconds of a step."""
     cluster = Cluster(card.spec, row.nodes_of, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
     run = run_of(row)
-    return simulate(pipeline_step(run, cluster) if run.pipeline > 1 else training_step(run, cluster)).seconds
+    return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else training_step(run, cluster)).seconds
 
 
 def tokens_per_s(row: Published, card: Card | None = None) -> float:

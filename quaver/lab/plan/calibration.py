@@ -10,14 +10,13 @@ of the recomputation. All other published runs are predicted, not fitted (docs/l
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 
 
 class Card(NamedTuple):
-    """A kind of card in the setup of a published run."""
+    """A GPU in the setup of a published run."""
 
     spec: DeviceSpec
     sustained: float
@@ -31,20 +30,10 @@ _SPECS = {spec.name: spec for spec in DEVICE_SPECS}
 CARDS = {
     "A100": Card(_SPECS["A100"], 0.871, "fms-fsdp llama2-7b 128 A100"),
     "B200": Card(_SPECS["B200"], 0.78, "megatron-bridge-25.11 llama3-8b 8 B200 FP8-CS TP1 PP1 CP1"),
-    "B200-limited": Card(_SPECS["B200"], 0.326, "torchao-202508 8B 8 B200 bfloat16"),
     "H100": Card(_SPECS["H100"], 0.723, "fms-fsdp llama2-7b 96 H100"),
-    "H100-500W": Card(
-        replace(_SPECS["H100"], memory_gb_per_s=2400.0), 0.684, "torchtitan-202412 8B 8gpu FSDP compile bf16"
-    ),
-    "H100-DGX": Card(_SPECS["H100"], 0.909, "dgxc-25.04 llama3.1-8b 8 H100 BF16 TP1 PP1 CP2"),
     "H200": Card(_SPECS["H200"], 0.813, "trainy-202506 8B 32 H200 tensorwise"),
-    "H800": Card(replace(_SPECS["H100"], link_gb_per_s=200.0), 0.794, "deepseek-v3 pretraining"),
 }
-"""H100-500W: HBM2e and a limit of 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). B200-limited: "power
-limited", the limit is not stated (torchao). H100-DGX: NVIDIA's runs with Megatron and TransformerEngine. A device takes
-the share of the first card with its specification: an H100 takes that of a run with torch. H800: 160 GB/s of NVLink
-reached; its run used DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are longer: its share is
-a bit too high."""
+"""benchmarks/plan_published.py adds the cards of other setups."""
 
 
 def sustained(spec: DeviceSpec) -> float:

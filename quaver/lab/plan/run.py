@@ -1,7 +1,7 @@
 """The properties of a run on which its time depends: the degrees of its layout, its shapes and its precision.
 
-`run_of` makes the trainer's runs from a config. Some fields are only for runs that others published: pipeline stages,
-context parallelism, asynchronous tensor parallelism and other features that the trainer does not have.
+`run_of` makes the trainer's runs from a config. Some fields are only for runs that others published: context
+parallelism, asynchronous tensor parallelism and other features that the trainer does not have.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MOMENTS = {"AdamW": 2, "Float8AdamW": 2, "Muon": 1, "Float8Muon": 1}
 class PlannedRun:
     """The step of one rank: `micro_batches` times forward and backward, and the optimizer.
 
-    Degrees are numbers of ranks; `tensor` varies fastest, then `context`, `shard`, `replicate` and `pipeline`. Experts
-    are split over `expert` neighbors of a shard group.
+    Degrees are numbers of ranks; `tensor` varies fastest, then `context`, `shard` and `replicate`. Experts are split
+    over `expert` neighbors of a shard group.
     """
 
     model: Model
@@ -48,9 +48,6 @@ class PlannedRun:
     tensor: int = 1
     expert: int = 1
     context: int = 1
-    pipeline: int = 1
-    virtual: int = 1
-    """The number of parts of the model on each pipeline stage (interleaved 1F1B)."""
     recipe: Float8LinearRecipeName | str | None = None
     """None for bfloat16."""
     in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
@@ -97,7 +94,7 @@ class PlannedRun:
     @property
     def ranks(self) -> int:
         """The number of GPUs."""
-        return self.replicate * self.shard * self.tensor * self.context * self.pipeline
+        return self.replicate * self.shard * self.tensor * self.context
 
     @property
     def tokens(self) -> int:

@@ -72,14 +72,6 @@ def block_groups(run: PlannedRun) -> list[_Group]:
     ]
 
 
-def block_tasks(run: PlannedRun, cluster: Cluster, seconds: float, *, backward: bool) -> SimulatedStep:
-    """Return the tasks of a single block with its exchanges."""
-    step = SimulatedStep()
-    overlapped = overlapped_kinds(run)
-    add_block(step, "block", seconds, exchanges_of_block(run, backward=backward), cluster, overlapped)
-    return step
-
-
 def overlapped_kinds(run: PlannedRun) -> frozenset[str]:
     """Return the kinds of a block's exchanges that overlap with its compute."""
     tensor = {"all_gather", "reduce_scatter"} if run.async_tensor else set()
@@ -154,15 +146,11 @@ class Costs(NamedTuple):
 
 
 def training_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedStep:
-    """Return the tasks of the first rank's step in a run without pipeline stages.
+    """Return the tasks of the first rank's step.
 
     Args:
         costs: the costs of a micro-batch; None models them.
-    Raises:
-        ValueError: the run has pipeline stages; see pipeline.py.
     """
-    if run.pipeline > 1:
-        raise ValueError(f"expected a run without pipeline stages, got {run.pipeline}")
     builder = _StepBuilder(run, cluster, costs or Costs.of(run, cluster))
     for number in range(run.micro_batches):
         builder.micro_batch(number)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.pipeline import orders, pipeline_step
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import training_step
@@ -105,39 +104,3 @@ def test_a_tied_projection_is_gathered_and_reduced_with_the_embedding():
     ]
     assert moved[0] - moved[1] == pytest.approx(4 * MODEL.vocab_size * MODEL.dim * 15 / 16)
     assert seconds(tied) < seconds(BASE)
-
-
-def test_pipelines_are_left_to_the_pipeline():
-    with pytest.raises(ValueError, match="without pipeline stages, got 2"):
-        training_step(replace(BASE, pipeline=2), FAST)
-
-
-def test_orders_of_two_stages_by_hand():
-    forward, backward = False, True
-    assert orders(2, 1, 3, 1) == [(d, 0, m) for m in range(3) for d in (forward, backward)]
-    first = [(forward, 0), (forward, 1), (backward, 0), (forward, 2), (backward, 1), (backward, 2)]
-    assert orders(2, 1, 3, 0) == [(d, 0, m) for d, m in first]
-    last = orders(2, 2, 2, 1)
-    assert last[:4] == [(forward, 0, 0), (forward, 0, 1), (forward, 1, 0), (backward, 1, 0)]
-    for parts in (1, 2, 4):
-        for stage in range(2):
-            turns = orders(2, parts, 4, stage)
-            assert len(turns) == len(set(turns)) == 2 * 4 * parts
-            assert all(turns.index((forward, *rest)) < turns.index((backward, *rest)) for _, *rest in turns)
-    with pytest.raises(ValueError, match="a multiple of 2 micro-batches"):
-        orders(2, 2, 3, 0)
-
-
-@pytest.mark.parametrize(("virtual", "micro_batches"), [(1, 4), (1, 16), (2, 8)])
-def test_the_bubble_is_that_of_the_schedule(virtual, micro_batches):
-    """(stages - 1) / (virtual micro-batches) of the work, for stages that take equally long."""
-    stages = 4
-    model = replace(MODEL, n_layers=8, vocab_size=1)
-    run = PlannedRun(
-        model, 8192, 1, micro_batches=micro_batches, pipeline=stages, virtual=virtual, checkpointing="none"
-    )
-    fast = replace(FAST, spec=replace(FAST.spec, link_gb_per_s=1e9))
-    timeline = simulate(pipeline_step(run, fast), 0.0)
-    work = sum(s.end_s - s.start_s for s in timeline.spans if s.task.stream == "compute@1")
-    end = max(s.end_s for s in timeline.spans if s.task.kind in ("forward", "backward"))
-    assert end / work - 1 == pytest.approx((stages - 1) / (virtual * micro_batches), rel=0.05)

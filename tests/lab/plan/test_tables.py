@@ -5,11 +5,10 @@ import json
 import pytest
 
 from benchmarks import plan_memory, plan_published, plan_scaling
-from benchmarks.plan_published import OFF, REASONS, calibrated, reason, tokens_per_s
+from benchmarks.plan_published import CARDS, OFF, REASONS, calibrated, reason, tokens_per_s
 from benchmarks.plan_scaling import CONFIGS, H100, SHOWN, Layout, best, run_of
 from benchmarks.published import published
 from benchmarks.record import fill
-from quaver.lab.plan.calibration import CARDS
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimated_peak
 from quaver.lab.plan.simulate import simulate

@@ -1,26 +1,40 @@
-"""The tasks of a step with pipeline stages: 1F1B, interleaved if a stage holds several parts of the model.
+"""The tasks of a published run's step with pipeline stages: 1F1B, interleaved if a stage has several model parts.
 
-The trainer has no pipeline stages; this is for runs that others published. Every stage is simulated. A stage gathers
-its weights once and reduces their gradients once, after its last backward. Inside a block the tasks are step.py's.
+The trainer has no pipeline stages. Every stage is simulated. A stage gathers its weights once and reduces their
+gradients once, after its last backward. Inside a block the tasks are those of quaver/lab/plan/step.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import block_times, embedding_times, head_times, held_parameters
-from quaver.lab.plan.exchanges import exchanges_at_the_ends
+from quaver.lab.plan.exchanges import exchanges_at_the_ends, exchanges_of_block
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, SimulatedStep, Task, simulate
-from quaver.lab.plan.step import GRADIENT_BYTES, block_groups, block_tasks
+from quaver.lab.plan.step import GRADIENT_BYTES, add_block, block_groups, overlapped_kinds
 from quaver.roofline.matmul import moved_s
 
 Key = tuple[str, int, int, int]
 """The kind of a task, the stage, the part of the model on that stage, and the micro-batch."""
 
 
-def orders(stages: int, parts: int, micro_batches: int, stage: int) -> list[tuple[bool, int, int]]:
+@dataclass(frozen=True)
+class PipelinedRun(PlannedRun):
+    """A run with pipeline stages, whose ranks vary slowest."""
+
+    pipeline: int = 1
+    virtual: int = 1
+    """The number of parts of the model on each stage."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of GPUs."""
+        return super().ranks * self.pipeline
+
+
+def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list[tuple[bool, int, int]]:
     """Return the turns of a stage in order, as (is_backward, part, micro_batch).
 
     Raises:
@@ -44,22 +58,22 @@ def orders(stages: int, parts: int, micro_batches: int, stage: int) -> list[tupl
     return turns + [turn(number, True) for number in range(total - ahead, total)]
 
 
-def pipeline_step(run: PlannedRun, cluster: Cluster) -> SimulatedStep:
+def make_pipeline_step(run: PipelinedRun, cluster: Cluster) -> SimulatedStep:
     """Return the tasks of a step, for the first rank of every stage.
 
     Raises:
-        ValueError: as `orders`.
+        ValueError: as `order_turns`.
     """
     stages = run.pipeline
-    seconds = _seconds(run, cluster)
+    seconds = _time_parts(run, cluster)
     tasks: dict[Key, tuple[str, float, list[Key], str]] = {}
     for stage in range(stages):
         _add_stage(run, cluster, stage, seconds, tasks)
     numbers = {key: number for number, key in enumerate(tasks)}
     step = SimulatedStep()
-    for (task, stage, part, micro_batch), (stream, took, after, kind) in tasks.items():
+    for (task, stage, part, micro_batch), (stream, task_s, after, kind) in tasks.items():
         name = f"stage {stage}: {task} of part {part}, micro-batch {micro_batch}"
-        step.tasks.append(Task(name, f"{stream}@{stage}", took, tuple(sorted(numbers[key] for key in after)), kind))
+        step.tasks.append(Task(name, f"{stream}@{stage}", task_s, tuple(sorted(numbers[key] for key in after)), kind))
     last = len(step.tasks) - 1
     held = held_parameters(run) / stages
     moved = 4 * held + (5 * run.parameter_bytes + 2 * run.state_bytes) * held
@@ -69,7 +83,7 @@ def pipeline_step(run: PlannedRun, cluster: Cluster) -> SimulatedStep:
     return step
 
 
-def _seconds(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
+def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of one part of a stage per micro-batch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
     times, unpipelined = block_times(run, cluster), replace(run, pipeline=1)
@@ -77,10 +91,12 @@ def _seconds(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     activation = 2 * run.tokens * run.model.dim / run.tensor
     share = run.checkpointed_blocks / run.model.n_layers
     directions = {"forward": times.forward, "backward": times.backward + share * times.recomputed}
-    seconds = {
-        name: blocks * simulate(block_tasks(unpipelined, cluster, computed, backward=name == "backward")).seconds
-        for name, computed in directions.items()
-    }
+    seconds = {}
+    for name, computed in directions.items():
+        block = SimulatedStep()
+        exchanges = exchanges_of_block(unpipelined, backward=name == "backward")
+        add_block(block, "block", computed, exchanges, cluster, overlapped_kinds(unpipelined))
+        seconds[name] = blocks * simulate(block).seconds
     head, embedding = head_times(run, cluster), embedding_times(run, cluster)
     ends = exchanges_at_the_ends(unpipelined)
     for name, both, exchanges in (("embedding", embedding, ends[0]), ("head", head, ends[1])):
@@ -105,27 +121,27 @@ def _seconds(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
 
 
 def _add_stage(
-    run: PlannedRun,
+    run: PipelinedRun,
     cluster: Cluster,
     stage: int,
     seconds: dict[str, float],
     tasks: dict[Key, tuple[str, float, list[Key], str]],
 ) -> None:
     stages, parts, micro_batches = run.pipeline, run.virtual, run.micro_batches
-    turns = orders(stages, parts, micro_batches, stage)
+    turns = order_turns(stages, parts, micro_batches, stage)
     link = cluster.link(run.shard * run.replicate * run.context, run.tensor)
     for part in range(parts):
         tasks["gather", stage, part, 0] = link, seconds["gather"], [], "all_gather"
     last = {part: max(i for i, (back, at, _) in enumerate(turns) if back and at == part) for part in range(parts)}
     for number, (is_backward, part, micro_batch) in enumerate(turns):
         direction = "backward" if is_backward else "forward"
-        took = seconds[direction]
+        turn_s = seconds[direction]
         step = 1 if is_backward else -1
         place = part * stages + stage
         if place == stages * parts - 1:
-            took += seconds[f"head {direction}"]
+            turn_s += seconds[f"head {direction}"]
         if place == 0:
-            took += seconds[f"embedding {direction}"]
+            turn_s += seconds[f"embedding {direction}"]
         after: list[Key] = []
         if not is_backward:
             after.append(("gather", stage, part, 0))
@@ -134,7 +150,7 @@ def _add_stage(
         if 0 <= place + step < stages * parts:
             after.append((f"send {direction}", (place + step) % stages, (place + step) // stages, micro_batch))
         key = direction, stage, part, micro_batch
-        tasks[key] = COMPUTE, took, after, direction
+        tasks[key] = COMPUTE, turn_s, after, direction
         if 0 <= place - step < stages * parts:
             send = f"send {direction}"
             tasks[send, stage, part, micro_batch] = send, seconds["send"], [key], "send"
