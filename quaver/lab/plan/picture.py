@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quaver.lab.plan.simulate import SimulatedTimeline
+from quaver.lab.recorder.figure import figure_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = {
     "forward": "#4c78a8",
@@ -23,34 +28,35 @@ _ZOOM = 0.08
 
 def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
     """Write a PNG: each stream's tasks over milliseconds, colored by kind; below, a short part of the step."""
-    from matplotlib.figure import Figure
+    turn = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
+    half_s = timeline.seconds * _ZOOM / 2
+    with figure_of(path, (12, 5.2), title=title) as figure:
+        step_axes, part_axes = figure.subplots(2, 1)
+        _draw_streams(step_axes, timeline, 0.0, timeline.seconds)
+        _draw_streams(part_axes, timeline, max(0.0, turn - half_s), turn + half_s)
+        part_axes.set_title("where the backward begins", fontsize=9)
+        handles, labels = step_axes.get_legend_handles_labels()
+        drawn = dict(zip(labels, handles, strict=True))
+        names = {kind: kind.replace("_", "-") for kind in COLORS if kind in drawn}
+        handles = [drawn[kind] for kind in names]
+        figure.legend(handles, names.values(), loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
 
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
-    whole, part = figure.subplots(2, 1)
-    turn = next((s.start_s for s in timeline.spans if s.task.kind == "backward"), 0.0)
-    width = timeline.seconds * _ZOOM
-    for axes, first, last in ((whole, 0.0, timeline.seconds), (part, max(0.0, turn - width / 2), turn + width / 2)):
-        streams = timeline.streams
-        for row, stream in enumerate(streams):
-            for kind, color in COLORS.items():
-                spans = [
-                    (1e3 * span.start_s, 1e3 * (span.end_s - span.start_s))
-                    for span in timeline.spans
-                    if span.task.stream == stream
-                    and span.task.kind == kind
-                    and span.end_s > first < last > span.start_s
-                ]
-                if spans:
-                    axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.2)
-        axes.set_yticks(range(len(streams)), streams)
-        axes.invert_yaxis()
-        axes.set_xlim(1e3 * first, 1e3 * last)
-        axes.set_xlabel("ms")
-    whole.set_title(title, fontsize=10)
-    part.set_title("where the backward begins", fontsize=9)
-    kinds = [kind for kind in COLORS if any(span.task.kind == kind for span in timeline.spans)]
-    from matplotlib.patches import Patch
 
-    handles = [Patch(color=COLORS[kind], label=kind.replace("_", "-")) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+def _draw_streams(axes: Axes, timeline: SimulatedTimeline, first_s: float, last_s: float) -> None:
+    for row, stream in enumerate(timeline.streams):
+        for kind, color in COLORS.items():
+            bars = [
+                (1e3 * span.start_s, 1e3 * (span.end_s - span.start_s))
+                for span in timeline.spans
+                if span.task.stream == stream
+                and span.task.kind == kind
+                and span.end_s > first_s < last_s > span.start_s
+            ]
+            if bars:
+                axes.broken_barh(
+                    bars, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.2, label=kind
+                )
+    axes.set_yticks(range(len(timeline.streams)), timeline.streams)
+    axes.set_ylim(len(timeline.streams) - 0.5, -0.5)
+    axes.set_xlim(1e3 * first_s, 1e3 * last_s)
+    axes.set_xlabel("ms")

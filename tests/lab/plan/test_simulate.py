@@ -2,10 +2,12 @@
 
 from itertools import pairwise
 
+import matplotlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quaver.lab.plan.picture import draw_step
 from quaver.lab.plan.simulate import COMPUTE, CONTENTION, SimulatedStep, Task, simulate
 
 STREAMS = [COMPUTE, "NVLink", "network", "compute@1", "NVLink@1", "send forward@1"]
@@ -89,3 +91,11 @@ def test_tasks_that_wait_for_each_other_are_refused():
     with pytest.raises(ValueError, match="'one', which can never begin"):
         simulate(step)
     assert simulate(SimulatedStep()).seconds == 0
+
+
+def test_the_picture_of_a_step_ignores_a_matplotlibrc_that_needs_latex(tmp_path):
+    step = SimulatedStep()
+    step.add("forward", COMPUTE, 1.0, [step.add("gather", "NVLink", 1.0, kind="all_gather")], kind="forward")
+    with matplotlib.rc_context({"text.usetex": True}):
+        draw_step(simulate(step), tmp_path / "step.png", title="bfloat16, FSDP2 8")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
