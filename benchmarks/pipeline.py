@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import block_times, embedding_times, head_times, held_parameters
-from quaver.lab.plan.exchanges import exchanges_at_the_ends, exchanges_of_block
+from quaver.lab.plan.compute import count_held_parameters, time_block, time_embedding, time_head
+from quaver.lab.plan.exchanges import list_block_exchanges, list_end_exchanges
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, SimulatedStep, Task, simulate
-from quaver.lab.plan.step import GRADIENT_BYTES, add_block, block_groups, overlapped_kinds
+from quaver.lab.plan.step import GRADIENT_BYTES, add_block, list_block_groups, list_overlapped_kinds
 from quaver.roofline.matmul import moved_s
 
 Key = tuple[str, int, int, int]
@@ -75,7 +75,7 @@ def make_pipeline_step(run: PipelinedRun, cluster: Cluster) -> SimulatedStep:
         name = f"stage {stage}: {task} of part {part}, micro-batch {micro_batch}"
         step.tasks.append(Task(name, f"{stream}@{stage}", task_s, tuple(sorted(numbers[key] for key in after)), kind))
     last = len(step.tasks) - 1
-    held = held_parameters(run) / stages
+    held = count_held_parameters(run) / stages
     moved = 4 * held + (5 * run.parameter_bytes + 2 * run.state_bytes) * held
     step.add(
         "norm, clipping and the optimizer", f"{COMPUTE}@0", moved_s(moved, cluster.spec), range(last + 1), "optimizer"
@@ -86,7 +86,7 @@ def make_pipeline_step(run: PipelinedRun, cluster: Cluster) -> SimulatedStep:
 def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of one part of a stage per micro-batch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
-    times, unpipelined = block_times(run, cluster), replace(run, pipeline=1)
+    times, unpipelined = time_block(run, cluster), replace(run, pipeline=1)
     stride = run.tensor * run.context * run.shard * run.replicate
     activation = 2 * run.tokens * run.model.dim / run.tensor
     share = run.checkpointed_blocks / run.model.n_layers
@@ -94,11 +94,11 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     seconds = {}
     for name, computed in directions.items():
         block = SimulatedStep()
-        exchanges = exchanges_of_block(unpipelined, backward=name == "backward")
-        add_block(block, "block", computed, exchanges, cluster, overlapped_kinds(unpipelined))
+        exchanges = list_block_exchanges(unpipelined, backward=name == "backward")
+        add_block(block, "block", computed, exchanges, cluster, list_overlapped_kinds(unpipelined))
         seconds[name] = blocks * simulate(block).seconds
-    head, embedding = head_times(run, cluster), embedding_times(run, cluster)
-    ends = exchanges_at_the_ends(unpipelined)
+    head, embedding = time_head(run, cluster), time_embedding(run, cluster)
+    ends = list_end_exchanges(unpipelined)
     for name, both, exchanges in (("embedding", embedding, ends[0]), ("head", head, ends[1])):
         for is_backward, computed in enumerate(both):
             sent = sum(
@@ -107,7 +107,7 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
             )
             seconds[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0
-    for group in block_groups(run):
+    for group in list_block_groups(run):
         gather += cluster.seconds("all_gather", group.gathered_bytes, group.shard, group.stride)
         scattered = GRADIENT_BYTES * group.parameters
         reduce += cluster.seconds("reduce_scatter", scattered, group.shard, group.stride)

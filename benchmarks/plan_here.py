@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver.lab.memory.runs.predict import training_step as trained_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import BlockTimes
-from quaver.lab.plan.run import run_of
+from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, block_groups, training_step
+from quaver.lab.plan.step import Costs, build_step, list_block_groups
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.trainer.run_setup import make_models
@@ -80,7 +80,7 @@ def measure(rank: int, ranks: int, port: int, results: torch.multiprocessing.Sim
     real = median_s(_trained(resolved, layout, mesh, rank, ranks))
     alone, alone_layout = resolve(config, world_size=1)
     parts = _parts_s(alone, alone_layout)
-    group = block_groups(run_of(resolved, layout))[0]
+    group = list_block_groups(make_planned_run(resolved, layout))[0]
     per_byte = _per_byte(int(group.gathered_bytes), group.parameters, ranks) if ranks > 1 else {}
     if rank == 0:
         results.put((real, parts, per_byte))
@@ -128,13 +128,13 @@ def main() -> None:
         torch.multiprocessing.start_processes(measure, arguments, nprocs=ranks, start_method="spawn")
         real, parts, per_byte = results.get()
         resolved, layout = resolve(config_of(), world_size=ranks)
-        run = run_of(resolved, layout)
+        run = make_planned_run(resolved, layout)
         block = (parts["whole"] - parts["few"]) / (run.model.n_layers - 2)
         rest = parts["few"] - 2 * block
         cluster = Measured(replace(spec, memory_gb_per_s=1e9), 8, 400.0)
         object.__setattr__(cluster, "per_byte", per_byte)
         costs = Costs(BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0))
-        step = training_step(run, cluster, costs)
+        step = build_step(run, cluster, costs)
         hidden, exposed = simulate(step, contention=0.0).seconds, sum(task.seconds for task in step.tasks)
         times = f"{1e3 * real:.1f} | {1e3 * hidden:.1f} to {1e3 * exposed:.1f}"
         print(f"| {ranks} | {times} | {hidden / real:.2f} to {exposed / real:.2f} |", flush=True)

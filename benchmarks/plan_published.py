@@ -14,7 +14,7 @@ from quaver.lab.plan import calibration
 from quaver.lab.plan.calibration import Card
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import training_step
+from quaver.lab.plan.step import build_step
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import require_device_spec
 
@@ -101,7 +101,7 @@ def seconds(row: Published, card: Card) -> float:
     """Return the simulated seconds of a step."""
     cluster = Cluster(card.spec, row.nodes_of, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
     run = run_of(row)
-    return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else training_step(run, cluster)).seconds
+    return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else build_step(run, cluster)).seconds
 
 
 def tokens_per_s(row: Published, card: Card | None = None) -> float:

@@ -16,9 +16,9 @@ from benchmarks.published import TRAIN_CONFIGS
 from benchmarks.record import ROOT, markdown
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.layouts import Degrees
-from quaver.lab.plan.quick import seconds_of_few
+from quaver.lab.plan.quick import extrapolate_seconds
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
@@ -116,7 +116,7 @@ def fitting(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRu
     except ValueError:
         return None
     most, sequences = USABLE * H100.memory_gb * 1e9, run.local_batch
-    while estimated_peak(config_of(run, settings, precision), run.ranks) > most:
+    while estimate_peak(config_of(run, settings, precision), run.ranks) > most:
         if run.local_batch == 1:
             return None
         local = run.local_batch // 2
@@ -146,9 +146,9 @@ def config_of(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainCo
 def tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     """Return tokens/s per GPU. Micro-batches after the third are taken to be as long as the third."""
     costs = Costs.of(run, cluster)
-    took = seconds_of_few(run, min(run.micro_batches, 3), cluster, costs)
+    took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, costs)
     if run.micro_batches > 3:
-        took += (run.micro_batches - 3) * (took - seconds_of_few(run, 2, cluster, costs))
+        took += (run.micro_batches - 3) * (took - extrapolate_seconds(run, 2, cluster, costs))
     return run.step_tokens / took / run.ranks
 
 

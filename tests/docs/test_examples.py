@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quaver.lab.plan.launchers import launch_files
+from quaver.lab.plan.launchers import make_launch_files
 from quaver.lab.settings.config_file import load_config
 from tests.isolated import Forked
 
@@ -71,5 +71,5 @@ def test_the_notebooks_links_lead_to_files():
 )
 def test_launchers_are_those_that_a_plan_writes(name, suffix, config, ranks):
     path = Path("train_configs") / f"{config}.toml"
-    texts = launch_files(load_config(FOLDER.parent / path), ranks, 8, path)
+    texts = make_launch_files(load_config(FOLDER.parent / path), ranks, 8, path)
     assert (FOLDER / "launch" / name).read_text() == texts[suffix]

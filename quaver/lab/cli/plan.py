@@ -13,18 +13,18 @@ from quaver.lab.bench.results import save, writable
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import bad_input
-from quaver.lab.plan.calibration import sustained_in_words
+from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted import check_counts_for, counted_costs
+from quaver.lab.plan.counted import check_counts_for, count_costs
 from quaver.lab.plan.device_file import read_device_spec
-from quaver.lab.plan.layouts import Layouts, layouts_of, precisions_of
-from quaver.lab.plan.limits import limits_in_words, links_of
-from quaver.lab.plan.peak import share_of_peak
+from quaver.lab.plan.layouts import Layouts, list_layouts, list_precisions
+from quaver.lab.plan.limits import describe_limits, list_links
+from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.picture import draw_step
 from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulate_step
 from quaver.lab.plan.step import Costs
-from quaver.lab.plan.unmodelled import unmodelled
+from quaver.lab.plan.unmodelled import iter_unmodelled
 from quaver.lab.plan.write import check_target, write_run
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import TrainConfig
@@ -139,7 +139,7 @@ class PlanOptions(Settings):
     def precisions(self, spec: DeviceSpec) -> list[str]:
         """Return bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
         if not self.recipes:
-            return precisions_of(spec.block_length, spec.float8_tflops is not None)
+            return list_precisions(spec.block_length, spec.float8_tflops is not None)
         names = [name if name == BFLOAT16 else canonical_recipe(name) for name in self.recipes]
         for name in names:
             if name != BFLOAT16 and unmultiplied_kinds(spec, name):
@@ -157,7 +157,7 @@ def run(argv: list[str]) -> int:
         if options.ledger:
             check_counts_for(spec)
         memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
-        layouts = layouts_of(
+        layouts = list_layouts(
             config,
             options.gpus,
             nodes_of=options.nodes_of,
@@ -174,10 +174,10 @@ def run(argv: list[str]) -> int:
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
             if number is not None and number > len(result.rows):
                 raise ValueError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
-    limits = [limits_in_words(row, cluster) for row in result.rows]
+    limits = [describe_limits(row, cluster) for row in result.rows]
     show(views_of(options, result, limits, cluster, memory))
     show(_notes_on_steps(options, config, layouts, result))
-    show(f"not simulated: {sentence}" for sentence in unmodelled(config))
+    show(f"not simulated: {sentence}" for sentence in iter_unmodelled(config))
     _write(options, result, limits, cluster)
     return 0
 
@@ -230,7 +230,8 @@ def views_of(
         f"memory is estimated within 10%: a layout near the limit may not fit; `quaver memory` with --ranks "
         f"{options.gpus} predicts that of a row which --write has written"
     )
-    yield f"{sustained_in_words(cluster.spec)}; times are simulated, not measured: docs/plan.md has published runs"
+    share = describe_sustained_share(cluster.spec)
+    yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"
 
 
 def _notes_on_steps(options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult) -> Iterator[str]:
@@ -266,7 +267,7 @@ def _cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]
         _thousands(row.run.step_tokens),
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
-        f"{100 * share_of_peak(row.run, row.seconds, cluster.spec):.0f}",
+        f"{100 * compute_share_of_peak(row.run, row.seconds, cluster.spec):.0f}",
         f"{100 * waits:.0f}",
     )
 
@@ -289,7 +290,7 @@ def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluste
             f"{link.sent_bytes / 1e9:.2f}",
             *(f"{s:.3f}" for s in (link.busy_s, link.busy_s - link.exposed_s, link.exposed_s)),
         )
-        for link in links_of(row.timeline)
+        for link in list_links(row.timeline)
     ]
     if links:
         yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
@@ -306,7 +307,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
     try:
         with working("compiling the block of the row"):
-            costs = counted_costs(row.candidate.config, row.run.ranks, row.run, cluster)
+            costs = count_costs(row.candidate.config, row.run.ranks, row.run, cluster)
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
     seconds, _ = simulate_step(row.run, cluster, costs)
@@ -351,8 +352,8 @@ def _json_of(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[st
         "step_seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_s,
         "step_tokens": row.run.step_tokens,
-        "mfu": share_of_peak(row.run, row.seconds, cluster.spec),
-        "links": [asdict(link) for link in links_of(row.timeline)],
+        "mfu": compute_share_of_peak(row.run, row.seconds, cluster.spec),
+        "links": [asdict(link) for link in list_links(row.timeline)],
         "limits": limits,
         "is_configured": row.candidate.is_configured,
         "config": asdict(row.candidate.config),

@@ -14,10 +14,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 
 from quaver.lab.memory.runs.predict import predict_memory
-from quaver.lab.plan.calibration import sustained_in_words
-from quaver.lab.plan.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
-from quaver.lab.plan.estimate import estimated_peak
-from quaver.lab.plan.step_cost import StepCost, step_cost
+from quaver.lab.plan.calibration import describe_sustained_share
+from quaver.lab.plan.changes import (
+    Change,
+    format_flags,
+    gather_least,
+    iter_less_precise,
+    list_combinations,
+    list_single_changes,
+)
+from quaver.lab.plan.estimate import estimate_peak
+from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec, spec_of_this_machine
@@ -103,7 +110,7 @@ def advise(
         ValueError: an unknown device, or an error of the run itself.
         NotImplementedError: the configured run cannot be predicted.
     """
-    spec = _spec(device, is_needed=fit_bytes is not None)
+    spec = _find_spec(device, is_needed=fit_bytes is not None)
     search = _AdviceSearch(config, ranks, fit_bytes, spec, progress or (lambda words: None), quick=quick)
     search.try_singly()
     best = None if fit_bytes is None else search.fastest_that_fits()
@@ -128,9 +135,9 @@ class _AdviceSearch:
     ) -> None:
         self.rows: list[AdvisedSetting] = []
         self.notes = [TIMES, LESS_PRECISE]
-        self.notes += [f"times on {spec.name}: {sustained_in_words(spec)}"] if spec is not None else []
+        self.notes += [f"times on {spec.name}: {describe_sustained_share(spec)}"] if spec is not None else []
         self.notes += ["peaks are estimated, within 10%"] if quick else []
-        self._peak_of = estimated_peak if quick else _predicted_peak
+        self._peak_of = estimate_peak if quick else _predict_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._progress = spec, progress
         resolved, self._layout = resolve(config, rank=0, world_size=ranks)
@@ -141,18 +148,18 @@ class _AdviceSearch:
 
     def try_singly(self) -> None:
         """Try each single change."""
-        for change in single_changes(self._config, self._layout, self._batch):
+        for change in list_single_changes(self._config, self._layout, self._batch):
             self._try(change)
-        alone = [self._try(change) for change in less_precise(Change("", self._config))]
+        alone = [self._try(change) for change in iter_less_precise(Change("", self._config))]
         least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
         self._less_precise_saves = -min(0, least)
 
     def fastest_that_fits(self) -> int | None:
         """Try combinations, the fastest first, and return the index of the first that fits."""
-        changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
+        changes = [Change(AS_CONFIGURED, self._config), *list_combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = [(change, self._cost(config)) for config, change in by_config.items()]
-        return next((index for index in self._try_groups(_fastest_first(costs)) if self.rows[index].fits), None)
+        return next((index for index in self._try_groups(_sort_by_time(costs)) if self.rows[index].fits), None)
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
         """Yield the indices of each group's changes, then of those that nearly fit, with less precise storage."""
@@ -163,7 +170,7 @@ class _AdviceSearch:
             for change in group[:left]:
                 over = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
                 if 0 < over <= SAVES_AS_MUCH * self._less_precise_saves:
-                    yield from map(self._try, less_precise(change))
+                    yield from map(self._try, iter_less_precise(change))
             left -= len(group)
             if left < 0:
                 self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
@@ -175,7 +182,7 @@ class _AdviceSearch:
         yield index
         peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes
         if peak_bytes is not None and fit_bytes is not None and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITS:
-            fewer = least_gathered(change, self._layout)
+            fewer = gather_least(change, self._layout)
             if fewer is not None:
                 yield self._try(fewer)
 
@@ -188,7 +195,7 @@ class _AdviceSearch:
             return self._predict(change.name, change.config)
         except (ValueError, NotImplementedError) as error:
             self._tried[change.config] = len(self.rows)
-            return self._add_refused(change.name, words_of(self._config, change.config), str(error))
+            return self._add_refused(change.name, format_flags(self._config, change.config), str(error))
 
     def _predict(self, name: str, config: TrainConfig) -> int:
         self._progress(name)
@@ -197,8 +204,8 @@ class _AdviceSearch:
         cost = self._cost(config)
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
         self._tried[config] = len(self.rows)
-        difference = peak_bytes - (configured or 0)
-        self.rows.append(AdvisedSetting(name, words_of(self._config, config), peak_bytes, difference, cost, "", fits))
+        flags, difference = format_flags(self._config, config), peak_bytes - (configured or 0)
+        self.rows.append(AdvisedSetting(name, flags, peak_bytes, difference, cost, "", fits))
         return len(self.rows) - 1
 
     def _add_refused(self, name: str, words: str, reason: str) -> int:
@@ -208,16 +215,16 @@ class _AdviceSearch:
     def _cost(self, config: TrainConfig) -> StepCost | None:
         """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
         try:
-            return step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+            return compute_step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
         except (ValueError, NotImplementedError):
             return None
 
 
-def _predicted_peak(config: TrainConfig, ranks: int) -> int:
+def _predict_peak(config: TrainConfig, ranks: int) -> int:
     return predict_memory(config, ranks).prediction.peak_bytes
 
 
-def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
+def _sort_by_time(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
     """Sort by modeled time, or by FLOPs without a device. Nearly equal changes form a group, fewer changes first."""
     places = enumerate(changes)
     known = [(cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in places if cost is not None]
@@ -228,14 +235,16 @@ def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[C
             groups.append([])
             slowest = time * EQUALLY_FAST
         groups[-1].append(place)
-    return [[changes[i][0] for i in sorted(group, key=lambda i: (_count(changes[i][0]), i))] for group in groups]
+    return [
+        [changes[i][0] for i in sorted(group, key=lambda i: (_count_changes(changes[i][0]), i))] for group in groups
+    ]
 
 
-def _count(change: Change) -> int:
+def _count_changes(change: Change) -> int:
     return 0 if change.name == AS_CONFIGURED else 1 + change.name.count(";")
 
 
-def _spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
+def _find_spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
     if device is not None:
         return require_device_spec(device, "device")
     return spec_of_this_machine() or (require_device_spec("H100", "device") if is_needed else None)

@@ -36,14 +36,14 @@ CARDS = {
 """benchmarks/plan_published.py adds the cards of other setups."""
 
 
-def sustained(spec: DeviceSpec) -> float:
+def get_sustained_share(spec: DeviceSpec) -> float:
     """Return the share of the device's card, or of the H100 if the device has none."""
-    return _card_of(spec).sustained
+    return _find_card(spec).sustained
 
 
-def sustained_in_words(spec: DeviceSpec) -> str:
+def describe_sustained_share(spec: DeviceSpec) -> str:
     """Return a sentence that says which share is taken and from which run, or that the H100's is assumed."""
-    card = _card_of(spec)
+    card = _find_card(spec)
     share, runs = f"{card.sustained:.0%} of the best rate of a matmul", f"as in {card.row}"
     if card.spec == spec:
         trained_by = ", with Megatron and TransformerEngine" if card.row.startswith("megatron") else ""
@@ -54,5 +54,5 @@ def sustained_in_words(spec: DeviceSpec) -> str:
     )
 
 
-def _card_of(spec: DeviceSpec) -> Card:
+def _find_card(spec: DeviceSpec) -> Card:
     return next((card for card in CARDS.values() if card.spec == spec), CARDS["H100"])

@@ -37,59 +37,59 @@ class Change:
     refusal: str = ""
 
 
-def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
+def list_single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
     """Return changes of one setting each that differ from `config`.
 
     Args:
         batch: the sequences of one optimizer step over all ranks, which no change affects.
     """
-    edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout, batch), *_less_precise(config)]
-    edits += list(_batches(config, batch))[1:2]
-    changes = [_change(config, name, [edit]) for name, edit in edits]
+    edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, layout, batch)]
+    edits += [*_iter_less_precise(config), *list(_iter_batches(config, batch))[1:2]]
+    changes = [_apply_edits(config, name, [edit]) for name, edit in edits]
     return [change for change in changes if change.config != config]
 
 
-def combinations(config: TrainConfig, batch: int) -> list[Change]:
+def list_combinations(config: TrainConfig, batch: int) -> list[Change]:
     """Return all combinations of checkpointing, precision and local batch size that the config accepts.
 
-    The local batch size is halved as often as possible; `batch` as in `single_changes`.
+    The local batch size is halved as often as possible; `batch` as in `list_single_changes`.
     """
-    checkpointings, precisions = _with_unchanged(_checkpointing()), _with_unchanged(_precisions(config))
+    checkpointings, precisions = _prepend_unchanged(_iter_checkpointing()), _prepend_unchanged(_iter_precisions(config))
     changes = []
-    for chosen in product(checkpointings, precisions, _batches(config, batch)):
+    for chosen in product(checkpointings, precisions, _iter_batches(config, batch)):
         names = [name for name, _ in chosen if name]
-        changes.append(_change(config, "; ".join(names), [edit for _, edit in chosen]))
+        changes.append(_apply_edits(config, "; ".join(names), [edit for _, edit in chosen]))
     by_config = {change.config: change for change in reversed(changes) if change.config is not None}
     return list(by_config.values())[::-1]
 
 
-def less_precise(change: Change) -> Iterator[Change]:
+def iter_less_precise(change: Change) -> Iterator[Change]:
     """Yield `change` with one, two and three additional settings that store less precisely."""
     config, edits = change.config, list[tuple[str, Edit]]()
     if config is None:
         return
-    for name, edit in _less_precise(config):
-        added = _change(config, name, [edit])
+    for name, edit in _iter_less_precise(config):
+        added = _apply_edits(config, name, [edit])
         if added.config in (None, config):
             continue
         edits.append((name, edit))
         names = [change.name, *(added_name for added_name, _ in edits)]
-        yield _change(config, "; ".join(name for name in names if name), [edit for _, edit in edits])
+        yield _apply_edits(config, "; ".join(name for name in names if name), [edit for _, edit in edits])
 
 
-def least_gathered(change: Change, layout: ParallelDims) -> Change | None:
+def gather_least(change: Change, layout: ParallelDims) -> Change | None:
     """Return `change` with the fewest gathered weights, or None if that changes nothing."""
     config = change.config
     if config is None or layout.shard == 1:
         return None
-    edits = [_set("parallelism", fsdp_reshard_after_forward="always")]
+    edits = [_edit_section("parallelism", fsdp_reshard_after_forward="always")]
     if config.float8.enable_float8_linear:
-        edits.append(_set("float8", enable_fsdp_float8_all_gather=True))
-    fewer = _change(config, f"{change.name}; least gathered weights", edits)
+        edits.append(_edit_section("float8", enable_fsdp_float8_all_gather=True))
+    fewer = _apply_edits(config, f"{change.name}; least gathered weights", edits)
     return None if fewer.config in (None, config) else fewer
 
 
-def words_of(config: TrainConfig, changed: TrainConfig) -> str:
+def format_flags(config: TrainConfig, changed: TrainConfig) -> str:
     """Return the flags that turn `config` into `changed`."""
     words = []
     before, after = asdict(config), asdict(changed)
@@ -132,7 +132,7 @@ def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) 
     return replace(float8, **settings, enable_float8_linear=True, recipe_name=precision)
 
 
-def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
+def _apply_edits(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
     try:
         for edit in edits:
             config = edit(config)
@@ -141,7 +141,7 @@ def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
     return Change(name, config)
 
 
-def _set(section: str, **values: Any) -> Edit:
+def _edit_section(section: str, **values: Any) -> Edit:
     """Return an edit that sets values of one section."""
 
     def edit(config: TrainConfig) -> TrainConfig:
@@ -151,54 +151,56 @@ def _set(section: str, **values: Any) -> Edit:
     return edit
 
 
-def _with_unchanged(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
+def _prepend_unchanged(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
     return [("", lambda config: config), *edits]
 
 
-def _checkpointing() -> Iterator[tuple[str, Edit]]:
+def _iter_checkpointing() -> Iterator[tuple[str, Edit]]:
     for name, checkpoint in CHECKPOINTING.items():
-        yield name, _set("activation_checkpoint", **asdict(checkpoint))
+        yield name, _edit_section("activation_checkpoint", **asdict(checkpoint))
 
 
-def _precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
-    yield f"precision: {config.training.mixed_precision_param}", _precision(BFLOAT16)
+def _iter_precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+    yield f"precision: {config.training.mixed_precision_param}", _edit_precision(BFLOAT16)
     for recipe in RECIPES:
-        yield f"precision: {recipe}", _precision(recipe)
+        yield f"precision: {recipe}", _edit_precision(recipe)
 
 
-def _precision(precision: str) -> Edit:
+def _edit_precision(precision: str) -> Edit:
     return lambda config: with_precision(config, precision)
 
 
-def _communication(config: TrainConfig, layout: ParallelDims, batch: int) -> Iterator[tuple[str, Edit]]:
+def _iter_communication(config: TrainConfig, layout: ParallelDims, batch: int) -> Iterator[tuple[str, Edit]]:
     if batch > config.training.local_batch_size * layout.data_parallel_degree > config.training.local_batch_size:
         for reduce in REDUCE[: 3 if layout.replicate > 1 else 2]:
-            yield f"gradients reduced after micro-batches: {reduce}", _set("training", reduce=reduce)
+            yield f"gradients reduced after micro-batches: {reduce}", _edit_section("training", reduce=reduce)
     if layout.shard == 1:
         return
     for policy in ("default", "always", "never"):
-        edit = _set("parallelism", fsdp_reshard_after_forward=policy)
+        edit = _edit_section("parallelism", fsdp_reshard_after_forward=policy)
         yield f"gathered weights freed after the forward: {policy}", edit
     if config.float8.enable_float8_linear:
-        yield "float8 all-gather: on", _set("float8", enable_fsdp_float8_all_gather=True)
-        off = _set("float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False)
+        yield "float8 all-gather: on", _edit_section("float8", enable_fsdp_float8_all_gather=True)
+        off = _edit_section(
+            "float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False
+        )
         yield "float8 all-gather: off", off
 
 
-def _less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+def _iter_less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
     """Yield changes that round more between the matmuls or in the optimizer, the smallest change first."""
     if "bfloat16" == config.training.mixed_precision_param != config.training.residual_stream_dtype:
-        yield "residual stream: bfloat16", _set("training", residual_dtype="bfloat16")
+        yield "residual stream: bfloat16", _edit_section("training", residual_dtype="bfloat16")
     if not config.optimizer.has_float8_states:
-        yield "optimizer states: float8", _set("optimizer", name=f"Float8{config.optimizer.name}")
-    yield "saved activations: float8", _set("activation_checkpoint", store_in_float8=True)
+        yield "optimizer states: float8", _edit_section("optimizer", name=f"Float8{config.optimizer.name}")
+    yield "saved activations: float8", _edit_section("activation_checkpoint", store_in_float8=True)
 
 
-def _batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:
+def _iter_batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:
     """Yield the local batch size unchanged, and then halved repeatedly with twice the micro-batches."""
     sequences = config.training.local_batch_size
     yield "", lambda config: config
     while sequences % 2 == 0:
         sequences //= 2
-        edit = _set("training", local_batch_size=sequences, global_batch_size=batch)
+        edit = _edit_section("training", local_batch_size=sequences, global_batch_size=batch)
         yield f"local batch size: {sequences}", edit

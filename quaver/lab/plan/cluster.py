@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
-from quaver.lab.plan.calibration import sustained
+from quaver.lab.plan.calibration import get_sustained_share
 from quaver.roofline.device_specs import DeviceSpec
 
 
@@ -75,7 +75,7 @@ class Cluster:
         cls, spec: DeviceSpec, nodes_of: int = 8, network_gbps: float = 400.0, storage_gb_per_s: float = 1.0
     ) -> Cluster:
         """Make a cluster with the calibrated `sustained` of its devices."""
-        return cls(spec, nodes_of, network_gbps, sustained(spec), storage_gb_per_s)
+        return cls(spec, nodes_of, network_gbps, get_sustained_share(spec), storage_gb_per_s)
 
     def nodes(self, ranks: int, stride: int) -> int:
         """Return the number of nodes that a group of `ranks`, `stride` apart, spans."""

@@ -54,7 +54,7 @@ class BlockTimes(NamedTuple):
     recomputed: float
 
 
-def weights_of_block(run: PlannedRun) -> dict[str, tuple[int, int]]:
+def list_block_weights(run: PlannedRun) -> dict[str, tuple[int, int]]:
     """Return the in- and out-features of each linear of a block, unsharded, without routed experts."""
     model = run.model
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
@@ -67,30 +67,30 @@ def weights_of_block(run: PlannedRun) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def dense_parameters(run: PlannedRun) -> int:
+def count_dense_parameters(run: PlannedRun) -> int:
     """Return the number of a block's parameters on one tensor parallel rank, without routed experts."""
-    weights = sum(inputs * outputs for inputs, outputs in weights_of_block(run).values())
+    weights = sum(inputs * outputs for inputs, outputs in list_block_weights(run).values())
     return weights // run.tensor + 2 * run.model.dim
 
 
-def expert_parameters(run: PlannedRun) -> int:
+def count_expert_parameters(run: PlannedRun) -> int:
     """Return the number of parameters of a block's routed experts on one expert parallel rank."""
     model = run.model
     return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
 
 
-def held_parameters(run: PlannedRun) -> float:
+def count_held_parameters(run: PlannedRun) -> float:
     """Return the number of parameters whose optimizer states one rank holds."""
     model = run.model
     tables = 1 if model.tie_word_embeddings else 2
-    dense = dense_parameters(run) * model.n_layers + tables * model.vocab_size * model.dim / run.tensor
-    experts = expert_parameters(run) * model.n_layers * run.expert
+    dense = count_dense_parameters(run) * model.n_layers + tables * model.vocab_size * model.dim / run.tensor
+    experts = count_expert_parameters(run) * model.n_layers * run.expert
     return (dense + experts) / (run.shard * run.context)
 
 
-def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
+def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     """Return the times of one block and micro-batch."""
-    linears = {name: linear_time(run, name, *sizes, cluster) for name, sizes in weights_of_block(run).items()}
+    linears = {name: time_linear(run, name, *sizes, cluster) for name, sizes in list_block_weights(run).items()}
     spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
@@ -98,16 +98,17 @@ def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     if not run.compiled:
         between = PerPass(*(EAGER_BYTES * seconds for seconds in between))
     attention = attention_seconds(queries, share, run.seq_len, spec, run.attention)
-    forward = sum(map(_forward_s, linears.values()))
-    backward = sum(time.total_s - _forward_s(time) for time in linears.values())
-    experts = expert_times(run, cluster) if model.n_experts else PerPass(0, 0)
-    stored = _storing_s(run, cluster) if run.stores_in_float8 else 0.0
+    forward = sum(map(_time_forward, linears.values()))
+    backward = sum(time.total_s - _time_forward(time) for time in linears.values())
+    experts = time_experts(run, cluster) if model.n_experts else PerPass(0, 0)
+    stored = _time_storing(run, cluster) if run.stores_in_float8 else 0.0
+    last_s = linears["down_proj"].output_s if "down_proj" in linears else 0.0
     recomputed = {
         "none": 0.0,
-        "op": sum(_forward_s(time) for name, time in linears.items() if name in RECOMPUTED_BY_OP)
+        "op": sum(_time_forward(time) for name, time in linears.items() if name in RECOMPUTED_BY_OP)
         + between.forward
         + experts.forward / 2,
-        "full": forward - _output_s(linears.get("down_proj")) + between.forward + attention.forward + experts.forward,
+        "full": forward - last_s + between.forward + attention.forward + experts.forward,
     }[run.checkpointing]
     slower = 1 / cluster.sustained
     return BlockTimes(
@@ -117,12 +118,12 @@ def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     )
 
 
-def recomputed_flops(run: PlannedRun) -> int:
+def count_recomputed_flops(run: PlannedRun) -> int:
     """Return the FLOPs of matmuls and attention that the backward of a checkpointed block recomputes for one token.
 
-    It counts the matmuls of `block_times`, and all of attention, although a causal kernel may skip half of it.
+    It counts the matmuls of `time_block`, and all of attention, although a causal kernel may skip half of it.
     """
-    model, weights = run.model, {name: inputs * outputs for name, (inputs, outputs) in weights_of_block(run).items()}
+    model, weights = run.model, {name: inputs * outputs for name, (inputs, outputs) in list_block_weights(run).items()}
     experts = 3 * model.dim * model.hidden_dim * model.top_k if model.n_experts else 0
     return {
         "none": 0,
@@ -132,7 +133,7 @@ def recomputed_flops(run: PlannedRun) -> int:
     }[run.checkpointing]
 
 
-def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
+def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
     """Return the time of a linear for one micro-batch on this rank, averaged over all blocks (float8 and others).
 
     Under a float8 all-gather, its weight arrives as codes.
@@ -140,8 +141,8 @@ def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     share = run.float8_share(name)
     if 0 < share < 1:
         parts = [replace(run, in_float8={name: float(is_float8)}) for is_float8 in (True, False)]
-        float8, bfloat16 = (linear_time(part, name, inputs, outputs, cluster) for part in parts)
-        return _mean(float8, bfloat16, share)
+        float8, bfloat16 = (time_linear(part, name, inputs, outputs, cluster) for part in parts)
+        return _average(float8, bfloat16, share)
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = name in ("o_proj", "down_proj")
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
@@ -179,7 +180,7 @@ def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     return time
 
 
-def _mean(first: LinearTime, second: LinearTime, share: float) -> LinearTime:
+def _average(first: LinearTime, second: LinearTime, share: float) -> LinearTime:
     """Return the mean of two times, with the weight `share` for the first."""
     names = (field.name for field in fields(LinearTime))
     return LinearTime(**{name: share * getattr(first, name) + (1 - share) * getattr(second, name) for name in names})
@@ -196,7 +197,7 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
     )
 
 
-def expert_times(run: PlannedRun, cluster: Cluster) -> PerPass:
+def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
     local, rows = model.n_experts // run.expert, run.tokens * model.top_k
@@ -204,26 +205,26 @@ def expert_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     forward = backward = 0.0
     for inputs, outputs in ((model.dim, 2 * model.hidden_dim), (model.hidden_dim, model.dim)):
         cost = linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
-        time = _mean(cost.float8, cost.bfloat16, run.float8_share(EXPERTS))
+        time = _average(cost.float8, cost.bfloat16, run.float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local)
-        forward += _forward_s(time)
-        backward += time.total_s - _forward_s(time)
+        forward += _time_forward(time)
+        backward += time.total_s - _time_forward(time)
     permuted_s = moved_s(4 * 2 * rows * model.dim, spec)
     return PerPass(forward + permuted_s, backward + permuted_s)
 
 
-def head_times(run: PlannedRun, cluster: Cluster) -> PerPass:
+def time_head(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the output projection and the loss."""
     model = run.model
-    time = linear_time(run, HEAD, model.dim, model.vocab_size, cluster)
+    time = time_linear(run, HEAD, model.dim, model.vocab_size, cluster)
     logits = run.tokens * model.vocab_size / run.tensor
     bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
     loss = [moved_s(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
-    forward = _forward_s(time)
+    forward = _time_forward(time)
     return PerPass(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
 
 
-def embedding_times(run: PlannedRun, cluster: Cluster) -> PerPass:
+def time_embedding(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the embedding, which reads and writes rows, and zeroes and accumulates its gradient."""
     model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
@@ -231,16 +232,12 @@ def embedding_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     return PerPass(moved_s(rows, spec), moved_s(rows + gradient, spec))
 
 
-def _forward_s(time: LinearTime) -> float:
+def _time_forward(time: LinearTime) -> float:
     casts = time.input_casts_s + CAST_FORWARD * time.weight_casts_s
     return time.output_s + casts + time.widening_s / 3 + time.launches_s / 3
 
 
-def _output_s(time: LinearTime | None) -> float:
-    return 0.0 if time is None else time.output_s
-
-
-def _storing_s(run: PlannedRun, cluster: Cluster) -> float:
+def _time_storing(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time to cast stored activations to float8 or back, 3 bytes an element."""
     model = run.model
     stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim

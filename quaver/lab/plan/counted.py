@@ -18,7 +18,7 @@ from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.faking.gpu import as_on_a_gpu
 from quaver.lab.memory.runs.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import BlockTimes, linear_time, weights_of_block
+from quaver.lab.plan.compute import BlockTimes, list_block_weights, time_linear
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
@@ -39,7 +39,7 @@ def check_counts_for(spec: DeviceSpec) -> None:
         raise NotImplementedError(f"--ledger: expected a GPU that is one of {', '.join(GPUS)}, got {spec.name}")
 
 
-def counted_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> Costs:
+def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> Costs:
     """Return the costs of a run's micro-batch, with the kernels of its block counted. Compiling takes seconds.
 
     Args:
@@ -50,7 +50,7 @@ def counted_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clu
     """
     if parts := [name for name, share in run.in_float8.items() if 0 < share < 1]:
         raise NotImplementedError(f"expected blocks that are alike, got {parts[0]} in float8 in some of them only")
-    entries = block_entries(config, ranks, cluster.spec)
+    entries = list_block_entries(config, ranks, cluster.spec)
     forward, backward = (
         sum(
             seconds_of(entry, cluster.spec, by_shape=True, sustained=cluster.sustained)
@@ -60,28 +60,28 @@ def counted_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clu
         for is_backward in (False, True)
     )
     if run.casts_weights_once and not run.float8_gather:  # these casts run outside of the block, for all micro-batches
-        weights = weights_of_block(run).items()
-        forward += sum(linear_time(run, name, *sizes, cluster).weight_casts_s for name, sizes in weights)
+        weights = list_block_weights(run).items()
+        forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in weights)
     formulas = Costs.of(run, cluster)
     again = formulas.block.recomputed * forward / formulas.block.forward
     return formulas._replace(block=BlockTimes(forward, backward, again))
 
 
-def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[LedgerEntry, ...]:
+def list_block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[LedgerEntry, ...]:
     """Return the launches of one compiled block of the first rank, not checkpointed, without collectives.
 
     Raises:
-        NotImplementedError: as `counted_costs`.
+        NotImplementedError: as `count_costs`.
     """
-    entries = entries_of(block_graphs(config, ranks, spec), GPUS[spec.name].L2_cache_size)
+    entries = entries_of(compile_block(config, ranks, spec), GPUS[spec.name].L2_cache_size)
     return tuple(entry for entry in entries if not entry.name.startswith(_COLLECTIVES))
 
 
-def block_graphs(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[CompiledGraph]:
+def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[CompiledGraph]:
     """Return the compiled forward and backward of one block of the first rank, not checkpointed.
 
     Raises:
-        NotImplementedError: as `counted_costs`.
+        NotImplementedError: as `count_costs`.
     """
     stores = config.activation_checkpoint.store_in_float8
     config = replace(

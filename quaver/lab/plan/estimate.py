@@ -30,7 +30,7 @@ import torch
 
 from quaver.checkpointing.policy import selected_every
 from quaver.kernels.adamw import BLOCK
-from quaver.lab.plan.run import EXPERTS, float8_shares, has_one_cast
+from quaver.lab.plan.run import EXPERTS, find_float8_shares, has_one_cast
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
@@ -77,7 +77,7 @@ class _Weight:
         return self.sharded(layout) // columns * ceil(row / BLOCK)
 
 
-def estimated_peak(config: TrainConfig, ranks: int = 1) -> int:
+def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
     """Estimate the peak bytes of `predict_memory(config, ranks)` on a GPU.
 
     Raises:
@@ -98,9 +98,9 @@ class Estimate:
         self.stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
         self.is_sharded = layout.data_parallel_degree > 1
-        self.shares = float8_shares(config)
+        self.shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
-        self.block, self.outside = _weights_of_block(self.model), _weights_outside(self.model)
+        self.block, self.outside = _list_block_weights(self.model), _list_outside_weights(self.model)
         self.in_block = sum(prod(weight.shape_on(layout)) for weight in self.block)
 
     @property
@@ -319,7 +319,7 @@ class Estimate:
         return _LOW * self.in_block + self.tokens * token_bytes // self.layout.tensor
 
 
-def _weights_of_block(model: Model) -> list[_Weight]:
+def _list_block_weights(model: Model) -> list[_Weight]:
     dim, keys = model.dim, model.n_kv_heads * model.head_dim
     attention = [_Weight((dim, dim), 0), _Weight((keys, dim), 0), _Weight((keys, dim), 0), _Weight((dim, dim), 1)]
     norms = [_Weight((dim,)), _Weight((dim,))]
@@ -335,7 +335,7 @@ def _weights_of_block(model: Model) -> list[_Weight]:
     return [*attention, *experts, *network, *norms]
 
 
-def _weights_outside(model: Model) -> list[_Weight]:
+def _list_outside_weights(model: Model) -> list[_Weight]:
     """Return the last norm, the embedding and, unless it is tied, the head."""
     embedding = _Weight((model.vocab_size, model.dim), 0)
     return [_Weight((model.dim,)), embedding, *([] if model.tie_word_embeddings else [_Weight(embedding.shape, 0)])]

@@ -32,12 +32,16 @@ class Exchange(NamedTuple):
     stride: int
 
 
-def exchanges_of_block(run: PlannedRun, *, backward: bool) -> list[Exchange]:
+def list_block_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
     """Return the collectives of a block's forward, or of its backward with the recomputation."""
-    return [*_tensor_parallel(run, backward), *_context_parallel(run, backward), *_expert_parallel(run, backward)]
+    return [
+        *_iter_tensor_parallel(run, backward),
+        *_iter_context_parallel(run, backward),
+        *_iter_expert_parallel(run, backward),
+    ]
 
 
-def exchanges_at_the_ends(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
+def list_end_exchanges(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
     """Return the exchanges of tensor parallelism at the embedding and at the output projection, by `is_backward`.
 
     The embedding is split over the vocabulary. Its output is scattered by sequence and its gradient gathered, in the
@@ -59,7 +63,7 @@ def exchanges_at_the_ends(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], 
     return embedding, head
 
 
-def _tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
+def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     """Yield the collectives of sequence parallelism: a half of a block gathers its input and scatters its output.
 
     Gradients do the reverse. A recomputation gathers again; under "op" it does not scatter again.
@@ -72,7 +76,7 @@ def _tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
     share = fmean(map(run.float8_share, SEVEN if run.has_feed_forward else SEVEN[:4]))
     if casts is not None and not run.casts_gathered:
-        forward, backwards = _amaxes(run, casts)
+        forward, backwards = _count_amaxes(run, casts)
         for number, elements in [forward] * (again or not backward) + [backwards] * backward:
             if number and share:
                 yield Exchange("all_reduce", 4 * elements / number, number * share, *group)
@@ -83,13 +87,13 @@ def _tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
         readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
         in_codes = sum(min(map(run.float8_share, linears)) for linears in readers)
         for times, casts_of_operand in ((in_codes, operand), (halves - in_codes, None)):
-            for gathered in _gathered_bytes(casts_of_operand, run.tokens, dim, run.tensor) if times else []:
+            for gathered in _list_gathered_bytes(casts_of_operand, run.tokens, dim, run.tensor) if times else []:
                 yield Exchange("all_gather", gathered, times, *group)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
     yield Exchange("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
 
 
-def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
+def _list_gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
     """Return the bytes of the tensors that are gathered for an operand of `tokens` rows: its codes and their scales.
 
     bfloat16 is gathered if a rank's rows do not divide into blocks.
@@ -108,7 +112,7 @@ def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: in
     return [elements]
 
 
-def _amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
+def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (all-reduces of amaxes, their elements) of the forward and of the backward.
 
     Ranks that split a tensor agree on its scale, and ranks that split a contracted dim on the scales along it. q, k, v,
@@ -152,7 +156,7 @@ def _amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple
     return (forward[0], forward[1]), (backward[0], backward[1])
 
 
-def _context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
+def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     """Yield the all-gather of keys and values, and the reduce-scatter of their gradients."""
     if run.context == 1:
         return
@@ -162,7 +166,7 @@ def _context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
         yield Exchange("reduce_scatter", keys, 1, run.context, run.tensor)
 
 
-def _expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
+def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     """Yield the exchange of counts, and the exchanges that send tokens, or their gradients, to the experts and back."""
     if run.expert == 1:
         return

@@ -25,7 +25,7 @@ _LONGEST_NAME = 40
 """Kubernetes adds the names of the job and of the pod, and takes 63 characters."""
 
 
-def launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> dict[str, str]:
+def make_launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> dict[str, str]:
     """Return the texts of the launch files by their endings. `path` is the path of the config when they run.
 
     The run resumes by itself: it gets a name and checkpoint.resume = auto, unless `config` sets them.
@@ -35,8 +35,8 @@ def launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
     """
     if not str(path).isprintable():
         raise ValueError(f"the path of a config must be printable characters, got {str(path)!r}")
-    hosts, gpus = hosts_of(ranks, gpus_per_node)
-    name = _dns_label(config.job.name or path.stem)
+    hosts, gpus = split_into_hosts(ranks, gpus_per_node)
+    name = _make_dns_label(config.job.name or path.stem)
     words = [path.as_posix() if path.as_posix()[0] != "-" else f"./{path.as_posix()}"]
     words += [] if config.job.name else [f"--job.name={name}"]
     words += ["--checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
@@ -51,10 +51,10 @@ def launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
         "grace_seconds": GRACE_SECONDS,
         "save_seconds": SAVE_SECONDS,
     }
-    return {suffix: _fill(template, words, values) for suffix, template in SUFFIXES.items()}
+    return {suffix: _fill_template(template, words, values) for suffix, template in SUFFIXES.items()}
 
 
-def hosts_of(ranks: int, gpus_per_node: int) -> tuple[int, int]:
+def split_into_hosts(ranks: int, gpus_per_node: int) -> tuple[int, int]:
     """Return the number of hosts of a run of `ranks`, and the number of GPUs that it takes on each."""
     if ranks <= gpus_per_node:
         return 1, ranks
@@ -66,24 +66,24 @@ def hosts_of(ranks: int, gpus_per_node: int) -> tuple[int, int]:
     return ranks // gpus_per_node, gpus_per_node
 
 
-def _fill(template: str, words: list[str], values: dict[str, object]) -> str:
+def _fill_template(template: str, words: list[str], values: dict[str, object]) -> str:
     text = files(__package__).joinpath("launch", template).read_text(encoding="utf-8")
     if template.endswith(".yaml"):
         item = re.search(r"\n *- (?=\{\{words\}\})", text)
-        written = (item[0] if item else "").join(map(_yaml, words))
+        written = (item[0] if item else "").join(map(_format_yaml, words))
     else:
         written = shlex.join(words)
     values = {**values, "words": written}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)
 
 
-def _yaml(word: str) -> str:
+def _format_yaml(word: str) -> str:
     """Return a word of a container's command as a YAML string. Kubernetes replaces $(NAME), and reads $$ as $."""
     word = word.replace("$", "$$")
     return word if re.fullmatch(r"[\w./=-]+", word, re.ASCII) else json.dumps(word, ensure_ascii=False)
 
 
-def _dns_label(name: str) -> str:
+def _make_dns_label(name: str) -> str:
     """Turn the name of a run into a Kubernetes name, which is also a word for shells and Slurm."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (label if label[:1].isalpha() else f"quaver-{label}")[:_LONGEST_NAME].strip("-")

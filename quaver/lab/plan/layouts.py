@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from quaver.checkpointing.policy import selected_every
-from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, less_precise, with_precision
+from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, iter_less_precise, with_precision
 from quaver.lab.plan.run import has_one_cast
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
@@ -102,7 +102,7 @@ class Layouts:
             self.configured_refusal = str(error)
 
 
-def layouts_of(
+def list_layouts(
     config: TrainConfig, ranks: int, *, nodes_of: int, precisions: list[str], step_sequences: int | None, stores: bool
 ) -> Layouts:
     """Return all candidates, with the configured run first if the trainer accepts it with `step_sequences`.
@@ -121,13 +121,13 @@ def layouts_of(
     else:
         layouts.add(replace(config, training=training), ranks, is_configured=True)
     for degrees, local, checkpoint, precision in product(
-        list(_degrees(config, ranks, nodes_of)),
-        _local_batches(config, step_sequences),
+        list(_iter_degrees(config, ranks, nodes_of)),
+        _list_local_batches(config, step_sequences),
         CHECKPOINTING.values(),
         precisions,
     ):
         for gathering, reduce in product(
-            _gatherings(degrees.shard, precision, config.float8), _reductions(degrees, local, step_sequences)
+            _list_gatherings(degrees.shard, precision, config.float8), _list_reductions(degrees, local, step_sequences)
         ):
             try:
                 changed = _configure(config, degrees, local, checkpoint, precision, gathering, step_sequences)
@@ -135,7 +135,7 @@ def layouts_of(
             except ValueError as error:
                 layouts.refuse(error)
                 continue
-            less = [change.config for change in less_precise(Change("", changed))] if stores else []
+            less = [change.config for change in iter_less_precise(Change("", changed))] if stores else []
             for variant in [changed, *less]:
                 if variant is not None:
                     layouts.add(variant, ranks)
@@ -144,7 +144,7 @@ def layouts_of(
     return layouts
 
 
-def precisions_of(block_length: int | None, is_multiplied: bool) -> list[str]:
+def list_precisions(block_length: int | None, is_multiplied: bool) -> list[str]:
     """Return bfloat16, and the recipes that a search tries on a GPU.
 
     Args:
@@ -184,7 +184,7 @@ class _Gathering(NamedTuple):
     """A value of parallelism.fsdp_reshard_after_forward."""
 
 
-def _gatherings(shard: int, precision: str, float8: Float8) -> list[_Gathering]:
+def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gathering]:
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if shard == 1:
         return [_Gathering(False, "default")]
@@ -198,7 +198,7 @@ def has_reductions(step_sequences: int, local: int, layout: ParallelDims | Degre
     return groups > 1 and step_sequences > local * groups
 
 
-def _reductions(degrees: Degrees, local: int, step_sequences: int | None) -> list[str]:
+def _list_reductions(degrees: Degrees, local: int, step_sequences: int | None) -> list[str]:
     """Return the values of training.reduce to try. With replicas, "every" sends more than "last_all_reduce"."""
     if not has_reductions(step_sequences or 0, local, degrees):
         return ["every"]
@@ -225,25 +225,25 @@ def _configure(
     )
 
 
-def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[Degrees]:
+def _iter_degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[Degrees]:
     """Yield the degrees that use all ranks, with tensor parallelism inside a node."""
     model, configured = config.model, config.parallelism
-    tensors = {1} if model.n_experts else {*_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
+    tensors = {1} if model.n_experts else {*_list_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
     for tensor in sorted(degree for degree in tensors if ranks % degree == 0):
         groups = ranks // tensor
         shards = {groups, configured.data_parallel_shard_degree}
-        shards |= {degree for degree in _powers_of_2(groups) if degree * tensor >= min(nodes_of, groups)}
+        shards |= {degree for degree in _list_powers_of_2(groups) if degree * tensor >= min(nodes_of, groups)}
         for shard in sorted((degree for degree in shards if degree > 0 and groups % degree == 0), reverse=True):
-            experts = _powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts else [1]
+            experts = _list_powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts else [1]
             for expert in experts:
                 if shard % expert == 0 and (expert == 1 or model.n_experts % expert == 0):
                     yield Degrees(groups // shard, shard, tensor, expert)
 
 
-def _local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:
+def _list_local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:
     most = min(MOST_LOCAL_BATCH, step_sequences or MOST_LOCAL_BATCH)
-    return sorted({*_powers_of_2(most), config.training.local_batch_size})
+    return sorted({*_list_powers_of_2(most), config.training.local_batch_size})
 
 
-def _powers_of_2(most: int) -> list[int]:
+def _list_powers_of_2(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
-from quaver.lab.plan.peak import float8_flops_per_token, flops_per_token
-from quaver.lab.plan.saving import written_s
-from quaver.lab.plan.search import FittingLayout, seconds_in_bfloat16
+from quaver.lab.plan.peak import count_float8_flops_per_token, count_flops_per_token
+from quaver.lab.plan.saving import time_writing
+from quaver.lab.plan.search import FittingLayout, simulate_in_bfloat16
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 
 WORDS = {
@@ -33,7 +33,7 @@ class Link:
     """The time in which the link works while nothing is computed."""
 
 
-def links_of(timeline: SimulatedTimeline) -> list[Link]:
+def list_links(timeline: SimulatedTimeline) -> list[Link]:
     """Return the links that a step uses."""
     return [
         Link(name, timeline.sent_bytes(name), timeline.busy_s(name), timeline.exposed_on(name))
@@ -42,7 +42,7 @@ def links_of(timeline: SimulatedTimeline) -> list[Link]:
     ]
 
 
-def limits_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
+def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
     """Return sentences about the share of computing, hidden and exposed communication, and the gain of float8."""
     timeline, step_s = row.timeline, row.timeline.seconds
     kinds = [kind for kind in WORDS if any(span.task.kind == kind for span in timeline.spans)]
@@ -55,18 +55,18 @@ def limits_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
     for words, share in sorted(shown.items(), key=lambda item: -item[1]):
         sentences.append(f"{words} are not: {share:.1%} of the step waits for them")
-    between_s, writing_s = row.run.steps_between_saves * row.seconds, written_s(row.run, cluster)
+    between_s, writing_s = row.run.steps_between_saves * row.seconds, time_writing(row.run, cluster)
     if writing_s > between_s > 0:
         sentences.append(f"a checkpoint is written in {writing_s:,.0f} s, and one is due every {between_s:,.0f} s")
-    return [*sentences, *gain_in_words(row, cluster)]
+    return [*sentences, *describe_gain(row, cluster)]
 
 
-def gain_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
+def describe_gain(row: FittingLayout, cluster: Cluster) -> list[str]:
     """Return a sentence about the gain of float8 in this layout and its bound; an empty list for bfloat16."""
     if row.run.recipe is None:
         return []
-    bfloat16_s = seconds_in_bfloat16(row, cluster)
-    share = float8_flops_per_token(row.run) / flops_per_token(row.run)
+    bfloat16_s = simulate_in_bfloat16(row, cluster)
+    share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
     gain = bfloat16_s / row.seconds
     return [
         f"{gain:.2f} times bfloat16's speed in the same layout: float8 computes {share:.0%} of the FLOPs, so with free "

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from quaver.lab.plan.compute import weights_of_block
+from quaver.lab.plan.compute import list_block_weights
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.scaled_matmul import kinds_of_matmuls
 
 
-def flops_per_token(run: PlannedRun) -> float:
+def count_flops_per_token(run: PlannedRun) -> float:
     """Return the FLOPs of forward and backward for one token: 6 per weight that multiplies it, and attention's.
 
     Only the causal half of attention counts, which is what kernels compute. The trainer's `training_flops_per_token`
     counts all of it, as is usual, so for long sequences its rate may exceed the peak.
     """
     model = run.model
-    weights = sum(i * o for i, o in weights_of_block(run).values()) + model.top_k * _expert_weights(run)
+    weights = sum(i * o for i, o in list_block_weights(run).values()) + model.top_k * _count_expert_weights(run)
     attention = 6 * model.n_heads * model.head_dim * run.seq_len
     return model.n_layers * (6 * weights + attention) + 6 * model.dim * model.vocab_size
 
 
-def float8_flops_per_token(run: PlannedRun) -> float:
+def count_float8_flops_per_token(run: PlannedRun) -> float:
     """Return the FLOPs of float8 matmuls for one token, forward and backward."""
     if run.recipe is None:
         return 0
     model = run.model
-    weights = sum(run.float8_share(name) * i * o for name, (i, o) in weights_of_block(run).items())
-    weights += run.float8_share(EXPERTS) * model.top_k * _expert_weights(run)
+    weights = sum(run.float8_share(name) * i * o for name, (i, o) in list_block_weights(run).items())
+    weights += run.float8_share(EXPERTS) * model.top_k * _count_expert_weights(run)
     weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
     return 2 * len(kinds_of_matmuls(run.precision)) * weights
 
 
-def share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
+def compute_share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
     """Return the share of `seconds` that a step's matmuls take at the data sheet's peak of their precisions.
 
     Raises:
         RuntimeError: the share is above 1, so `seconds` are wrong: nothing multiplies faster than the peak.
     """
-    in_float8 = float8_flops_per_token(run)
+    in_float8 = count_float8_flops_per_token(run)
     peak8 = spec.float8_tflops or spec.bfloat16_tflops
-    least_s = (flops_per_token(run) - in_float8) / spec.bfloat16_tflops + in_float8 / peak8
+    least_s = (count_flops_per_token(run) - in_float8) / spec.bfloat16_tflops + in_float8 / peak8
     share = 1e-12 * least_s * run.step_tokens / run.ranks / seconds
     if share > 1:
         raise RuntimeError(
@@ -49,5 +49,5 @@ def share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
     return share
 
 
-def _expert_weights(run: PlannedRun) -> int:
+def _count_expert_weights(run: PlannedRun) -> int:
     return 3 * run.model.dim * run.model.hidden_dim if run.model.n_experts else 0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.peak import share_of_peak
+from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, training_step
+from quaver.lab.plan.step import Costs, build_step
 
 _DEPTHS = (2, 4)
 
 
-def quick_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
+def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
     """Return the seconds of `simulate(training_step(run, cluster, costs))`.
 
     Args:
@@ -22,31 +22,31 @@ def quick_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
         RuntimeError: the step is faster than the GPU's peak allows.
     """
     costs = costs or Costs.of(run, cluster)
-    seconds = first_s = seconds_of_few(run, 1, cluster, costs)
+    seconds = first_s = extrapolate_seconds(run, 1, cluster, costs)
     if run.micro_batches > 1:
-        seconds += (run.micro_batches - 1) * (seconds_of_few(run, 2, cluster, costs) - first_s)
-    share_of_peak(run, seconds, cluster.spec)
+        seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, costs) - first_s)
+    compute_share_of_peak(run, seconds, cluster.spec)
     return seconds
 
 
-def seconds_of_few(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
+def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
     """Return the seconds of a step of `micro_batches`, extrapolated from a few of its blocks."""
     blocks, (shallow, deep) = run.model.n_layers, _DEPTHS
     if blocks <= deep:
-        return _seconds(run, blocks, micro_batches, cluster, costs)
-    few, more = (_seconds(run, depth, micro_batches, cluster, costs) for depth in _DEPTHS)
+        return _simulate_shallow(run, blocks, micro_batches, cluster, costs)
+    few, more = (_simulate_shallow(run, depth, micro_batches, cluster, costs) for depth in _DEPTHS)
     return few + (blocks - shallow) / (deep - shallow) * (more - few)
 
 
-def least_seconds(run: PlannedRun, costs: Costs) -> float:
+def bound_seconds(run: PlannedRun, costs: Costs) -> float:
     """Return the seconds of the compute of a step's micro-batches, a lower bound of the step."""
     block = costs.block
     blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed
     return run.micro_batches * (blocks + sum(costs.head) + sum(costs.embedding))
 
 
-def _seconds(run: PlannedRun, depth: int, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
+def _simulate_shallow(run: PlannedRun, depth: int, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
     checkpointed = round(run.checkpointed_blocks * depth / run.model.n_layers)
     model = replace(run.model, n_layers=depth)
     shallow = replace(run, model=model, checkpointed_blocks=checkpointed, micro_batches=micro_batches)
-    return simulate(training_step(shallow, cluster, costs)).seconds
+    return simulate(build_step(shallow, cluster, costs)).seconds

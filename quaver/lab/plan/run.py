@@ -1,6 +1,6 @@
 """The properties of a run on which its time depends: the degrees of its layout, its shapes and its precision.
 
-`run_of` makes the trainer's runs from a config. Some fields are only for runs that others published: context
+`make_planned_run` makes the trainer's runs from a config. Some fields are only for runs that others published: context
 parallelism, asynchronous tensor parallelism and other features that the trainer does not have.
 """
 
@@ -132,14 +132,14 @@ def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 
 
-def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
+def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
     """Return the trainer's run for the `config` and `layout` that `resolve` returned.
 
     Raises:
         ValueError: the time is not modeled: the run is not in bfloat16, or the compiler chooses what to recompute.
     """
     training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
-    optimizer, parameter_bytes = config.optimizer, _itemsize(config.training.dtype)
+    optimizer, parameter_bytes = config.optimizer, _get_itemsize(config.training.dtype)
     if training.mixed_precision_param != "bfloat16":
         raise ValueError(
             "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not modeled"
@@ -161,10 +161,10 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
         tensor=layout.tensor,
         expert=layout.expert,
         recipe=float8.recipe if float8.enable_float8_linear else None,
-        in_float8=float8_shares(config),
+        in_float8=find_float8_shares(config),
         float8_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=mode,
-        checkpointed_blocks=checkpointed_blocks(config),
+        checkpointed_blocks=count_checkpointed_blocks(config),
         reshards=config.parallelism.fsdp_reshard_after_forward,
         reduce=training.reduce,
         float8_gradients=config.comm.float8_gradients,
@@ -172,13 +172,13 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
         stores_in_float8=checkpoint.store_in_float8,
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,
         saves_in_background=config.checkpoint.async_mode != "disabled",
-        residual_bytes=_itemsize(training.residual_stream_dtype),
+        residual_bytes=_get_itemsize(training.residual_stream_dtype),
         parameter_bytes=parameter_bytes,
         state_bytes=_MOMENTS[optimizer.name] * (1 if optimizer.has_float8_states else parameter_bytes),
     )
 
 
-def checkpointed_blocks(config: TrainConfig) -> int:
+def count_checkpointed_blocks(config: TrainConfig) -> int:
     """Return the number of checkpointed blocks."""
     checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
     if checkpoint.mode == "selective":
@@ -186,12 +186,12 @@ def checkpointed_blocks(config: TrainConfig) -> int:
     return blocks if checkpoint.mode == "full" else 0
 
 
-def _itemsize(dtype: str) -> int:
+def _get_itemsize(dtype: str) -> int:
     size: int = getattr(torch, dtype).itemsize
     return size
 
 
-def float8_shares(config: TrainConfig) -> Mapping[str, float]:
+def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:
     """Return the share of blocks in which each linear is float8, as `PlannedRun.in_float8` has it.
 
     Raises:
@@ -207,11 +207,11 @@ def float8_shares(config: TrainConfig) -> Mapping[str, float]:
         cast_weights_once=False,
     )
     tokens = training.local_batch_size * training.seq_len if float8.auto_filter else 1
-    return _in_float8(config.model, converts, tokens)
+    return _count_float8_shares(config.model, converts, tokens)
 
 
 @functools.cache
-def _in_float8(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
+def _count_float8_shares(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
     llama = meta_llama(model)
     convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
     modules = dict(llama.named_modules())

@@ -7,7 +7,7 @@ have written. The time of a checkpoint is spread evenly over the steps between t
 from __future__ import annotations
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import held_parameters
+from quaver.lab.plan.compute import count_held_parameters
 from quaver.lab.plan.run import PlannedRun
 
 STAGED_GB_PER_S = 0.7
@@ -15,21 +15,21 @@ STAGED_GB_PER_S = 0.7
 process has not touched, at 0.5 to 0.7 GB/s per core (docs/lab/log.md). Not measured on a GPU; PCIe 5 moves 60 GB/s."""
 
 
-def saving_s(run: PlannedRun, cluster: Cluster) -> float:
+def time_saving(run: PlannedRun, cluster: Cluster) -> float:
     """Return the seconds for which one checkpoint stops all ranks, 0 without checkpoints."""
     if not run.steps_between_saves:
         return 0.0
     if run.saves_in_background:
-        return _state_bytes(run) / (1e9 * STAGED_GB_PER_S)
-    return written_s(run, cluster)
+        return _count_state_bytes(run) / (1e9 * STAGED_GB_PER_S)
+    return time_writing(run, cluster)
 
 
-def written_s(run: PlannedRun, cluster: Cluster) -> float:
+def time_writing(run: PlannedRun, cluster: Cluster) -> float:
     """Return the seconds in which all nodes together write one checkpoint, each replica a part of it."""
-    node_bytes = _state_bytes(run) / run.replicate * min(cluster.nodes_of, run.ranks)
+    node_bytes = _count_state_bytes(run) / run.replicate * min(cluster.nodes_of, run.ranks)
     return node_bytes / (1e9 * cluster.storage_gb_per_s)
 
 
-def _state_bytes(run: PlannedRun) -> float:
+def _count_state_bytes(run: PlannedRun) -> float:
     """Return the bytes of one rank's parameters and optimizer states."""
-    return held_parameters(run) * (run.parameter_bytes + run.state_bytes)
+    return count_held_parameters(run) * (run.parameter_bytes + run.state_bytes)

@@ -15,13 +15,13 @@ from itertools import islice
 
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.layouts import Candidate, Layouts
-from quaver.lab.plan.peak import share_of_peak
-from quaver.lab.plan.quick import least_seconds, quick_seconds
-from quaver.lab.plan.run import PlannedRun, run_of
+from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.quick import bound_seconds, estimate_seconds
+from quaver.lab.plan.run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import SimulatedTimeline, simulate
-from quaver.lab.plan.step import Costs, training_step
+from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings.parallel_dims import resolve
 
 MOST_TASKS = 10_000
@@ -75,7 +75,7 @@ class Timed:
     def seconds_per_token(self, cluster: Cluster) -> float:
         """Return the simulated time, which is computed once."""
         if self._simulated is None:
-            self._simulated = quick_seconds(self.run, cluster, self.costs) / self.run.step_tokens
+            self._simulated = estimate_seconds(self.run, cluster, self.costs) / self.run.step_tokens
         return self._simulated
 
 
@@ -105,8 +105,8 @@ def search(
     bfloat16_layouts = [layout for layout in fitting if layout.candidate.precision == BFLOAT16]
     chosen = [
         *(layout for layout in fitting if layout.candidate.is_configured),
-        *islice(by_speed(bfloat16_layouts, cluster), 1),
-        *islice(_skip_similar(by_speed(fitting, cluster)), top),
+        *islice(sort_by_speed(bfloat16_layouts, cluster), 1),
+        *islice(_skip_similar(sort_by_speed(fitting, cluster)), top),
     ]
     rows = []
     for number, layout in enumerate({id(layout): layout for layout in chosen}.values(), 1):
@@ -124,20 +124,20 @@ def _estimate(
         if number % 50 == 0:
             progress(f"estimating layout {number} of {len(candidates)}")
         try:
-            run = run_of(candidate.config, candidate.layout)
+            run = make_planned_run(candidate.config, candidate.layout)
         except ValueError as error:
             refusals[str(error)] += 1
             continue
-        yield candidate, run, estimated_peak(candidate.config, candidate.layout.world_size)
+        yield candidate, run, estimate_peak(candidate.config, candidate.layout.world_size)
 
 
 def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> Timed:
     """Return a candidate with its compute time."""
     costs = Costs.of(run, cluster)
-    return Timed(candidate, run, costs, peak_bytes, least_seconds(run, costs) / run.step_tokens)
+    return Timed(candidate, run, costs, peak_bytes, bound_seconds(run, costs) / run.step_tokens)
 
 
-def by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]:
+def sort_by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]:
     """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
     waiting = [(layout.least_seconds_per_token, number, False, layout) for number, layout in enumerate(layouts)]
     heapify(waiting)
@@ -171,21 +171,21 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
         RuntimeError: the step is faster than the GPU's peak allows.
     """
     costs = costs or Costs.of(run, cluster)
-    tasks_per_micro_batch = len(training_step(replace(run, micro_batches=1), cluster, costs).tasks)
+    tasks_per_micro_batch = len(build_step(replace(run, micro_batches=1), cluster, costs).tasks)
     few = min(run.micro_batches, max(2, MOST_TASKS // tasks_per_micro_batch))
-    timeline = simulate(training_step(replace(run, micro_batches=few), cluster, costs))
+    timeline = simulate(build_step(replace(run, micro_batches=few), cluster, costs))
     seconds = timeline.seconds
     if few < run.micro_batches:
-        fewer = simulate(training_step(replace(run, micro_batches=few - 1), cluster, costs)).seconds
+        fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs)).seconds
         seconds += (run.micro_batches - few) * (seconds - fewer)
-    share_of_peak(run, seconds, cluster.spec)
+    compute_share_of_peak(run, seconds, cluster.spec)
     return seconds, timeline
 
 
-def seconds_in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
+def simulate_in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
     """Return the seconds of the same layout in bfloat16, even if that does not fit."""
     if row.candidate.precision == BFLOAT16:
         return row.seconds
     config = with_precision(row.candidate.config, BFLOAT16)
     resolved, layout = resolve(config, rank=0, world_size=row.run.ranks)
-    return quick_seconds(run_of(resolved, layout), cluster)
+    return estimate_seconds(make_planned_run(resolved, layout), cluster)

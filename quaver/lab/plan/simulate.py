@@ -197,7 +197,7 @@ class _Simulation:
         if stream in self._running or not queue or self._waits[queue[0]]:
             return
         number = queue[0]
-        is_slow = stream.startswith(COMPUTE) and self._collectives[_rank(stream)] > 0
+        is_slow = stream.startswith(COMPUTE) and self._collectives[_parse_rank(stream)] > 0
         rate = self._shared_rate if is_slow else 1.0
         self.start[number] = now
         self._running[stream] = _Running(number, self._tasks[number].seconds, now, rate)
@@ -208,7 +208,7 @@ class _Simulation:
         """Count a collective that began or ended. The first and the last change the rate of the rank's compute."""
         if stream.startswith(_WITHOUT_KERNELS):
             return
-        rank = _rank(stream)
+        rank = _parse_rank(stream)
         before = self._collectives[rank]
         self._collectives[rank] += change
         compute = f"{COMPUTE}@{rank}" if rank else COMPUTE
@@ -221,5 +221,5 @@ class _Simulation:
         heapq.heappush(self._events, (running.ends, running.number))
 
 
-def _rank(stream: str) -> str:
+def _parse_rank(stream: str) -> str:
     return stream.partition("@")[2]

@@ -21,17 +21,17 @@ from quaver.fsdp.gradients import BLOCK
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import (
     BlockTimes,
-    block_times,
-    dense_parameters,
-    embedding_times,
-    expert_parameters,
-    head_times,
-    held_parameters,
-    weights_of_block,
+    count_dense_parameters,
+    count_expert_parameters,
+    count_held_parameters,
+    list_block_weights,
+    time_block,
+    time_embedding,
+    time_head,
 )
-from quaver.lab.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges_of_block
+from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges
 from quaver.lab.plan.run import HEAD, PlannedRun
-from quaver.lab.plan.saving import saving_s
+from quaver.lab.plan.saving import time_saving
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
 from quaver.roofline.block import PerPass
 from quaver.roofline.matmul import moved_s
@@ -55,13 +55,13 @@ class _Group(NamedTuple):
     stride: int
 
 
-def block_groups(run: PlannedRun) -> list[_Group]:
+def list_block_groups(run: PlannedRun) -> list[_Group]:
     """Return the FSDP2 groups of one block: its parameters, and separately experts that are split over ranks."""
     stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
-    dense, experts = dense_parameters(run), expert_parameters(run)
+    dense, experts = count_dense_parameters(run), count_expert_parameters(run)
     in_codes = 0.0
     if run.float8_gather and run.has_one_cast:
-        weights = weights_of_block(run).items()
+        weights = list_block_weights(run).items()
         in_codes = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in weights) / run.tensor
     gathered = 2 * dense - in_codes
     if run.expert == 1:
@@ -72,7 +72,7 @@ def block_groups(run: PlannedRun) -> list[_Group]:
     ]
 
 
-def overlapped_kinds(run: PlannedRun) -> frozenset[str]:
+def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
     """Return the kinds of a block's exchanges that overlap with its compute."""
     tensor = {"all_gather", "reduce_scatter"} if run.async_tensor else set()
     if run.casts_gathered and run.recipe is not None:  # casts wait for the whole tensor
@@ -93,7 +93,7 @@ def add_block(
     A half waits for its amaxes and its input, and its output is scattered afterwards. Exchanges of `overlapped` kinds
     are split into as many parts as there are ranks; only the first incoming and the last outgoing part do not overlap.
     """
-    kind = _direction(name)
+    kind = _find_direction(name)
     if not exchanges:
         step.add(name, COMPUTE, seconds, kind=kind)
         return
@@ -128,7 +128,7 @@ def add_block(
     step.add(f"{name}: end", COMPUTE, 0.0, waits, kind)
 
 
-def _direction(name: str) -> str:
+def _find_direction(name: str) -> str:
     return "backward" if "backward" in name else "forward"
 
 
@@ -142,10 +142,10 @@ class Costs(NamedTuple):
     @classmethod
     def of(cls, run: PlannedRun, cluster: Cluster) -> Costs:
         """Compute the costs by the model of compute.py."""
-        return cls(block_times(run, cluster), head_times(run, cluster), embedding_times(run, cluster))
+        return cls(time_block(run, cluster), time_head(run, cluster), time_embedding(run, cluster))
 
 
-def training_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedStep:
+def build_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedStep:
     """Return the tasks of the first rank's step.
 
     Args:
@@ -162,8 +162,8 @@ class _StepBuilder:
     def __init__(self, run: PlannedRun, cluster: Cluster, costs: Costs) -> None:
         self.step = SimulatedStep()
         self._run, self._cluster, self._costs = run, cluster, costs
-        self._groups = block_groups(run)
-        self._exchanges = {back: exchanges_of_block(run, backward=back) for back in (False, True)}
+        self._groups = list_block_groups(run)
+        self._exchanges = {back: list_block_exchanges(run, backward=back) for back in (False, True)}
         model = run.model
         rows = model.vocab_size * model.dim // run.tensor
         shard = run.shard * run.context
@@ -171,7 +171,7 @@ class _StepBuilder:
         tied = model.tie_word_embeddings  # the projection is in the embedding's group
         self._head = [] if tied else [_Group(HEAD, rows, 2 * rows, shard, run.tensor)]
         self._gathers = self._reduces = self._all_reduces = True
-        self._split_embedding, self._split_head = exchanges_at_the_ends(run)
+        self._split_embedding, self._split_head = list_end_exchanges(run)
         self._scattered: int | None = None
         """The last reduce-scatter. The next copy into its buffer waits for it."""
         self._copied: int | None = None
@@ -217,7 +217,7 @@ class _StepBuilder:
     def end(self) -> None:
         """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
         run, cluster = self._run, self._cluster
-        parameters = held_parameters(run)
+        parameters = count_held_parameters(run)
         norm = self._compute("norm of gradients", moved_s(4 * parameters, cluster.spec), "optimizer", [self._scattered])
         if run.ranks > 1:
             norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
@@ -227,7 +227,7 @@ class _StepBuilder:
             "clipping and the optimizer", moved_s(moved * parameters, cluster.spec), "optimizer", [norm]
         )
         if run.steps_between_saves:
-            share = saving_s(run, cluster) / run.steps_between_saves
+            share = time_saving(run, cluster) / run.steps_between_saves
             self.step.add("its share of a checkpoint", STORAGE, share, [updated], "checkpoint")
         if run.float8_gather and run.shard > 1:
             amax = self._compute(
@@ -247,7 +247,7 @@ class _StepBuilder:
         return self.step.add(name, cluster.link(ranks, stride), seconds, after, kind, sent)
 
     def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
-        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped_kinds(self._run))
+        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, list_overlapped_kinds(self._run))
 
     def _exchange_at_end(self, name: str, exchanges: list[Exchange]) -> None:
         """Add exchanges of the embedding or the output projection. Compute waits for them."""
@@ -255,7 +255,7 @@ class _StepBuilder:
         for exchange in exchanges:
             last = self._send(f"{name}: {exchange.kind}", exchange, [last])
         if exchanges:
-            self._compute(name, 0.0, _direction(name), [last])
+            self._compute(name, 0.0, _find_direction(name), [last])
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
         """Add all-gathers, which begin when the previously gathered weights are copied out."""

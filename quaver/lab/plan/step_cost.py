@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import recomputed_flops
-from quaver.lab.plan.quick import quick_seconds
-from quaver.lab.plan.run import run_of
+from quaver.lab.plan.compute import count_recomputed_flops
+from quaver.lab.plan.quick import estimate_seconds
+from quaver.lab.plan.run import make_planned_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.model import training_flops_per_token
@@ -30,7 +30,7 @@ class StepCost:
     """None without a device, outside bfloat16, or if the compiler decides the recomputation."""
 
 
-def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None) -> StepCost:
+def compute_step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None) -> StepCost:
     """Return the cost of a step for the `config` and `layout` that `resolve` returned.
 
     Raises:
@@ -44,9 +44,9 @@ def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None
         return StepCost(flops, None, None)
     # FLOPs do not depend on the precision; times are modeled in bfloat16. Saving, which depends on states, is left out.
     in_bfloat16 = replace(config, training=replace(training, mixed_precision_param="bfloat16"))
-    run = replace(run_of(in_bfloat16, layout), steps_between_saves=0)
-    repeated = run.checkpointed_blocks * micro_batches * tokens * recomputed_flops(run) // layout.tensor
+    run = replace(make_planned_run(in_bfloat16, layout), steps_between_saves=0)
+    repeated = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // layout.tensor
     seconds = None
     if spec is not None and training.mixed_precision_param == "bfloat16":
-        seconds = quick_seconds(run, Cluster.of(spec))
+        seconds = estimate_seconds(run, Cluster.of(spec))
     return StepCost(flops + repeated, repeated, seconds)

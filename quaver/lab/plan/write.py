@@ -5,7 +5,7 @@ from pathlib import Path
 import tomli_w
 
 from quaver.export.folders import new_folder
-from quaver.lab.plan.launchers import launch_files
+from quaver.lab.plan.launchers import make_launch_files
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import changed_settings
 from quaver.lab.settings.parallel_dims import resolve
@@ -20,11 +20,11 @@ def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
         ValueError: the launch files cannot be made.
         FileExistsError: the config exists, or a launch file with another content.
     """
-    texts = launch_files(config, ranks, gpus_per_node, path)
+    texts = make_launch_files(config, ranks, gpus_per_node, path)
     if path.exists() or path.is_symlink():
         raise FileExistsError(f"{str(path)!r} exists already; give another file or remove it")
-    for file, text in _beside(path, texts).items():
-        _exists_as(file, text.encode())
+    for file, text in _place_beside(path, texts).items():
+        _has_content(file, text.encode())
 
 
 def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *, comment: str) -> list[Path]:
@@ -47,9 +47,12 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     if path.suffix != ".toml":
         raise ValueError(f"the config of a run must be a file whose name ends with .toml, got {str(path)!r}")
     resolve(config, world_size=ranks)
-    texts = {path: config_text(config, comment), **_beside(path, launch_files(config, ranks, gpus_per_node, path))}
+    texts = {
+        path: format_config(config, comment),
+        **_place_beside(path, make_launch_files(config, ranks, gpus_per_node, path)),
+    }
     contents = {file: text.encode() for file, text in texts.items()}
-    missing = [file for file, content in contents.items() if not _exists_as(file, content)]
+    missing = [file for file, content in contents.items() if not _has_content(file, content)]
     for file in missing:
         with new_folder(file, file=file.name) as folder:
             partial = folder / file.name
@@ -59,7 +62,7 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     return list(contents)
 
 
-def config_text(config: TrainConfig, comment: str) -> str:
+def format_config(config: TrainConfig, comment: str) -> str:
     """Return `config` as TOML, without defaults, below the lines of `comment`."""
     # TOML forbids control characters in comments, and UTF-8 forbids surrogates, which stand for bytes of file names.
     printable = "".join(char if char.isprintable() or char == "\n" else " " for char in comment)
@@ -67,12 +70,12 @@ def config_text(config: TrainConfig, comment: str) -> str:
     return "\n".join([*lines, "", tomli_w.dumps(changed_settings(config))])
 
 
-def _beside(path: Path, texts: dict[str, str]) -> dict[Path, str]:
+def _place_beside(path: Path, texts: dict[str, str]) -> dict[Path, str]:
     """Key `texts` by file instead of by ending."""
     return {path.with_name(path.stem + suffix): text for suffix, text in texts.items()}
 
 
-def _exists_as(path: Path, content: bytes) -> bool:
+def _has_content(path: Path, content: bytes) -> bool:
     """Whether `path` is a file with this content. Raises FileExistsError if it exists and is anything else."""
     if not path.exists() and not path.is_symlink():
         return False

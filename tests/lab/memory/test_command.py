@@ -7,7 +7,7 @@ import pytest
 from quaver.lab.cli import main
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.advise import AS_CONFIGURED
-from quaver.lab.plan.changes import single_changes
+from quaver.lab.plan.changes import list_single_changes
 
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
@@ -75,9 +75,9 @@ FEW = ("activations: selective, every", "precision: bfloat16", "local batch size
 
 
 def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
-    few = lambda *run: [change for change in single_changes(*run) if change.name.startswith(FEW)]  # noqa: E731
-    monkeypatch.setattr("quaver.lab.plan.advise.single_changes", few)
-    monkeypatch.setattr("quaver.lab.plan.advise.less_precise", lambda change: [])
+    few = lambda *run: [change for change in list_single_changes(*run) if change.name.startswith(FEW)]  # noqa: E731
+    monkeypatch.setattr("quaver.lab.plan.advise.list_single_changes", few)
+    monkeypatch.setattr("quaver.lab.plan.advise.iter_less_precise", lambda change: [])
     words = [*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200"]
     printed, written = ask(capsys, tmp_path, *words)
     advice = written["advice"]

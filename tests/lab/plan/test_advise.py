@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from quaver.lab.cli.memory.views import advice_summary
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
-from quaver.lab.plan.changes import combinations, least_gathered, single_changes, words_of
-from quaver.lab.plan.compute import recomputed_flops
-from quaver.lab.plan.run import run_of
-from quaver.lab.plan.step_cost import step_cost
+from quaver.lab.plan.changes import format_flags, gather_least, list_combinations, list_single_changes
+from quaver.lab.plan.compute import count_recomputed_flops
+from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.step_cost import compute_step_cost
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
@@ -53,15 +53,17 @@ def test_recomputed_flops_are_what_torch_counts_more(tiny_config, mode):
             with FlopCounterMode(display=False, custom_mapping=attention) as counter:
                 next_token_loss(model(tokens), tokens).backward()
         counted.append(counter.get_total_flops())
-    run, every_2nd = (run_of(*resolve(replace(config, activation_checkpoint=MODES[each]))) for each in (mode, "2"))
-    assert tokens.numel() * 3 * recomputed_flops(replace(run, seq_len=32)) == counted[1] - counted[0] > 0
+    run, every_2nd = (
+        make_planned_run(*resolve(replace(config, activation_checkpoint=MODES[each]))) for each in (mode, "2")
+    )
+    assert tokens.numel() * 3 * count_recomputed_flops(replace(run, seq_len=32)) == counted[1] - counted[0] > 0
     assert (run.checkpointed_blocks, every_2nd.checkpointed_blocks) == (3, 1)
-    assert recomputed_flops(run_of(*resolve(tiny_config))) == 0
+    assert count_recomputed_flops(make_planned_run(*resolve(tiny_config))) == 0
 
 
 def _costs(words, ranks=8, spec=H100):
     config = load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(words)]))
-    return step_cost(*resolve(config, rank=0, world_size=ranks), spec)
+    return compute_step_cost(*resolve(config, rank=0, world_size=ranks), spec)
 
 
 def test_costs_of_a_step():
@@ -91,14 +93,14 @@ def test_costs_of_a_step():
 def test_the_words_of_a_change_make_it():
     config = replace(load_config(LLAMA_8B), training=replace(load_config(LLAMA_8B).training, local_batch_size=4))
     _, layout = resolve(config, world_size=8)
-    changes = [*single_changes(config, layout, 32), *combinations(config, 32)]
+    changes = [*list_single_changes(config, layout, 32), *list_combinations(config, 32)]
     assert len({change.name for change in changes}) > 40
     assert all(change.config is not None for change in changes)
     for change in changes[::4]:  # parsing takes long
-        words = ["--training.local_batch_size", "4", *shlex.split(words_of(config, change.config))]
+        words = ["--training.local_batch_size", "4", *shlex.split(format_flags(config, change.config))]
         assert load_config(*parse_arguments([str(LLAMA_8B), *words])) == change.config
         assert resolve(change.config, world_size=8)[0].training.step_batch_size == 32
-    names = {change.name for change in single_changes(config, layout, 32)}
+    names = {change.name for change in list_single_changes(config, layout, 32)}
     assert "activations: full" in names
     assert "float8 all-gather: off" in names
     assert "local batch size: 2" in names
@@ -108,7 +110,7 @@ def test_the_words_of_a_change_make_it():
 def test_what_the_trainer_refuses_is_said(tiny_config):
     config = changed(tiny_config, training={"compile": True})
     config = replace(config, parallelism=Parallelism(tensor_parallel_degree=2))
-    changes = {change.name: change for change in single_changes(config, resolve(config, world_size=2)[1], 2)}
+    changes = {change.name: change for change in list_single_changes(config, resolve(config, world_size=2)[1], 2)}
     assert changes["activations: full"].config is None
     assert "torch 2.13 cannot compile" in changes["activations: full"].refusal
     assert changes["activations: selective, op"].config is not None
@@ -118,7 +120,7 @@ def test_what_the_trainer_refuses_is_said(tiny_config):
 def test_persistent_scales_are_left_behind(tiny_config):
     float8 = Float8(recipe_name="delayed", delayed_margin=1)
     config = replace(tiny_config, float8=float8, metrics=replace(tiny_config.metrics, float8_scales_freq=3))
-    changes = {change.name: change.config for change in single_changes(config, resolve(config)[1], 2)}
+    changes = {change.name: change.config for change in list_single_changes(config, resolve(config)[1], 2)}
     assert changes["precision: rowwise"].float8 == Float8(recipe_name="rowwise")
     assert changes["precision: bfloat16"].float8 == Float8(enable_float8_linear=False, recipe_name="delayed")
 
@@ -228,11 +230,11 @@ def test_every_setting_is_predicted_once_as_the_run_is(peaks):
 def test_least_gathered(tiny_config):
     config = replace(tiny_config, float8=Float8())
     _, layout = resolve(config, world_size=2)
-    (change,) = (each for each in combinations(config, 4) if each.config == config)
-    fewer = least_gathered(change, layout)
+    (change,) = (each for each in list_combinations(config, 4) if each.config == config)
+    fewer = gather_least(change, layout)
     assert fewer.config.parallelism.fsdp_reshard_after_forward == "always"
     assert fewer.config.float8.enable_fsdp_float8_all_gather
-    assert least_gathered(fewer, layout) is least_gathered(change, resolve(config)[1]) is None
+    assert gather_least(fewer, layout) is gather_least(change, resolve(config)[1]) is None
 
 
 SIZES = {"80GiB": 80 * 2**30, "80GB": 80 * 10**9, "1.5 tib": 3 * 2**39, " 7 kB ": 7000, "12B": 12, "1000": 1000}

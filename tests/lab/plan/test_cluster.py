@@ -2,7 +2,7 @@
 
 import pytest
 
-from quaver.lab.plan.calibration import CARDS, sustained
+from quaver.lab.plan.calibration import CARDS, get_sustained_share
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.roofline.device_specs import find_device_spec
 
@@ -66,7 +66,7 @@ def test_sends_take_the_network_between_nodes_only():
 
 
 def test_devices_get_the_share_of_their_first_card():
-    assert sustained(H100) == CARDS["H100"].sustained
-    assert sustained(find_device_spec("mi300x")) == CARDS["H100"].sustained  # none of its own
+    assert get_sustained_share(H100) == CARDS["H100"].sustained
+    assert get_sustained_share(find_device_spec("mi300x")) == CARDS["H100"].sustained  # none of its own
     assert Cluster.of(H100).sustained == CARDS["H100"].sustained
     assert all(0.3 < card.sustained < 1 for card in CARDS.values())

@@ -8,10 +8,10 @@ import pytest
 from quaver.lab.cli import main
 from quaver.lab.cli import plan as command
 from quaver.lab.plan import search
-from quaver.lab.plan.calibration import sustained_in_words
+from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.compute import BlockTimes
 from quaver.lab.plan.step import Costs
-from quaver.lab.plan.unmodelled import unmodelled
+from quaver.lab.plan.unmodelled import iter_unmodelled
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.roofline.device_specs import find_device_spec
@@ -29,7 +29,7 @@ def bytes_of(config, ranks):
 
 @pytest.fixture(autouse=True)
 def known_memory(monkeypatch):
-    monkeypatch.setattr(search, "estimated_peak", bytes_of)
+    monkeypatch.setattr(search, "estimate_peak", bytes_of)
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def plan(capsys, tmp_path):
 
 def test_a_table_its_limits_a_picture_and_the_files_of_a_run(plan, tmp_path, monkeypatch):
     described = []
-    words_of = command.limits_in_words
-    monkeypatch.setattr(command, "limits_in_words", lambda row, of: described.append(row) or words_of(row, of))
+    words_of = command.describe_limits
+    monkeypatch.setattr(command, "describe_limits", lambda row, of: described.append(row) or words_of(row, of))
     chosen, picture = tmp_path / "chosen.toml", tmp_path / "step.png"
     files = "--explain", "1", "--png", str(picture), "--write", str(chosen), "--row", "2"
     printed, written = plan("--gpus", "16", *files)
@@ -63,7 +63,7 @@ def test_a_table_its_limits_a_picture_and_the_files_of_a_run(plan, tmp_path, mon
     assert "times the tokens/s of the best layout in bfloat16" in printed
     assert "Links in a step" in printed
     assert "memory is estimated within 10%" in printed
-    assert sustained_in_words(find_device_spec("h100")) in printed
+    assert describe_sustained_share(find_device_spec("h100")) in printed
     assert len({row["step_tokens"] for row in rows}) > 1
     assert "the config has no global batch, so steps have different tokens" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -77,7 +77,7 @@ def test_a_table_its_limits_a_picture_and_the_files_of_a_run(plan, tmp_path, mon
 
 def test_what_is_not_simulated_is_said():
     config = changed(TrainConfig(), training={"compile": True})
-    assert list(unmodelled(config)) == []
+    assert list(iter_unmodelled(config)) == []
     settings = {
         "training": {"compile": False},
         "data": {"document_mask": True},
@@ -89,7 +89,7 @@ def test_what_is_not_simulated_is_said():
             "layer_recipes": ("*.down_proj=rowwise", "*.up_proj=high_precision"),
         },
     }
-    told = list(unmodelled(changed(config, **settings)))
+    told = list(iter_unmodelled(changed(config, **settings)))
     names = (
         "layer_recipes",
         "high_precision_schedule",
@@ -103,8 +103,8 @@ def test_what_is_not_simulated_is_said():
     for name in names:
         assert any(name in sentence for sentence in told)
     only_high = changed(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
-    assert list(unmodelled(only_high)) == []
-    (sentence,) = unmodelled(changed(config, activation_checkpoint={"mode": "memory_budget"}))
+    assert list(iter_unmodelled(only_high)) == []
+    (sentence,) = iter_unmodelled(changed(config, activation_checkpoint={"mode": "memory_budget"}))
     assert sentence.endswith("the run has no row")
 
 
@@ -131,7 +131,7 @@ def test_a_step_of_so_many_tokens_is_said_where_it_has_others(plan):
     ],
 )
 def test_the_run_that_fixes_a_cards_share_is_said(gpu, words):
-    assert words in sustained_in_words(find_device_spec(gpu))
+    assert words in describe_sustained_share(find_device_spec(gpu))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
         modelled = Costs.of(run, cluster)
         return modelled._replace(block=BlockTimes(*(2 * each for each in modelled.block)))
 
-    monkeypatch.setattr(command, "counted_costs", costs)
+    monkeypatch.setattr(command, "count_costs", costs)
     png = str(tmp_path / "step.png")
     printed, written = plan("--gpus", "8", "--top", "1", "--explain", "1", "--ledger", "--png", png)
     if not is_counted:

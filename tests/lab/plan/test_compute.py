@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.record import ROOT
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import block_times, head_times
-from quaver.lab.plan.run import HEAD, SEVEN, PlannedRun, run_of
+from quaver.lab.plan.compute import time_block, time_head
+from quaver.lab.plan.run import HEAD, SEVEN, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
@@ -30,7 +30,7 @@ def test_one_rank_equals_the_ledger(recipe, monkeypatch):
     name, run = "bfloat16", RUN
     if recipe != "bfloat16":
         name, run = f"quaver {recipe}", replace(RUN, recipe=Float8LinearRecipeName(recipe))
-    times = block_times(run, Cluster(H200))
+    times = time_block(run, Cluster(H200))
     counted = sum(LEDGERS[name]["milliseconds"].values())
     assert 1e3 * (times.forward + times.backward) == pytest.approx(counted, rel=0.05)
     assert times.recomputed == 0
@@ -39,25 +39,25 @@ def test_one_rank_equals_the_ledger(recipe, monkeypatch):
 def test_what_a_checkpoint_recomputes():
     cluster = Cluster(H200)
     of = {
-        mode: block_times(replace(RUN, checkpointing=mode, checkpointed_blocks=32), cluster) for mode in ("op", "full")
+        mode: time_block(replace(RUN, checkpointing=mode, checkpointed_blocks=32), cluster) for mode in ("op", "full")
     }
     assert 0 < of["op"].recomputed < of["full"].recomputed < of["full"].forward
-    assert of["op"][:2] == of["full"][:2] == block_times(RUN, cluster)[:2]
+    assert of["op"][:2] == of["full"][:2] == time_block(RUN, cluster)[:2]
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_shares_of_tensor_parallel_ranks_are_no_faster_than_a_part(recipe):
     run = replace(RUN, recipe=recipe and Float8LinearRecipeName(recipe))
-    whole, share = (sum(block_times(replace(run, tensor=tensor), Cluster(H200))) for tensor in (1, 8))
+    whole, share = (sum(time_block(replace(run, tensor=tensor), Cluster(H200))) for tensor in (1, 8))
     assert whole / 8 < share < whole
 
 
 def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
     cluster, tensorwise = Cluster(H200), replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
     none, half, whole = (
-        sum(block_times(replace(tensorwise, in_float8=dict.fromkeys(SEVEN, share)), cluster)) for share in (0, 0.5, 1)
+        sum(time_block(replace(tensorwise, in_float8=dict.fromkeys(SEVEN, share)), cluster)) for share in (0, 0.5, 1)
     )
-    assert none == pytest.approx(sum(block_times(RUN, cluster)))
+    assert none == pytest.approx(sum(time_block(RUN, cluster)))
     assert half == pytest.approx((none + whole) / 2)
 
 
@@ -77,29 +77,29 @@ def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
 )
 def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
     config = TrainConfig(float8=Float8(**float8))
-    assert run_of(*resolve(config)).in_float8 == expected
+    assert make_planned_run(*resolve(config)).in_float8 == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("AdamW", 4), ("Muon", 2), ("Float8AdamW", 2), ("Float8Muon", 1)])
 def test_states_of_bfloat16_parameters(tiny_config, name, expected):
     config = changed(tiny_config, optimizer={"name": name}, training={"dtype": "bfloat16"})
-    assert run_of(*resolve(config)).state_bytes == expected
+    assert make_planned_run(*resolve(config)).state_bytes == expected
 
 
 def test_slower_settings_take_longer():
     cluster, rowwise = Cluster(H200), replace(RUN, recipe=Float8LinearRecipeName.ROWWISE)
     tensorwise = replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
-    base = sum(block_times(tensorwise, cluster))
-    assert base < sum(block_times(rowwise, cluster)) < sum(block_times(RUN, cluster))
-    assert base < sum(block_times(replace(tensorwise, compiled=False), cluster))
-    assert base == sum(block_times(replace(tensorwise, attention="cudnn"), cluster))  # torch's choice on an H200
-    assert base < sum(block_times(replace(tensorwise, attention="flash"), cluster))
+    base = sum(time_block(tensorwise, cluster))
+    assert base < sum(time_block(rowwise, cluster)) < sum(time_block(RUN, cluster))
+    assert base < sum(time_block(replace(tensorwise, compiled=False), cluster))
+    assert base == sum(time_block(replace(tensorwise, attention="cudnn"), cluster))  # torch's choice on an H200
+    assert base < sum(time_block(replace(tensorwise, attention="flash"), cluster))
     split = replace(tensorwise, tensor=8)
-    assert sum(block_times(split, cluster)) < sum(block_times(replace(split, async_tensor=True), cluster))
-    assert sum(block_times(split, cluster)) < sum(block_times(replace(split, casts_gathered=True), cluster))
-    assert sum(head_times(split, cluster)) < sum(head_times(tensorwise, cluster)) / 7
-    assert sum(block_times(rowwise, cluster)) < sum(block_times(replace(rowwise, rescales_rows=True), cluster))
-    assert base == sum(block_times(replace(tensorwise, rescales_rows=True), cluster))
+    assert sum(time_block(split, cluster)) < sum(time_block(replace(split, async_tensor=True), cluster))
+    assert sum(time_block(split, cluster)) < sum(time_block(replace(split, casts_gathered=True), cluster))
+    assert sum(time_head(split, cluster)) < sum(time_head(tensorwise, cluster)) / 7
+    assert sum(time_block(rowwise, cluster)) < sum(time_block(replace(rowwise, rescales_rows=True), cluster))
+    assert base == sum(time_block(replace(tensorwise, rescales_rows=True), cluster))
 
 
 def test_torch_takes_cudnn_on_hopper_and_blackwell_of_data_centers():

@@ -11,10 +11,10 @@ from quaver.lab.bench.ledger.times import milliseconds_by_category
 from quaver.lab.plan import counted
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted import block_entries, block_graphs, check_counts_for, counted_costs
-from quaver.lab.plan.run import run_of
+from quaver.lab.plan.counted import check_counts_for, compile_block, count_costs, list_block_entries
+from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, training_step
+from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.roofline.device_specs import find_device_spec
@@ -39,7 +39,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     FSDP2 over two ranks gathers weights in bfloat16, as those of the ledger are.
     """
     config = with_precision(CONFIG, precision, gathers_codes=False)
-    entries = block_entries(config, 2, H200)
+    entries = list_block_entries(config, 2, H200)
     ledger = Ledger(precision, "H200", entries, ())
     expected = COUNTS[BFLOAT16 if precision == BFLOAT16 else f"quaver {precision}"]
     found, halves = ledger.counts(), 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
@@ -48,13 +48,13 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     assert {name: found[name] for name in same} == {name: expected[name] for name in same}
     assert sum(expected[name] - found[name] for name in fused) == halves
 
-    monkeypatch.setattr(counted, "block_entries", lambda *_: entries)
+    monkeypatch.setattr(counted, "list_block_entries", lambda *_: entries)
     monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
-    run, cluster = replace(run_of(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
-    costs = counted_costs(config, 2, run, cluster)
+    run, cluster = replace(make_planned_run(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
+    costs = count_costs(config, 2, run, cluster)
     blocks = [
         span.end_s - span.start_s
-        for span in simulate(training_step(run, cluster, costs)).spans
+        for span in simulate(build_step(run, cluster, costs)).spans
         if "of block 1" in span.task.name
     ]
     assert 1e3 * sum(blocks) == pytest.approx(sum(milliseconds_by_category(ledger, H200).values()))
@@ -66,7 +66,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
 def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
     config = with_precision(CONFIG, precision)
     config = replace(config, parallelism=replace(config.parallelism, tensor_parallel_degree=2))
-    whole, share = block_entries(with_precision(CONFIG, precision), 1, H200), block_entries(config, 2, H200)
+    whole, share = list_block_entries(with_precision(CONFIG, precision), 1, H200), list_block_entries(config, 2, H200)
     assert not any("c10d" in entry.name for entry in share)
     assert sum(entry.flops for entry in whole) == 2 * sum(entry.flops for entry in share)
     assert Ledger(precision, "H200", share, ()).surplus_stores == 0
@@ -78,7 +78,7 @@ def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(pre
     """Neither of weights, whose scales ranks agree on, nor of inputs that it can compute again."""
     config = with_precision(CONFIG, precision)
     config = replace(config, parallelism=replace(config.parallelism, tensor_parallel_degree=2))
-    saved = [each for graph in block_graphs(config, 2, H200) for each in graph.saved if each.is_float8]
+    saved = [each for graph in compile_block(config, 2, H200) for each in graph.saved if each.is_float8]
     tokens = STEP.local_batch_size * STEP.seq_len
     assert [each.elements for each in saved] == [tokens * MODEL.dim] * 2  # of q, k and v, and of gate and up
 
@@ -86,9 +86,9 @@ def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(pre
 def test_blocks_that_differ_are_not_counted():
     config = with_precision(CONFIG, "tensorwise")
     config = replace(config, float8=replace(config.float8, skip_first_layers=1))
-    run = run_of(*resolve(config, rank=0, world_size=1))
+    run = make_planned_run(*resolve(config, rank=0, world_size=1))
     with pytest.raises(NotImplementedError, match="expected blocks that are alike, got .*_proj in float8 in some"):
-        counted_costs(config, 1, run, Cluster(H200))
+        count_costs(config, 1, run, Cluster(H200))
 
 
 def test_other_gpus_are_refused():

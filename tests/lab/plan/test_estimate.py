@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.plan_memory import peak_bytes
 from quaver.lab.memory.runs.predict import SEES_GATHERS
-from quaver.lab.plan.estimate import Estimate, estimated_peak
+from quaver.lab.plan.estimate import Estimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
@@ -100,7 +100,7 @@ PEAKS = [
 @pytest.mark.parametrize(("ranks", "name", "tensor", "batch", "mode", "recipe", "is_compiled", "peak"), PEAKS)
 def test_the_estimate_is_near_the_peak(ranks, name, tensor, batch, mode, recipe, is_compiled, peak):
     config = _with(name, tensor, batch, mode, recipe, is_compiled)
-    assert estimated_peak(config, ranks) == pytest.approx(peak, rel=0.05)
+    assert estimate_peak(config, ranks) == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.nightly
@@ -132,7 +132,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("sections", "added"), CHANGES)
 def test_settings_change_the_estimate_as_they_change_the_peak(sections, added):
-    estimated = (estimated_peak(changed(SMALL, **sections)) - estimated_peak(SMALL)) / 1e6
+    estimated = (estimate_peak(changed(SMALL, **sections)) - estimate_peak(SMALL)) / 1e6
     assert estimated == pytest.approx(added, abs=13)
 
 
@@ -144,7 +144,7 @@ def test_the_recorded_changes_are_those_of_today(sections, added):
 
 def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
     def estimate(ranks: int = 4, **sections) -> int:
-        return estimated_peak(changed(tiny_config, training={"seq_len": 512, "dtype": "float32"}, **sections), ranks)
+        return estimate_peak(changed(tiny_config, training={"seq_len": 512, "dtype": "float32"}, **sections), ranks)
 
     full = {"mode": "full"}
     second = {"mode": "selective", "selective_ac_option": "2"}
@@ -153,6 +153,6 @@ def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
     assert estimate(parallelism={"fsdp_reshard_after_forward": "never"}) > estimate()
     weights = 4 * sum(each.numel() for each in Llama(tiny_config.model).parameters())
     batch = {"seq_len": 512, "dtype": "float32", "global_batch_size": 64 * tiny_config.training.local_batch_size}
-    every, last = (estimated_peak(changed(tiny_config, training={**batch, "reduce": each}), 4) for each in REDUCE[:2])
+    every, last = (estimate_peak(changed(tiny_config, training={**batch, "reduce": each}), 4) for each in REDUCE[:2])
     assert 0.7 * weights < last - every <= weights  # of each parameter float32 instead of this rank's quarter
     assert estimate() > estimate(optimizer={"name": "Muon"})

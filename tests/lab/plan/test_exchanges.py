@@ -9,9 +9,9 @@ from quaver.lab.memory.faking.gpu import predicting_for
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.exchanges import exchanges_of_block
-from quaver.lab.plan.run import run_of
-from quaver.lab.plan.step import GRADIENT_BYTES, block_groups, training_step
+from quaver.lab.plan.exchanges import list_block_exchanges
+from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.step import GRADIENT_BYTES, build_step, list_block_groups
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
@@ -71,10 +71,10 @@ def modelled(run):
             found[link, kind][1] += number * tensor_bytes
 
     for backward in (False, True):
-        for each in exchanges_of_block(run, backward=backward):
+        for each in list_block_exchanges(run, backward=backward):
             split = "ep" if each.ranks < run.shard else "dp_shard"
             add("tp" if run.tensor > 1 else split, each.kind, each.number, each.tensor_bytes)
-    for group in block_groups(run):
+    for group in list_block_groups(run):
         link = "dp_shard / ep" if group.name == "experts" else "dp_shard"
         if group.shard > 1:
             add(link, "all_gather", 2, group.gathered_bytes)
@@ -95,7 +95,7 @@ ALWAYS = [("tensorwise", "op", True)]
 def test_tensor_parallel_exchanges_are_those_that_the_trainer_starts(recipe, mode, gather):
     trained = config(recipe, mode, gather=gather, tensor=2)
     resolved, layout = resolve(trained, rank=0, world_size=RANKS)
-    found, counted = modelled(run_of(resolved, layout)), of_a_block(trained)
+    found, counted = modelled(make_planned_run(resolved, layout)), of_a_block(trained)
     if gather:  # one all-reduce of a step has the amaxes of all weights' rows: it grows with the layers
         assert found["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
         found["tp", "all_reduce"] = counted["tp", "all_reduce"]
@@ -114,7 +114,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_exchanges_of_other_layouts(name):
     resolved, layout = resolve(LAYOUTS[name], rank=0, world_size=RANKS)
-    assert modelled(run_of(resolved, layout)) == of_a_block(LAYOUTS[name])
+    assert modelled(make_planned_run(resolved, layout)) == of_a_block(LAYOUTS[name])
 
 
 @pytest.mark.nightly
@@ -123,7 +123,7 @@ def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
     trained = config("rowwise", tensor=2)
     trained = replace(trained, float8=replace(trained.float8, filter_fqns=("lm_head", filtered)))
     resolved, layout = resolve(trained, rank=0, world_size=RANKS)
-    found, counted = modelled(run_of(resolved, layout)), of_a_block(trained)
+    found, counted = modelled(make_planned_run(resolved, layout)), of_a_block(trained)
     amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
     assert found.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
     assert found == counted
@@ -173,7 +173,7 @@ def test_a_step_issues_the_trainers_collectives(name):
 
 
 def _step(resolved, layout):
-    return training_step(run_of(resolved, layout), Cluster.of(find_device_spec("h100")))
+    return build_step(make_planned_run(resolved, layout), Cluster.of(find_device_spec("h100")))
 
 
 def _kinds(resolved, layout):

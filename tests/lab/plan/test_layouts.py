@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quaver.lab.plan.changes import BFLOAT16, with_precision
-from quaver.lab.plan.layouts import layouts_of, precisions_of
+from quaver.lab.plan.layouts import list_layouts, list_precisions
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 
@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 def found(name, ranks, **options):
     options = {"nodes_of": 8, "precisions": [BFLOAT16, "tensorwise"], "step_sequences": None, "stores": False} | options
-    return layouts_of(load_config(CONFIGS / f"{name}.toml"), ranks, **options)
+    return list_layouts(load_config(CONFIGS / f"{name}.toml"), ranks, **options)
 
 
 def test_each_layout_is_tried_once_and_uses_all_gpus():
@@ -46,7 +46,7 @@ def test_experts_are_split_and_dense_models_are_not():
 def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
     """With a batch of its own it would be compared with steps of other tokens."""
     config = replace(TrainConfig(), training=replace(TrainConfig().training, local_batch_size=4, global_batch_size=16))
-    layouts = layouts_of(config, 2, nodes_of=8, precisions=[BFLOAT16], step_sequences=4, stores=False)
+    layouts = list_layouts(config, 2, nodes_of=8, precisions=[BFLOAT16], step_sequences=4, stores=False)
     assert not any(each.is_configured for each in layouts.candidates)
     assert {each.config.training.global_batch_size for each in layouts.candidates} == {4}
     assert "training.global_batch_size" in layouts.configured_refusal
@@ -104,6 +104,6 @@ def test_a_compared_run_has_a_baseline_without_one():
 
 
 def test_recipes_are_those_that_the_gpu_multiplies():
-    assert precisions_of(128, True)[-1] == "blockwise"
-    assert precisions_of(32, True)[-1] == "mxfp8"
-    assert precisions_of(None, False) == [BFLOAT16]
+    assert list_precisions(128, True)[-1] == "blockwise"
+    assert list_precisions(32, True)[-1] == "mxfp8"
+    assert list_precisions(None, False) == [BFLOAT16]

@@ -11,13 +11,13 @@ import pytest
 from quaver.lab.plan import search as searching
 from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.layouts import layouts_of
-from quaver.lab.plan.limits import gain_in_words, limits_in_words, links_of
-from quaver.lab.plan.peak import share_of_peak
-from quaver.lab.plan.run import run_of
-from quaver.lab.plan.search import FittingLayout, quick_seconds, search
+from quaver.lab.plan.layouts import list_layouts
+from quaver.lab.plan.limits import describe_gain, describe_limits, list_links
+from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import training_step
+from quaver.lab.plan.step import build_step
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.model import training_flops_per_token
 from quaver.roofline.device_specs import find_device_spec
@@ -37,7 +37,7 @@ def known_memory():
             config.training.local_batch_size * (10 if saves else 5) + 2 * (not config.float8.enable_float8_linear)
         )
 
-    with patch.object(searching, "estimated_peak", of):
+    with patch.object(searching, "estimate_peak", of):
         yield
 
 
@@ -45,7 +45,7 @@ def known_memory():
 def layouts(name="llama3_8b", ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=2):
     config = load_config(CONFIGS / f"{name}.toml")
     config = replace(config, model=replace(config.model, n_layers=blocks))
-    return layouts_of(
+    return list_layouts(
         config, ranks, nodes_of=8, precisions=list(precisions), step_sequences=step_sequences, stores=False
     )
 
@@ -63,15 +63,15 @@ def timed():
     """Every layout with its time, simulated."""
     found = []
     for each in layouts().candidates:
-        run = run_of(each.config, each.layout)
-        found.append((each, run, quick_seconds(run, CLUSTER) / run.step_tokens))
+        run = make_planned_run(each.config, each.layout)
+        found.append((each, run, estimate_seconds(run, CLUSTER) / run.step_tokens))
     return found
 
 
 def test_the_rows_are_the_fastest_that_fit(found, timed):
     assert [row.tokens_per_s for row in found.rows] == sorted((row.tokens_per_s for row in found.rows), reverse=True)
     assert all(row.peak_bytes <= 45 * GIB for row in found.rows)
-    fastest = min(seconds for each, _, seconds in timed if searching.estimated_peak(each.config, 16) <= 45 * GIB)
+    fastest = min(seconds for each, _, seconds in timed if searching.estimate_peak(each.config, 16) <= 45 * GIB)
     assert found.rows[0].tokens_per_s == pytest.approx(1 / fastest / 16)
     assert {row.candidate.precision for row in found.rows} == {BFLOAT16, "tensorwise"}
     assert any(row.candidate.is_configured for row in found.rows)
@@ -79,27 +79,27 @@ def test_the_rows_are_the_fastest_that_fit(found, timed):
 
 def test_few_blocks_and_micro_batches_tell_of_all():
     candidate = layouts(**MICRO_BATCHES).candidates[-1]
-    run = run_of(candidate.config, candidate.layout)
+    run = make_planned_run(candidate.config, candidate.layout)
     assert run.micro_batches > 2
-    assert quick_seconds(run, CLUSTER) == pytest.approx(simulate(training_step(run, CLUSTER)).seconds, rel=1e-9)
+    assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=1e-9)
 
 
 def test_what_limits_a_step_is_said(found):
     rows = {row.candidate.precision: row for row in reversed(found.rows)}
-    words = " ".join(limits_in_words(rows["tensorwise"], CLUSTER))
+    words = " ".join(describe_limits(rows["tensorwise"], CLUSTER))
     assert "computing takes 9" in words
     assert "hidden behind it: " in words
     assert "times bfloat16's speed in the same layout" in words
-    assert not gain_in_words(rows[BFLOAT16], CLUSTER)
-    shares = {name: share_of_peak(row.run, row.seconds, CLUSTER.spec) for name, row in rows.items()}
+    assert not describe_gain(rows[BFLOAT16], CLUSTER)
+    shares = {name: compute_share_of_peak(row.run, row.seconds, CLUSTER.spec) for name, row in rows.items()}
     assert 0.2 < shares["tensorwise"] < shares[BFLOAT16] < 0.7
 
 
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
     candidate = layouts(**MICRO_BATCHES).candidates[-1]
-    run = run_of(candidate.config, candidate.layout)
+    run = make_planned_run(candidate.config, candidate.layout)
     assert run.micro_batches > 2
-    whole = simulate(training_step(run, CLUSTER)).seconds
+    whole = simulate(build_step(run, CLUSTER)).seconds
     monkeypatch.setattr(searching, "MOST_TASKS", 1)
     seconds, timeline = searching.simulate_step(run, CLUSTER)
     assert timeline.seconds < whole
@@ -109,19 +109,20 @@ def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(
 def test_no_step_is_faster_than_the_peak_of_its_gpu():
     """Attention counts as its causal half: all of it would be above the peak for sequences of a million tokens."""
     candidate = layouts(ranks=8, precisions=(BFLOAT16,), blocks=4).candidates[-1]
-    long, spec = replace(run_of(candidate.config, candidate.layout), seq_len=2**20), CLUSTER.spec
-    seconds = quick_seconds(long, replace(CLUSTER, sustained=1.0))
+    long, spec = replace(make_planned_run(candidate.config, candidate.layout), seq_len=2**20), CLUSTER.spec
+    seconds = estimate_seconds(long, replace(CLUSTER, sustained=1.0))
     as_usual = long.step_tokens * training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
-    assert share_of_peak(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
+    assert compute_share_of_peak(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
     with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):
-        share_of_peak(long, seconds / 5, spec)
+        compute_share_of_peak(long, seconds / 5, spec)
 
 
 def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):
     simulated = []
-    monkeypatch.setattr(searching, "quick_seconds", lambda *given: simulated.append(given) or quick_seconds(*given))
+    spy = lambda *given: simulated.append(given) or estimate_seconds(*given)  # noqa: E731
+    monkeypatch.setattr(searching, "estimate_seconds", spy)
     bounded = [searching.time_compute(candidate, run, 0, CLUSTER) for candidate, run, _ in timed]
-    first = [each.seconds_per_token(CLUSTER) for each in islice(searching.by_speed(bounded, CLUSTER), 5)]
+    first = [each.seconds_per_token(CLUSTER) for each in islice(searching.sort_by_speed(bounded, CLUSTER), 5)]
     assert first == pytest.approx(sorted(seconds for *_, seconds in timed)[:5])
     assert len(simulated) < len(timed) / 3
 
@@ -130,8 +131,8 @@ def test_a_slow_network_shows_what_waits():
     """At 1/40 of the rate the reduce-scatters in float32 are no longer hidden, and each link says how long it waits."""
     slow = replace(CLUSTER, network_gbps=10.0)
     candidate = layouts().candidates[0]
-    run = run_of(candidate.config, candidate.layout)
+    run = make_planned_run(candidate.config, candidate.layout)
     row = FittingLayout(candidate, run, 0, *searching.simulate_step(run, slow))
-    (network,) = [link for link in links_of(row.timeline) if link.name == "network"]
+    (network,) = [link for link in list_links(row.timeline) if link.name == "network"]
     assert network.exposed_s > 0.2 * row.seconds
-    assert "reduce-scatters in float32 are not: " in " ".join(limits_in_words(row, slow))
+    assert "reduce-scatters in float32 are not: " in " ".join(describe_limits(row, slow))

@@ -7,7 +7,7 @@ import pytest
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, simulate
-from quaver.lab.plan.step import training_step
+from quaver.lab.plan.step import build_step
 from quaver.lab.settings import Model
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import find_device_spec
@@ -37,7 +37,7 @@ RUNS = {
 
 
 def seconds(run, cluster=FAST):
-    return simulate(training_step(run, cluster)).seconds
+    return simulate(build_step(run, cluster)).seconds
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -52,7 +52,7 @@ def test_more_bandwidth_and_fewer_tokens_are_never_slower(name):
 
 
 def test_one_rank_sends_nothing_and_computes_all_the_time():
-    timeline = simulate(training_step(RUNS["one rank"], SLOW))
+    timeline = simulate(build_step(RUNS["one rank"], SLOW))
     assert timeline.streams == (COMPUTE,)
     assert timeline.busy_s(COMPUTE) == pytest.approx(timeline.seconds)
 
@@ -67,7 +67,7 @@ def test_a_step_has_its_share_of_a_checkpoint():
     assert seconds(waiting, replace(FAST, storage_gb_per_s=2.0)) == pytest.approx(plain + held / 2 / 2e9 / 10)
     replicas = replace(waiting, shard=8, replicate=2)
     assert seconds(replicas) == pytest.approx(seconds(replace(replicas, steps_between_saves=0)) + held / 2 / 1e9 / 10)
-    timeline = simulate(training_step(waiting, FAST))
+    timeline = simulate(build_step(waiting, FAST))
     assert timeline.exposed_s("checkpoint") == pytest.approx(held / 2 / 1e9 / 10)
 
 
@@ -75,10 +75,10 @@ def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
     assert seconds(RUNS["asynchronous"]) < seconds(RUNS["tensor parallel"])
     gathered, plain = RUNS["float8 gather"], replace(RUNS["float8 gather"], float8_gather=False)
     assert seconds(gathered, SLOW) < 0.95 * seconds(plain, SLOW)
-    timeline = simulate(training_step(BASE, FAST))
-    gathers = [task.seconds for task in training_step(BASE, FAST).tasks if task.kind == "all_gather"]
+    timeline = simulate(build_step(BASE, FAST))
+    gathers = [task.seconds for task in build_step(BASE, FAST).tasks if task.kind == "all_gather"]
     assert timeline.exposed_s("all_gather") <= sum(gathers[:2]) * 1.001  # all but the first two are prefetched
-    slow = simulate(training_step(BASE, replace(SLOW, network_gbps=10.0)))
+    slow = simulate(build_step(BASE, replace(SLOW, network_gbps=10.0)))
     assert slow.exposed_s("all_gather") > 0.2 * slow.busy_s("network")
 
 
@@ -92,14 +92,14 @@ def test_states_that_are_sharded_gather_and_reduce_once():
 
 def collectives(name):
     """The numbers of all-gathers, reduce-scatters and all-reduces of gradients."""
-    kinds = [task.kind for task in training_step(RUNS[name], FAST).tasks]
+    kinds = [task.kind for task in build_step(RUNS[name], FAST).tasks]
     return kinds.count("all_gather"), kinds.count("reduce_scatter"), kinds.count("all_reduce") - 1
 
 
 def test_a_tied_projection_is_gathered_and_reduced_with_the_embedding():
     tied = replace(BASE, model=replace(MODEL, tie_word_embeddings=True))
     moved = [
-        sum(task.sent_bytes for task in training_step(run, FAST).tasks if task.kind == "reduce_scatter")
+        sum(task.sent_bytes for task in build_step(run, FAST).tasks if task.kind == "reduce_scatter")
         for run in (BASE, tied)
     ]
     assert moved[0] - moved[1] == pytest.approx(4 * MODEL.vocab_size * MODEL.dim * 15 / 16)

@@ -10,9 +10,9 @@ from benchmarks.plan_scaling import CONFIGS, H100, SHOWN, Layout, best, run_of
 from benchmarks.published import published
 from benchmarks.record import fill
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import training_step
+from quaver.lab.plan.step import build_step
 
 PARTS = plan_published, plan_scaling, plan_memory
 PUBLISHED, SCALING, MEMORY = (json.loads(part.RECORD.read_text()) for part in PARTS)
@@ -47,7 +47,7 @@ def test_recorded_memory_of_published_runs_is_near_the_estimate():
     assert [each["name"] for each in MEMORY["rows"]] == list(rows)
     for each in MEMORY["rows"]:
         row = rows[each["name"]]
-        estimate = estimated_peak(plan_memory.config_of(row), row.gpus)
+        estimate = estimate_peak(plan_memory.config_of(row), row.gpus)
         assert each["trainer"] == pytest.approx(estimate, rel=0.05 if row.name in FARTHER else 0.03), row.name
         if each["as_published"] is not None:  # live bytes are no more than what was reserved
             assert each["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
@@ -103,5 +103,5 @@ def test_further_micro_batches_take_as_long_as_the_third():
     run = run_of("llama3_8b", "bfloat16", Layout(0, 1), 64, is_weak=False)
     assert run.micro_batches > 3
     cluster = Cluster.of(H100)
-    whole = simulate(training_step(run, cluster)).seconds
+    whole = simulate(build_step(run, cluster)).seconds
     assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quaver.lab.cli import main
 from quaver.lab.plan.launchers import SUFFIXES
-from quaver.lab.plan.write import config_text, write_run
+from quaver.lab.plan.write import format_config, write_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import base_type, choices_of, hints_of
@@ -61,7 +61,7 @@ def test_a_config_reads_back_equal(examples, tmp_path):
     @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
     @given(configs(), st.text())
     def one(config: TrainConfig, comment: str) -> None:
-        (tmp_path / "config.toml").write_bytes(config_text(config, comment).encode())
+        (tmp_path / "config.toml").write_bytes(format_config(config, comment).encode())
         assert load_config(tmp_path / "config.toml") == config
 
     one()

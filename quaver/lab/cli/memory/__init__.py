@@ -25,7 +25,7 @@ from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.measure import measure_memory, side_by_side
 from quaver.lab.memory.runs.predict import RunMemory, predict_memory
 from quaver.lab.plan.advise import advise
-from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.settings import TrainConfig
@@ -133,7 +133,7 @@ def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> in
 
 
 def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
-    estimate, advice = estimated_peak(config, options.ranks), None
+    estimate, advice = estimate_peak(config, options.ranks), None
     if options.advise or options.fit is not None:
         fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
         with predicting_for("cuda"), working("estimating") as tell:
