@@ -99,7 +99,7 @@ def run_of(row: Published) -> PipelinedRun:
 
 def seconds(row: Published, card: Card) -> float:
     """Return the simulated seconds of a step."""
-    cluster = Cluster(card.spec, row.nodes_of, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
+    cluster = Cluster(card.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
     run = run_of(row)
     return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else build_step(run, cluster)).seconds
 

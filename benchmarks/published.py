@@ -51,7 +51,7 @@ class Published:
     """Further facts that the source states or leaves out."""
     assumed: tuple[str, ...] = ()
     """Fields that the source does not state: defaults of its trainer."""
-    nodes_of: int = 8
+    gpus_per_node: int = 8
     """GPUs that NVLink connects."""
     network_gbps_per_gpu: float | None = None
     """Gb/s between nodes; None if the source does not state it."""

@@ -160,7 +160,7 @@ def run(argv: list[str]) -> int:
         layouts = list_layouts(
             config,
             options.gpus,
-            nodes_of=options.nodes_of,
+            gpus_per_node=options.nodes_of,
             precisions=options.precisions(spec),
             step_sequences=options.step_sequences(config),
             stores=options.store_less,
@@ -186,7 +186,7 @@ def _nothing_fits(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
     candidate, needed = result.nearest
     return (
         f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
-        f"{candidate.words}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
+        f"{candidate.description}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
         "--gpus, or try --store-less"
     )
 
@@ -260,9 +260,9 @@ def _cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]
         row.candidate.precision,
         _product(layout.shard, layout.replicate),
         _product(layout.tensor, layout.expert),
-        row.candidate.gathered_words,
-        f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCED[row.candidate.reduced_words]}",
-        row.candidate.saved_words,
+        row.candidate.gathering,
+        f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCED[row.candidate.reduction]}",
+        row.candidate.storage,
         f"{row.peak_bytes / 2**30:.1f}",
         _thousands(row.run.step_tokens),
         f"{row.seconds:.3g}",
@@ -281,7 +281,7 @@ def _product(degree: int, second: int) -> str:
 
 
 def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
-    yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
+    yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.description}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
     links = [
@@ -328,11 +328,11 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
         row = result.rows[options.explain - 1]
         files.append(Path(options.png))
         files[-1].parent.mkdir(parents=True, exist_ok=True)
-        draw_step(row.timeline, files[-1], title=f"{row.candidate.precision}, {row.candidate.words}")
+        draw_step(row.timeline, files[-1], title=f"{row.candidate.precision}, {row.candidate.description}")
     if options.write is not None:
         row = result.rows[options.row - 1]
         comment = (
-            f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.words}.\n"
+            f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.description}.\n"
             f"Estimated peak {row.peak_bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
         )
         with bad_input():

@@ -1,7 +1,7 @@
 """Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and simulated time.
 
     advice = advise(config, 8, fit_bytes=80 * 1024**3, device="H100")
-    advice.rows[advice.best].words
+    advice.rows[advice.best].flags
 
 Each setting is predicted for the whole model, compiled if the run is; equal blocks compile once. With `fit_bytes`,
 combinations follow, the fastest first, until one fits. Simulated times (step_cost.py) that are nearly equal count as
@@ -10,9 +10,10 @@ equal; then the setting with fewer changes wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+from quaver.lab.bench.working import Tell
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import (
@@ -45,15 +46,13 @@ LESS_PRECISE = (
     "added, in this order, where no setting that is as fast fits without"
 )
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class AdvisedSetting:
     """One setting of the run."""
 
     change: str
-    words: str
+    flags: str
     """The flags that apply it to the configured run."""
     peak_bytes: int | None
     """None if the trainer or the prediction refuses the setting; `note` has the error."""
@@ -96,7 +95,7 @@ def advise(
     fit_bytes: int | None = None,
     device: str | None = None,
     quick: bool = False,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> Advice:
     """Predict the peak of one rank's memory under other settings of a run.
 
@@ -111,7 +110,7 @@ def advise(
         NotImplementedError: the configured run cannot be predicted.
     """
     spec = _find_spec(device, is_needed=fit_bytes is not None)
-    search = _AdviceSearch(config, ranks, fit_bytes, spec, progress or (lambda words: None), quick=quick)
+    search = _AdviceSearch(config, ranks, fit_bytes, spec, progress or (lambda activity: None), quick=quick)
     search.try_singly()
     best = None if fit_bytes is None else search.fastest_that_fits()
     rows = search.rows
@@ -129,7 +128,7 @@ class _AdviceSearch:
         ranks: int,
         fit_bytes: int | None,
         spec: DeviceSpec | None,
-        progress: Progress,
+        progress: Tell,
         *,
         quick: bool,
     ) -> None:
@@ -208,8 +207,8 @@ class _AdviceSearch:
         self.rows.append(AdvisedSetting(name, flags, peak_bytes, difference, cost, "", fits))
         return len(self.rows) - 1
 
-    def _add_refused(self, name: str, words: str, reason: str) -> int:
-        self.rows.append(AdvisedSetting(name, words, None, None, None, f"not possible: {reason}", None))
+    def _add_refused(self, name: str, flags: str, reason: str) -> int:
+        self.rows.append(AdvisedSetting(name, flags, None, None, None, f"not possible: {reason}", None))
         return len(self.rows) - 1
 
     def _cost(self, config: TrainConfig) -> StepCost | None:

@@ -91,15 +91,15 @@ def gather_least(change: Change, layout: ParallelDims) -> Change | None:
 
 def format_flags(config: TrainConfig, changed: TrainConfig) -> str:
     """Return the flags that turn `config` into `changed`."""
-    words = []
+    flags: list[str] = []
     before, after = asdict(config), asdict(changed)
     for section, values in after.items():
         for name, value in values.items():
             if value != before[section][name]:
                 parts = value if isinstance(value, (tuple, list)) else [value]
-                words.append(f"--{section}.{name}")
-                words += (str(part).lower() if isinstance(part, bool) else str(part) for part in parts)
-    return shlex.join(words)
+                flags.append(f"--{section}.{name}")
+                flags += (str(part).lower() if isinstance(part, bool) else str(part) for part in parts)
+    return shlex.join(flags)
 
 
 def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool | None = None) -> TrainConfig:

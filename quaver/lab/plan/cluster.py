@@ -57,12 +57,11 @@ class Cluster:
     """GPUs in nodes.
 
     Attributes:
-        nodes_of: the number of GPUs in a node.
         sustained: the share of the best matmul rate that a long run sustains; see calibration.py.
     """
 
     spec: DeviceSpec
-    nodes_of: int = 8
+    gpus_per_node: int = 8
     network_gbps: float = 400.0
     """Gigabits per second of each GPU's network interface, in one direction."""
     sustained: float = 1.0
@@ -72,14 +71,14 @@ class Cluster:
 
     @classmethod
     def of(
-        cls, spec: DeviceSpec, nodes_of: int = 8, network_gbps: float = 400.0, storage_gb_per_s: float = 1.0
+        cls, spec: DeviceSpec, gpus_per_node: int = 8, network_gbps: float = 400.0, storage_gb_per_s: float = 1.0
     ) -> Cluster:
         """Make a cluster with the calibrated `sustained` of its devices."""
-        return cls(spec, nodes_of, network_gbps, get_sustained_share(spec), storage_gb_per_s)
+        return cls(spec, gpus_per_node, network_gbps, get_sustained_share(spec), storage_gb_per_s)
 
     def nodes(self, ranks: int, stride: int) -> int:
         """Return the number of nodes that a group of `ranks`, `stride` apart, spans."""
-        return max(1, ceil(ranks / max(1, self.nodes_of // stride))) if ranks > 1 else 1
+        return max(1, ceil(ranks / max(1, self.gpus_per_node // stride))) if ranks > 1 else 1
 
     def link(self, ranks: int, stride: int) -> str:
         """Return the link that limits a group: NVLink inside a node, otherwise the network."""
@@ -132,6 +131,6 @@ class Cluster:
 
     def send_s(self, tensor_bytes: float, stride: int) -> float:
         """Return the time to send a tensor to the rank `stride` away, as pipeline stages do."""
-        if stride < self.nodes_of:
+        if stride < self.gpus_per_node:
             return PROTOCOLS[-1].inside_s + tensor_bytes / (1e9 * self.spec.link_gb_per_s * LINK_SHARE)
         return PROTOCOLS[-1].between_s + tensor_bytes / (1e9 * self.network_gbps / 8 * NETWORK_SHARE)

@@ -37,9 +37,9 @@ def make_launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path:
         raise ValueError(f"the path of a config must be printable characters, got {str(path)!r}")
     hosts, gpus = split_into_hosts(ranks, gpus_per_node)
     name = _make_dns_label(config.job.name or path.stem)
-    words = [path.as_posix() if path.as_posix()[0] != "-" else f"./{path.as_posix()}"]
-    words += [] if config.job.name else [f"--job.name={name}"]
-    words += ["--checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
+    arguments = [path.as_posix() if path.as_posix()[0] != "-" else f"./{path.as_posix()}"]
+    arguments += [] if config.job.name else [f"--job.name={name}"]
+    arguments += ["--checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
     values = {
         "name": name,
         "hosts": hosts,
@@ -51,7 +51,7 @@ def make_launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path:
         "grace_seconds": GRACE_SECONDS,
         "save_seconds": SAVE_SECONDS,
     }
-    return {suffix: _fill_template(template, words, values) for suffix, template in SUFFIXES.items()}
+    return {suffix: _fill_template(template, arguments, values) for suffix, template in SUFFIXES.items()}
 
 
 def split_into_hosts(ranks: int, gpus_per_node: int) -> tuple[int, int]:
@@ -66,14 +66,14 @@ def split_into_hosts(ranks: int, gpus_per_node: int) -> tuple[int, int]:
     return ranks // gpus_per_node, gpus_per_node
 
 
-def _fill_template(template: str, words: list[str], values: dict[str, object]) -> str:
+def _fill_template(template: str, arguments: list[str], values: dict[str, object]) -> str:
     text = files(__package__).joinpath("launch", template).read_text(encoding="utf-8")
     if template.endswith(".yaml"):
-        item = re.search(r"\n *- (?=\{\{words\}\})", text)
-        written = (item[0] if item else "").join(map(_format_yaml, words))
+        item = re.search(r"\n *- (?=\{\{arguments\}\})", text)
+        written = (item[0] if item else "").join(map(_format_yaml, arguments))
     else:
-        written = shlex.join(words)
-    values = {**values, "words": written}
+        written = shlex.join(arguments)
+    values = {**values, "arguments": written}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)
 
 

@@ -39,16 +39,16 @@ class Candidate:
         return float8.label if float8.enable_float8_linear else BFLOAT16
 
     @property
-    def saved_words(self) -> str:
+    def storage(self) -> str:
         """Checkpointing, and what is stored in float8: "op", "1/2" (every second block), "full+opt", "none+opt+act"."""
         checkpoint = self.config.activation_checkpoint
         every = selected_every(checkpoint.selective_ac_option)
-        words = [checkpoint.mode if checkpoint.mode != "selective" else "op" if every is None else f"1/{every}"]
-        words += ["opt"] if self.config.optimizer.has_float8_states else []
-        return "+".join([*words, *(["act"] if checkpoint.store_in_float8 else [])])
+        stored = [checkpoint.mode if checkpoint.mode != "selective" else "op" if every is None else f"1/{every}"]
+        stored += ["opt"] if self.config.optimizer.has_float8_states else []
+        return "+".join([*stored, *(["act"] if checkpoint.store_in_float8 else [])])
 
     @property
-    def gathered_words(self) -> str:
+    def gathering(self) -> str:
         """The dtype in which a block's weights are gathered, and how often in a micro-batch; "" without shards.
 
         "fp8x2" gathers for the forward and again for the backward, "bf16x1" once for both.
@@ -59,22 +59,22 @@ class Candidate:
         return f"{dtype}x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
 
     @property
-    def reduced_words(self) -> str:
+    def reduction(self) -> str:
         """training.reduce, or "" for one micro-batch or one rank."""
         training, layout = self.config.training, self.layout
         return training.reduce if has_reductions(training.step_batch_size, training.local_batch_size, layout) else ""
 
     @property
-    def words(self) -> str:
-        """The layout, the batch and the checkpointing in a few words."""
+    def description(self) -> str:
+        """The layout, the batch and the checkpointing as text."""
         layout, training = self.layout, self.config.training
         degrees = {"FSDP2": layout.shard, "x HSDP": layout.replicate, "x TP": layout.tensor, "EP": layout.expert}
         where = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
         batches, sequences = layout.micro_batches(training), training.local_batch_size
         batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
-        gathers = f", gathers {self.gathered_words}" if self.gathered_words else ""
-        batch += f" with gradients reduced after {self.reduced_words}" if self.reduced_words else ""
-        return f"{where}{gathers}, {batch}, AC {self.saved_words}"
+        gathers = f", gathers {self.gathering}" if self.gathering else ""
+        batch += f" with gradients reduced after {self.reduction}" if self.reduction else ""
+        return f"{where}{gathers}, {batch}, AC {self.storage}"
 
 
 @dataclass
@@ -103,7 +103,13 @@ class Layouts:
 
 
 def list_layouts(
-    config: TrainConfig, ranks: int, *, nodes_of: int, precisions: list[str], step_sequences: int | None, stores: bool
+    config: TrainConfig,
+    ranks: int,
+    *,
+    gpus_per_node: int,
+    precisions: list[str],
+    step_sequences: int | None,
+    stores: bool,
 ) -> Layouts:
     """Return all candidates, with the configured run first if the trainer accepts it with `step_sequences`.
 
@@ -121,7 +127,7 @@ def list_layouts(
     else:
         layouts.add(replace(config, training=training), ranks, is_configured=True)
     for degrees, local, checkpoint, precision in product(
-        list(_iter_degrees(config, ranks, nodes_of)),
+        list(_iter_degrees(config, ranks, gpus_per_node)),
         _list_local_batches(config, step_sequences),
         CHECKPOINTING.values(),
         precisions,
@@ -225,14 +231,16 @@ def _configure(
     )
 
 
-def _iter_degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[Degrees]:
+def _iter_degrees(config: TrainConfig, ranks: int, gpus_per_node: int) -> Iterator[Degrees]:
     """Yield the degrees that use all ranks, with tensor parallelism inside a node."""
     model, configured = config.model, config.parallelism
-    tensors = {1} if model.n_experts else {*_list_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
+    tensors = (
+        {1} if model.n_experts else {*_list_powers_of_2(min(gpus_per_node, ranks)), configured.tensor_parallel_degree}
+    )
     for tensor in sorted(degree for degree in tensors if ranks % degree == 0):
         groups = ranks // tensor
         shards = {groups, configured.data_parallel_shard_degree}
-        shards |= {degree for degree in _list_powers_of_2(groups) if degree * tensor >= min(nodes_of, groups)}
+        shards |= {degree for degree in _list_powers_of_2(groups) if degree * tensor >= min(gpus_per_node, groups)}
         for shard in sorted((degree for degree in shards if degree > 0 and groups % degree == 0), reverse=True):
             experts = _list_powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts else [1]
             for expert in experts:

@@ -1,4 +1,4 @@
-"""Explains the time of a step in numbers and words: computing, hidden and exposed communication, the gain of float8."""
+"""Explains the time of a step: computing, hidden and exposed communication, the gain of float8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quaver.lab.plan.saving import time_writing
 from quaver.lab.plan.search import FittingLayout, simulate_in_bfloat16
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 
-WORDS = {
+KIND_NAMES = {
     "all_gather": "all-gathers",
     "reduce_scatter": "reduce-scatters in float32",
     "all_reduce": "all-reduces",
@@ -45,16 +45,16 @@ def list_links(timeline: SimulatedTimeline) -> list[Link]:
 def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
     """Return sentences about the share of computing, hidden and exposed communication, and the gain of float8."""
     timeline, step_s = row.timeline, row.timeline.seconds
-    kinds = [kind for kind in WORDS if any(span.task.kind == kind for span in timeline.spans)]
+    kinds = [kind for kind in KIND_NAMES if any(span.task.kind == kind for span in timeline.spans)]
     exposed = {kind: timeline.exposed_s(kind) / step_s for kind in kinds}
-    hidden = [WORDS[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
-    shown = {WORDS[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}
+    hidden = [KIND_NAMES[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
+    shown = {KIND_NAMES[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}
     busy = timeline.busy_s(COMPUTE) / step_s
     sentences = [f"computing takes {busy:.0%} of the step"]
     if hidden:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
-    for words, share in sorted(shown.items(), key=lambda item: -item[1]):
-        sentences.append(f"{words} are not: {share:.1%} of the step waits for them")
+    for name, share in sorted(shown.items(), key=lambda item: -item[1]):
+        sentences.append(f"{name} are not: {share:.1%} of the step waits for them")
     between_s, writing_s = row.run.steps_between_saves * row.seconds, time_writing(row.run, cluster)
     if writing_s > between_s > 0:
         sentences.append(f"a checkpoint is written in {writing_s:,.0f} s, and one is due every {between_s:,.0f} s")

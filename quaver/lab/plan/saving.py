@@ -26,7 +26,7 @@ def time_saving(run: PlannedRun, cluster: Cluster) -> float:
 
 def time_writing(run: PlannedRun, cluster: Cluster) -> float:
     """Return the seconds in which all nodes together write one checkpoint, each replica a part of it."""
-    node_bytes = _count_state_bytes(run) / run.replicate * min(cluster.nodes_of, run.ranks)
+    node_bytes = _count_state_bytes(run) / run.replicate * min(cluster.gpus_per_node, run.ranks)
     return node_bytes / (1e9 * cluster.storage_gb_per_s)
 
 

@@ -8,11 +8,12 @@ fastest are simulated with all blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
+from quaver.lab.bench.working import Tell
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimate_peak
@@ -25,8 +26,6 @@ from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings.parallel_dims import resolve
 
 MOST_TASKS = 10_000
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def search(
     memory_bytes: int,
     *,
     top: int,
-    progress: Progress = lambda words: None,
+    progress: Tell = lambda activity: None,
 ) -> SearchResult:
     """Return the `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
 
@@ -117,7 +116,7 @@ def search(
 
 
 def _estimate(
-    candidates: list[Candidate], refusals: Counter[str], progress: Progress
+    candidates: list[Candidate], refusals: Counter[str], progress: Tell
 ) -> Iterator[tuple[Candidate, PlannedRun, int]]:
     """Yield candidates with their estimated memory. Candidates whose time is not modeled count as refused."""
     for number, candidate in enumerate(candidates, 1):

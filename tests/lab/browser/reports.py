@@ -138,8 +138,8 @@ def comparison() -> dict:
 
 def advice() -> dict:
     """Two changes, of which the second fits."""
-    plain = {"recomputed_flops": 0, "step_flops": 2 * 10**12, "note": "", "fits": False, "words": ""}
+    plain = {"recomputed_flops": 0, "step_flops": 2 * 10**12, "note": "", "fits": False, "flags": ""}
     cheap = {"change": HOSTILE, "peak_bytes": 100 * MIB, "difference_bytes": 0}
     full = {"change": "full checkpointing", "peak_bytes": 60 * MIB, "difference_bytes": -40 * MIB}
-    full |= {"recomputed_flops": 5 * 10**11, "fits": True, "words": "--activation_checkpoint.mode full"}
+    full |= {"recomputed_flops": 5 * 10**11, "fits": True, "flags": "--activation_checkpoint.mode full"}
     return {"rows": [plain | cheap, plain | full], "fit_bytes": 64 * MIB, "best": 1}

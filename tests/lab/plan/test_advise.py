@@ -189,9 +189,9 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
     assert advice.nearest is None
     # What is tried and clearly faster does not fit.
     assert not [row for row in advice.rows if row.fits and row.cost.modelled_s * 1.02 < best.cost.modelled_s]
-    assert load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.words)]))
-    assert ("--parallelism.fsdp_reshard_after_forward always" in best.words) == ("gathered" in change)
-    assert (best.words == "") == (change == AS_CONFIGURED)
+    assert load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.flags)]))
+    assert ("--parallelism.fsdp_reshard_after_forward always" in best.flags) == ("gathered" in change)
+    assert (best.flags == "") == (change == AS_CONFIGURED)
 
 
 @pytest.mark.parametrize(

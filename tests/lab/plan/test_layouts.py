@@ -12,7 +12,12 @@ CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 def found(name, ranks, **options):
-    options = {"nodes_of": 8, "precisions": [BFLOAT16, "tensorwise"], "step_sequences": None, "stores": False} | options
+    options = {
+        "gpus_per_node": 8,
+        "precisions": [BFLOAT16, "tensorwise"],
+        "step_sequences": None,
+        "stores": False,
+    } | options
     return list_layouts(load_config(CONFIGS / f"{name}.toml"), ranks, **options)
 
 
@@ -46,7 +51,7 @@ def test_experts_are_split_and_dense_models_are_not():
 def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
     """With a batch of its own it would be compared with steps of other tokens."""
     config = replace(TrainConfig(), training=replace(TrainConfig().training, local_batch_size=4, global_batch_size=16))
-    layouts = list_layouts(config, 2, nodes_of=8, precisions=[BFLOAT16], step_sequences=4, stores=False)
+    layouts = list_layouts(config, 2, gpus_per_node=8, precisions=[BFLOAT16], step_sequences=4, stores=False)
     assert not any(each.is_configured for each in layouts.candidates)
     assert {each.config.training.global_batch_size for each in layouts.candidates} == {4}
     assert "training.global_batch_size" in layouts.configured_refusal
@@ -56,19 +61,19 @@ def test_less_precise_storage_is_tried_where_it_is_asked_for():
     plain, stored = (found("llama3_8b", 8, stores=stores, precisions=[BFLOAT16]) for stores in (False, True))
     assert not any(each.config.activation_checkpoint.store_in_float8 for each in plain.candidates)
     assert {each.config.optimizer.name for each in stored.candidates} == {"AdamW", "Float8AdamW"}
-    assert {"none", "1/2", "none+opt", "none+opt+act"} <= {each.saved_words for each in stored.candidates}
+    assert {"none", "1/2", "none+opt", "none+opt+act"} <= {each.storage for each in stored.candidates}
 
 
 def test_weights_are_gathered_in_each_way_that_the_trainer_has():
     layouts = found("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
-    ways = {(each.precision, each.gathered_words) for each in layouts if each.layout.shard > 1}
+    ways = {(each.precision, each.gathering) for each in layouts if each.layout.shard > 1}
     assert ways == {
         *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16x1", "bf16x2")),
         ("tensorwise", "fp8x2"),
         ("tensorwise", "fp8x1"),
     }
     alone = found("llama3_debug", 1, precisions=["tensorwise"]).candidates
-    assert {each.gathered_words for each in alone} == {""}
+    assert {each.gathering for each in alone} == {""}
 
 
 def test_gradients_are_reduced_in_each_way_that_may_be_best():

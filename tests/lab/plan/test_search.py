@@ -46,7 +46,7 @@ def layouts(name="llama3_8b", ranks=16, precisions=(BFLOAT16, "tensorwise"), ste
     config = load_config(CONFIGS / f"{name}.toml")
     config = replace(config, model=replace(config.model, n_layers=blocks))
     return list_layouts(
-        config, ranks, nodes_of=8, precisions=list(precisions), step_sequences=step_sequences, stores=False
+        config, ranks, gpus_per_node=8, precisions=list(precisions), step_sequences=step_sequences, stores=False
     )
 
 

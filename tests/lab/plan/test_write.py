@@ -68,11 +68,12 @@ def test_a_config_reads_back_equal(examples, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes_of"), first(1, [("llama3_debug", 8), *((name, 8) for name in CONFIGS if name != "llama3_debug")])
+    ("name", "gpus_per_node"),
+    first(1, [("llama3_debug", 8), *((name, 8) for name in CONFIGS if name != "llama3_debug")]),
 )
-def test_a_written_run_would_run(name, nodes_of, tmp_path):
+def test_a_written_run_would_run(name, gpus_per_node, tmp_path):
     ranks = RANKS.get(name, 8)
-    path, *_ = write_run(planned(name), ranks, nodes_of, tmp_path / "run.toml", comment="chosen")
+    path, *_ = write_run(planned(name), ranks, gpus_per_node, tmp_path / "run.toml", comment="chosen")
     assert main(["train", str(path), "--dry-run", "--ranks", str(ranks)]) == 0
 
 
@@ -166,7 +167,7 @@ def test_one_host_needs_no_head_and_a_run_keeps_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nodes_of", "name", "message"),
+    ("ranks", "gpus_per_node", "name", "message"),
     [
         (
             12,
@@ -179,9 +180,9 @@ def test_one_host_needs_no_head_and_a_run_keeps_its_name(tmp_path):
         (1, 8, "run.toml", "float8.enable_fsdp_float8_all_gather must be false where no weight is sharded"),
     ],
 )
-def test_refused(ranks, nodes_of, name, message, tmp_path):
+def test_refused(ranks, gpus_per_node, name, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
-        write_run(planned(), ranks, nodes_of, tmp_path / name, comment="")
+        write_run(planned(), ranks, gpus_per_node, tmp_path / name, comment="")
     assert not list(tmp_path.iterdir())
 
 

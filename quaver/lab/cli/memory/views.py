@@ -176,7 +176,7 @@ def advice_summary(advice: Advice) -> list[str]:
     def setting(index: int) -> str:
         row = advice.rows[index]
         peak = "" if row.peak_bytes is None else f", {format_bytes(row.peak_bytes)}"
-        return f"{row.change}{peak}" + (f": {row.words}" if row.words else "")
+        return f"{row.change}{peak}" + (f": {row.flags}" if row.flags else "")
 
     lines = []
     if advice.fit_bytes is not None:

@@ -93,8 +93,8 @@ function showAdvice(advice) {
     bytesColumn("peak", (row) => row.peak_bytes),
     differenceColumn(rows, (row) => row.difference_bytes), again,
     { label: "fits", read: (row) => (fit === null || fit === undefined ? "" : row.fits ? "yes" : "no") },
-    { label: "settings", kind: "code", read: (row) => (Array.isArray(row.words) ? row.words.join(" ") : row.words || ""),
-      show: (row) => [make("code", { text: Array.isArray(row.words) ? row.words.join(" ") : row.words || "" })] },
+    { label: "settings", kind: "code", read: (row) => (row.flags || ""),
+      show: (row) => [make("code", { text: row.flags || "" })] },
     { label: "note", kind: "sentence", read: (row) => row.note || "" },
   ];
   const chosen = isNumber(best) ? rows[best] : null;
