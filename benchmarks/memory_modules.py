@@ -82,7 +82,7 @@ class Case:
 Step = Callable[..., None]
 
 
-class Subject(nn.Module):
+class StackedModules(nn.Module):
     """The parts of a case, in a row: one linear, one attention, one feed-forward, or blocks."""
 
     def __init__(self, module: str, size: Size) -> None:
@@ -124,11 +124,11 @@ def _parts(module: str, config: Model) -> list[nn.Module]:
     return [Block(config) for _ in range(int(module.split()[0]))]
 
 
-def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None) -> Subject:
+def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None) -> StackedModules:
     """Return the case's model: converted, checkpointed, compiled and sharded, in the trainer's order."""
     torch.manual_seed(0)
     with device:
-        subject = Subject(case.module, size)
+        subject = StackedModules(case.module, size)
     if case.precision != "bfloat16":
         config = Float8LinearConfig.from_recipe_name(case.precision)
         convert_to_float8_training(subject, config=replace(config, enable_fsdp_float8_all_gather=mesh is not None))
@@ -148,8 +148,8 @@ def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None)
 
 
 def prepare(
-    case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None, subject: Subject | None = None
-) -> tuple[Subject, Any, Step]:
+    case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None, subject: StackedModules | None = None
+) -> tuple[StackedModules, Any, Step]:
     """Return the model of a case, or `subject`, its optimizer, and a step; see [Note: a module inside a network].
 
     The step calls its argument between forward and backward.
@@ -172,7 +172,7 @@ def prepare(
 
 
 def measure(
-    case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None = None, subject: Subject | None = None
+    case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None = None, subject: StackedModules | None = None
 ) -> tuple[int, Usage]:
     """Return the bytes of parameters, buffers and optimizer state, and those that a second training step adds.
 

@@ -31,7 +31,7 @@ BLOCKS = 10
 CPU = torch.device("cpu")
 
 
-def subject(case: Case, size: Size, store: bool) -> memory_modules.Subject:
+def subject(case: Case, size: Size, store: bool) -> memory_modules.StackedModules:
     """Return the blocks of a case, which store activations in float8 if `store`."""
     blocks = memory_modules.build(Case(case.module, case.precision), size, CPU, None)
     if store:

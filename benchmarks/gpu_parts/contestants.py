@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu_parts.lab import Lab
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
-from quaver.lab.bench.modules import Subject
+from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.recipes.config import Float8LinearConfig
@@ -36,7 +36,7 @@ ORDER = (
 class Step:
     """Runs forward and backward of a block when called. Gradients stay until the next call."""
 
-    subject: Subject
+    subject: BenchedBlock
     hidden: Tensor
     direction: Tensor
 
@@ -74,12 +74,12 @@ def step_of(
     *,
     compiled: bool,
     mode: str | None = None,
-    change: Callable[[Subject], object] = lambda subject: None,
+    change: Callable[[BenchedBlock], object] = lambda subject: None,
 ) -> Step:
     """Return the step of a contestant. All have the same weights. `change` is applied to the block before compiling."""
     torch.manual_seed(0)
     with lab.device:
-        subject = Subject(lab.model, lab.seq_len).to(lab.device)  # its rotary tables are made on the CPU
+        subject = BenchedBlock(lab.model, lab.seq_len).to(lab.device)  # its rotary tables are made on the CPU
     for parameter in subject.parameters():
         parameter.data = parameter.data.bfloat16()
     library, _, recipe = name.partition(" ")

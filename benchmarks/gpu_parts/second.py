@@ -18,7 +18,7 @@ from benchmarks.gpu_parts.contestants import BFLOAT16, inputs_of, step_of
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
 from quaver import convert_to_float8_training, float8_grouped_mm
 from quaver.checkpointing import store_activations_in_float8
-from quaver.lab.bench.modules import Subject
+from quaver.lab.bench.modules import BenchedBlock
 from quaver.optim import Float8AdamW
 from quaver.recipes.config import Float8LinearConfig
 
@@ -136,7 +136,7 @@ def _shard(lab: Lab, name: str, gathers: bool, blocks: int) -> Call:
     torch.manual_seed(0)
     mesh = init_device_mesh(lab.device.type, (1,))
     with lab.device:
-        subjects = nn.Sequential(*(Subject(lab.model, lab.seq_len) for _ in range(blocks))).to(lab.device)
+        subjects = nn.Sequential(*(BenchedBlock(lab.model, lab.seq_len) for _ in range(blocks))).to(lab.device)
     recipe = name.partition(" ")[2]
     if recipe:
         config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)

@@ -43,7 +43,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
     case_fields = ("mode",)
     tables = (
         ("precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
-        ("precision", "resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
+        ("precision", "resident_bytes", "peak_bytes", "tensor_peak_bytes", "saved_bytes", "peak_over_bfloat16"),
     )
 
     def check(self) -> None:
@@ -89,8 +89,8 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         sizes = {field: getattr(self.shape, field) for field in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
         batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
         cases = product([name], [f"{self.tokens} tokens"], self.modes)
-        about = {"model": {"name": name, **sizes}, "batch": batch}
-        return self.run_cases(cases, lambda _name, _tokens, mode: self._rows_of(mode), **about)
+        sizes_of_case = {"model": {"name": name, **sizes}, "batch": batch}
+        return self.run_cases(cases, lambda _name, _tokens, mode: self._rows_of(mode), **sizes_of_case)
 
     def _rows_of(self, mode: str) -> list[Row]:
         precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in self.recipe_names)]
@@ -120,12 +120,12 @@ def _measure_memory(step: OptimizerStep, device: torch.device) -> Row:
         step(measured.mark)
     states = chain.from_iterable(state.values() for state in step.optimizer.state.values())
     moments = (state for state in states if isinstance(state, Tensor))
-    resident = storage_bytes(chain(step.subject.parameters(), step.subject.buffers(), moments))
+    resident = storage_bytes(chain(step.block.parameters(), step.block.buffers(), moments))
     usage = measured.usage
     tensor_peak = usage.tensor_peak_bytes
     return {
         "resident_bytes": resident,
         "peak_bytes": resident + usage.peak_bytes,
         "tensor_peak_bytes": None if tensor_peak is None else resident + tensor_peak,
-        "kept_bytes": usage.saved_bytes,
+        "saved_bytes": usage.saved_bytes,
     }

@@ -68,7 +68,7 @@ class GemmBenchmark(Shapes, BenchOptions):
         device, (m, k, n) = self.torch_device, matmul.sizes
         plain = Rotation(partial(matmul.hp_operands, device), 2 * k * (m + n), device)
         calls: dict[str, Callable[[], object]] = {BFLOAT16: lambda: torch.mm(*plain.next())}
-        about: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
+        contestants: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
         for granularity in self.scales:
             casts = Float8LinearConfig.from_recipe_name(granularity).casts
             left, right = (casts.get(*operand) for operand in MATMULS[matmul.name])
@@ -77,13 +77,13 @@ class GemmBenchmark(Shapes, BenchOptions):
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]
                 calls[name] = _float8_call(operands, granularity, bool(fast))
-                about[name] = (backend.value, fast, len(operands))
+                contestants[name] = (backend.value, fast, len(operands))
         with torch.no_grad():
             timings = time_alternating(calls, device, rounds=self.rounds)
         rows = []
         for name, timing in timings.items():
             flops_per_s = 2 * m * k * n / (1e-6 * timing.median_us)
-            backend_name, fast, copies = about[name]
+            backend_name, fast, copies = contestants[name]
             row: Row = {"shape": str(shape), "gemm": matmul.name, "m": m, "k": k, "n": n, "contestant": name}
             row |= {"backend": backend_name, "fast_accumulation": fast, "input_copies": copies}
             row |= {"timing": asdict(timing), "tflops_per_s": flops_per_s / 1e12}

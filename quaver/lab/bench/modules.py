@@ -25,7 +25,7 @@ from quaver.recipes.config import Float8LinearConfig
 _SMALL_LR = 1e-6  # the loss has no minimum, so a larger one would let the weights grow
 
 
-class Subject(nn.Module):
+class BenchedBlock(nn.Module):
     """One block with its rotary tables. `forward` takes the residual stream [B, T, D]."""
 
     def __init__(self, model: Model, seq_len: int) -> None:
@@ -40,24 +40,24 @@ class Subject(nn.Module):
 
 
 class OptimizerStep:
-    """Runs one training step of a subject per call."""
+    """Runs one training step of a block per call."""
 
-    def __init__(self, subject: Subject, sources: Rotation[Tensor], direction: Tensor) -> None:
+    def __init__(self, block: BenchedBlock, sources: Rotation[Tensor], direction: Tensor) -> None:
         """`sources`: inputs [B, T, D] that require gradients; `direction`: the gradient of the output, in its shape."""
-        self.subject, self.sources, self.direction = subject, sources, direction
-        self.optimizer = build_optimizer(subject, Optimizer(lr=_SMALL_LR))
-        self._has_persistent_scales = bool(float8_scaling_state(subject))
+        self.block, self.sources, self.direction = block, sources, direction
+        self.optimizer = build_optimizer(block, Optimizer(lr=_SMALL_LR))
+        self._has_persistent_scales = bool(float8_scaling_state(block))
 
     def __call__(self, forward_is_done: Callable[[], object] = lambda: None) -> None:
         """Run forward, `forward_is_done()`, backward and the optimizer, and set the gradients to None."""
         source = self.sources.next()
         with torch.autocast(source.device.type, torch.bfloat16):
-            loss = (self.subject(source * 1.5) * self.direction).sum()
+            loss = (self.block(source * 1.5) * self.direction).sum()
         forward_is_done()
         loss.backward()
         source.grad = None
         if self._has_persistent_scales:
-            sync_float8_amax_and_scale_history(self.subject)
+            sync_float8_amax_and_scale_history(self.block)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -78,21 +78,19 @@ def make_steps(
     sources = Rotation(lambda: random().requires_grad_(), 4 * tokens * model.dim, device)
     direction = random() / tokens
     return {
-        precision: OptimizerStep(
-            build_subject(model, precision, seq_len, device, compiled=compiled), sources, direction
-        )
+        precision: OptimizerStep(build_block(model, precision, seq_len, device, compiled=compiled), sources, direction)
         for precision in precisions
     }
 
 
-def build_subject(model: Model, precision: str, seq_len: int, device: torch.device, *, compiled: bool) -> Subject:
+def build_block(model: Model, precision: str, seq_len: int, device: torch.device, *, compiled: bool) -> BenchedBlock:
     """Return a block in a precision, with the same weights in all precisions."""
     torch.manual_seed(0)
-    subject = Subject(model, seq_len).to(device)
+    block = BenchedBlock(model, seq_len).to(device)
     library, _, recipe = precision.partition(" ")
     if library == "quaver":
-        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
-        fuse_producers(subject)
+        convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+        fuse_producers(block)
     if compiled:
-        subject.compile(fullgraph=True)
-    return subject
+        block.compile(fullgraph=True)
+    return block

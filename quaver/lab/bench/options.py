@@ -76,7 +76,7 @@ class BenchOptions(Settings):
         if self.threads:
             torch.set_num_threads(self.threads)
 
-    def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any) -> Result:
+    def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **fields: Any) -> Result:
         """Measure each case with `rows_of(*case)`, and return `result` of all rows.
 
         Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
@@ -93,13 +93,13 @@ class BenchOptions(Settings):
             if not rows:
                 raise
             is_complete = False
-        return self.result(rows, is_complete, **about)
+        return self.result(rows, is_complete, **fields)
 
-    def result(self, rows: list[Row], is_complete: bool, **about: Any) -> Result:
-        """Return {"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
+    def result(self, rows: list[Row], is_complete: bool, **fields: Any) -> Result:
+        """Return {"benchmark", "environment", "complete", `fields`, "rows"}, ready for JSON."""
         surroundings = environment(self.torch_device) | ({"torchao": version("torchao")} if self.with_torchao else {})
         head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
-        return head | about | {"rows": rows}
+        return head | fields | {"rows": rows}
 
     def note(self, result: Result) -> str:
         """Return the line below the printed table."""

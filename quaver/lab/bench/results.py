@@ -43,8 +43,8 @@ def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
 
 def title_of(result: dict[str, Any]) -> str:
     """Return the title of a result's table: machine, versions and commit."""
-    about = result["environment"]
-    return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
+    machine = result["environment"]
+    return f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['commit']}"
 
 
 _COLUMNS = {
@@ -63,7 +63,7 @@ _COLUMNS = {
     "resident_bytes": ("resident", ",.1f"),
     "peak_bytes": ("peak", ",.1f"),
     "tensor_peak_bytes": ("tensors", ",.1f"),
-    "kept_bytes": ("saved", ",.1f"),
+    "saved_bytes": ("saved", ",.1f"),
     "peak_over_bfloat16": ("peak /\nbfloat16", ".2f"),
     "peak_over_high_precision": ("peak / high\nprecision", ".2f"),
 }

@@ -30,8 +30,8 @@ from quaver.torch_private.compiler import recompile_limit
 _MOST_COMPILED_VARIANTS = 64
 """Limit on torch.compile's variants of one block. Every precision is a variant, and torch's default limit is 8."""
 
-Planned = tuple[TrainConfig, dict[str, Llama]]
-Subject = tuple[RunSetup, list[Planned]]
+RecipeModels = tuple[TrainConfig, dict[str, Llama]]
+TrainSetup = tuple[RunSetup, list[RecipeModels]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         if self.warmup < MEMORY_STEP:
             raise ValueError(f"--warmup: expected {MEMORY_STEP} or more, got {self.warmup}: memory is measured in it")
 
-    def set_up(self, config: TrainConfig) -> Subject:
+    def set_up(self, config: TrainConfig) -> TrainSetup:
         """Check that every recipe can train with `config`, and read the data.
 
         Returns:
@@ -73,17 +73,17 @@ class TrainBenchmark(Recipes, BenchOptions):
         training = replace(config.training, steps=max(steps, config.training.steps))
         return replace(config, float8=float8, training=training, job=replace(config.job, compare=False))
 
-    def measure_steps(self, subject: Subject) -> Result:
+    def measure_steps(self, setup: TrainSetup) -> Result:
         """Train, and return a row for each precision, with ratios to the high-precision dtype.
 
         Raises:
             NonFiniteError: as `quaver train` does.
         """
-        plan, planned = subject
+        plan, recipe_models = setup
         config, tokens = plan.config, plan.config.training.step_tokens
         recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
         with recompiles, determinism(config.training.deterministic), working("making the models") as tell:
-            models = _models_of(plan, planned)
+            models = _models_of(plan, recipe_models)
             steps = self.warmup + self.rounds
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
             is_complete = True
@@ -99,8 +99,8 @@ class TrainBenchmark(Recipes, BenchOptions):
         timings = {name: Timing.of(times) for name, times in seconds.items()}
         rows = [_row(model, timings, models[0], tokens) for model in models]
         parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
-        about = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
-        return replace(self, device=plan.device.type).result(rows, is_complete, **about)
+        fields = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
+        return replace(self, device=plan.device.type).result(rows, is_complete, **fields)
 
     def note(self, result: Result) -> str:
         sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))
@@ -108,10 +108,10 @@ class TrainBenchmark(Recipes, BenchOptions):
         return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}{eager}"
 
 
-def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
+def _models_of(plan: RunSetup, recipe_models: list[RecipeModels]) -> list[TrainedModel]:
     """Return the models with storage, the high-precision model first."""
     models = []
-    for config, by_name in planned:
+    for config, by_name in recipe_models:
         for name, model in by_name.items():
             models.append(TrainedModel.build(name, model, config, plan.device, plan.ranks, None))
     return sorted(models, key=lambda model: model.name != plan.config.training.mixed_precision_param)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quaver.lab.bench.ledger.counting import check_triton
 from quaver.lab.bench.ledger.entries import LedgerEntry, entries_of
-from quaver.lab.bench.ledger.subjects import check_triton
 from quaver.lab.bench.ledger.times import seconds_of
 from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.lab.memory.compiling.launches import CompiledGraph

@@ -8,7 +8,7 @@ from quaver.lab.bench.block import BlockBenchmark
 from quaver.lab.bench.cast import KINDS
 from quaver.lab.bench.gemm import GRANULARITIES, Matmul, matmuls_of, share_of_peak
 from quaver.lab.bench.host import count_operations
-from quaver.lab.bench.modules import build_subject, make_steps
+from quaver.lab.bench.modules import build_block, make_steps
 from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.results import BFLOAT16
 from quaver.lab.bench.shapes import Shape, model_of
@@ -75,11 +75,11 @@ def test_operations_are_counted_by_name():
 
 def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
     (step,) = make_steps(model_of("debug", divisor=4), 2, 32, ["quaver rowwise"], CPU, compiled=False).values()
-    assert sum(isinstance(module, Float8Linear) for module in step.subject.modules()) == 7
-    before = [parameter.clone() for parameter in step.subject.parameters()]
+    assert sum(isinstance(module, Float8Linear) for module in step.block.modules()) == 7
+    before = [parameter.clone() for parameter in step.block.parameters()]
     step()
-    assert not any(torch.equal(old, new) for old, new in zip(before, step.subject.parameters(), strict=True))
-    assert all(parameter.grad is None for parameter in step.subject.parameters())
+    assert not any(torch.equal(old, new) for old, new in zip(before, step.block.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in step.block.parameters())
     with measure_usage(CPU) as measured:  # raises if the step leaves memory behind
         step(measured.mark)
     assert measured.usage.saved_bytes > 0
@@ -87,7 +87,7 @@ def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
 
 def test_every_precision_has_the_same_weights():
     steps = make_steps(model_of("debug", divisor=4), 2, 32, [BFLOAT16, "quaver tensorwise"], CPU, compiled=False)
-    plain, float8 = (step.subject for step in steps.values())
+    plain, float8 = (step.block for step in steps.values())
     for expected, got in zip(plain.parameters(), float8.parameters(), strict=True):
         assert torch.equal(expected, got)
     hidden = steps[BFLOAT16].sources.next()
@@ -99,7 +99,7 @@ def test_every_precision_has_the_same_weights():
 
 def test_compiled_is_compiled():
     for compiled in (False, True):
-        subject = build_subject(model_of("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
+        subject = build_block(model_of("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
         assert (subject._compiled_call_impl is not None) == compiled
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from quaver.kernels import triton_amax, triton_cast, triton_copy
+from quaver.lab.bench.ledger.counting import Work, count
 from quaver.lab.bench.ledger.entries import entries_of
 from quaver.lab.bench.ledger.kernels import float64_operations
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import machine_codes, with_machine_code
-from quaver.lab.bench.ledger.subjects import Work, count
 from quaver.lab.bench.ledger.table import findings
 from quaver.lab.bench.ledger.times import milliseconds_by_category, seconds_of
 from quaver.lab.cli import main
@@ -352,5 +352,5 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
 
 
 def test_without_triton(refused, monkeypatch):
-    monkeypatch.setattr("quaver.lab.bench.ledger.subjects.find_spec", lambda name: None)
+    monkeypatch.setattr("quaver.lab.bench.ledger.counting.find_spec", lambda name: None)
     assert "triton is not installed" in refused("bench", "ledger")

@@ -153,7 +153,7 @@ def bench_views(verb):
     row |= {"contestant": "tensorwise, exact accumulation", "tflops_per_s": 0.00123, "share_of_peak": 1.0}
     row |= {"floor_bytes_per_element": 5, "gb_per_s": 1234.56, "share_of_copy": 1.0, "tokens_per_s": 1234567.0}
     row |= dict.fromkeys(("time_over_bfloat16", "time_over_high_precision", "torchao_time_over_this"), 10.0)
-    row |= dict.fromkeys(("resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes"), 80 * GIB)
+    row |= dict.fromkeys(("resident_bytes", "peak_bytes", "tensor_peak_bytes", "saved_bytes"), 80 * GIB)
     row |= dict.fromkeys(("peak_over_bfloat16", "peak_over_high_precision"), 1.0)
     if verb != "cast":
         row["library"] = "quaver"

@@ -19,7 +19,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.conversion.delayed import named_slots
-from quaver.lab.bench.modules import Subject
+from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
@@ -54,7 +54,7 @@ def _experts(recipe):
 
 
 def _block(recipe):
-    subject = Subject(BLOCK, seq_len=64)
+    subject = BenchedBlock(BLOCK, seq_len=64)
     for parameter in subject.parameters():
         parameter.data = parameter.data.bfloat16()
     if recipe is not None:

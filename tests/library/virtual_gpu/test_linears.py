@@ -9,7 +9,7 @@ from torch.profiler import profile
 pytest.importorskip("triton")
 
 from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, serving_config
-from quaver.lab.bench.modules import Subject
+from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.runtime.devices import has_cuda
@@ -47,7 +47,7 @@ def _experts(recipe, transposed, backend):
 
 
 def _block(recipe):
-    subject = Subject(Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=96), 32)
+    subject = BenchedBlock(Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=96), 32)
     convert_to_float8_training(subject, config=recipe)
     fuse_producers(subject)
     made = results(compiled(subject, "aot_eager"), torch.randn(1, 32, 64))

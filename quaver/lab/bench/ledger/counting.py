@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.lab.bench.ledger.entries import entries_of
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.modules import Subject
+from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
 from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.lab.memory.faking.fakes import Fakes
@@ -30,7 +30,7 @@ COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"
 
 @dataclass(frozen=True)
 class Work:
-    """The subject to compile: its shapes, dtypes, and part of the block.
+    """The module to compile: its shapes, dtypes, and part of the block.
 
     Attributes:
         model: the block's shapes; with experts, its feed-forward is a mixture.
@@ -96,26 +96,26 @@ def count(work: Work, name: str, gpu: str) -> Ledger:
     if library == "torchao" and not is_peer_recipe(recipe):
         raise NotImplementedError(f"expected a recipe that torchao has, got {recipe}")
     with as_on_a_gpu(), Fakes():
-        subject = _subject(work)
-        for parameter in subject.parameters():
+        module = _build_module(work)
+        for parameter in module.parameters():
             parameter.data = parameter.data.to(work.dtype)
         if library == "quaver":
-            convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
-            fuse_producers(subject)
+            convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name(recipe))
+            fuse_producers(module)
         elif library == "torchao":
-            convert_with_torchao(subject, recipe, device=torch.device("cuda"))
+            convert_with_torchao(module, recipe, device=torch.device("cuda"))
         hidden = torch.randn(work.sequences, work.seq_len, work.model.dim, dtype=work.dtype, requires_grad=True)
-        subject.compile(fullgraph=True)
+        module.compile(fullgraph=True)
 
         def call() -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=work.autocast):
-                subject(hidden)
+                module(hidden)
 
         graphs = record_compiled(call, GPUS[gpu])
     return Ledger(name, gpu, entries_of(graphs, GPUS[gpu].L2_cache_size), tuple(graphs))
 
 
-class _LinearSubject(nn.Module):
+class _SingleLinear(nn.Module):
     """One linear without a norm, so that the gradient of its input is a result of its backward."""
 
     def __init__(self, model: Model) -> None:
@@ -127,5 +127,5 @@ class _LinearSubject(nn.Module):
         return output
 
 
-def _subject(work: Work) -> nn.Module:
-    return _LinearSubject(work.model) if work.part == "linear" else Subject(work.model, work.seq_len)
+def _build_module(work: Work) -> nn.Module:
+    return _SingleLinear(work.model) if work.part == "linear" else BenchedBlock(work.model, work.seq_len)

@@ -10,7 +10,7 @@ _LOOP = "for r0_offset"
 _LOAD = re.compile(r"tl\.load\((\w+)")
 _SIZE = re.compile(r"^\s*(xnumel|ynumel|znumel|r0_numel|r1_numel) = (\d+)", re.M)
 _ASSIGNMENT = re.compile(r"^\s*(_?tmp\w*|[xyz]\w*|r[01]_\w+) = (.*)$", re.M)
-_WORD = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
+_OPERAND = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
 
 
 def loads_in_loops(source: str) -> Counter[str]:
@@ -40,14 +40,18 @@ def float64_operations(source: str) -> int:
     doubles: set[str] = set()
     count = 0
     for name, value in _ASSIGNMENT.findall(source):
-        words = _WORD.findall(value)
+        operands = _OPERAND.findall(value)
         if name[0] in "xyzr" and not name.startswith("tmp"):
             axes[name] = frozenset(name[0])
             continue
-        axes[name] = frozenset[str]().union(*(axes.get(word, frozenset(word[0]) & set("xyzr")) for word in words))
+        axes[name] = frozenset[str]().union(
+            *(axes.get(operand, frozenset(operand[0]) & set("xyzr")) for operand in operands)
+        )
         if "[:, None]" in value or "promote_to_tensor" in value:  # the result of a reduction
             axes[name] -= {"r"}
-        is_double = "tl.float64" in value or (any(word in doubles for word in words) and ".to(tl." not in value)
+        is_double = "tl.float64" in value or (
+            any(operand in doubles for operand in operands) and ".to(tl." not in value
+        )
         if is_double:
             doubles.add(name)
             count += prod(sizes.get(axis, 1) for axis in axes[name])

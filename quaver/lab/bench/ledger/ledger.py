@@ -1,4 +1,4 @@
-"""The ledger of one subject in one precision: its entries and their sums."""
+"""The ledger of one module in one precision: its entries and their sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quaver.lab.memory.compiling.launches import Access, CompiledGraph
 
 @dataclass(frozen=True)
 class Ledger:
-    """The launches of one compiled subject, forward and backward.
+    """The launches of one compiled module, forward and backward.
 
     `name` is "bfloat16", "quaver RECIPE" or "torchao RECIPE"; `gpu` is the name of a device spec.
     """

@@ -11,6 +11,15 @@ from typing import Annotated, Any
 import torch
 from rich.table import Table
 
+from quaver.lab.bench.ledger.counting import (
+    COUNTED,
+    PARTS,
+    Work,
+    check_recipe,
+    check_triton,
+    count,
+    is_multiplied,
+)
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import (
     MACHINE_COLUMNS,
@@ -20,15 +29,6 @@ from quaver.lab.bench.ledger.machine_code import (
     with_machine_code,
 )
 from quaver.lab.bench.ledger.picture import draw
-from quaver.lab.bench.ledger.subjects import (
-    COUNTED,
-    PARTS,
-    Work,
-    check_recipe,
-    check_triton,
-    count,
-    is_multiplied,
-)
 from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, findings, kernel_rows, rows_of
 from quaver.lab.bench.ledger.times import constants, milliseconds_by_category
 from quaver.lab.bench.peer import is_peer_recipe

@@ -78,7 +78,7 @@ GPUS = {
 }
 
 
-class Compiled(Exception):
+class _CompilationRecorded(Exception):
     """Ends the call of code that was compiled to be recorded."""
 
 
@@ -93,7 +93,7 @@ def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[Comp
     """
     torch.compiler.reset()
     try:
-        with _recording(gpu) as graphs, suppress(Compiled):
+        with _recording(gpu) as graphs, suppress(_CompilationRecorded):
             call()
     finally:
         torch.compiler.reset()
@@ -126,7 +126,7 @@ def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
         module.__file__ = f"<{graph.graph_id}: recorded>"
 
         def call(arguments: object) -> None:
-            raise Compiled
+            raise _CompilationRecorded
 
         vars(module)["call"] = call
         return module

@@ -58,16 +58,15 @@ def write_html(
 
 
 def _describe_run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
-    about = _describe(prediction)
     report = prediction["report"]
     tables = {name: _make_table(report[name]) for name in ("at_peak", "saved_for_backward")}
-    return {"label": label, **about, **tables, "timeline": _reduce_timeline(role, report)}
+    return {"label": label, **_describe(prediction), **tables, "timeline": _reduce_timeline(role, report)}
 
 
 def _describe(prediction: dict[str, Any]) -> dict[str, Any]:
     report = prediction["report"]
-    about = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
-    return about | {name: report[name] for name in _OF_REPORT} | {"resident": report["resident_bytes"]}
+    described = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
+    return described | {name: report[name] for name in _OF_REPORT} | {"resident": report["resident_bytes"]}
 
 
 def _reduce_timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
