@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.lab.bench.results import environment
+from quaver.lab.bench.results import describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,7 @@ def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, 
         more: further fields, or replacements.
     """
     command = shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]])
-    about = environment(torch.device(device_type)) | {"command": command}
+    about = describe_environment(torch.device(device_type)) | {"command": command}
     return about | {"uncommitted_changes_in_quaver": has_changed("quaver")} | more
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import provenance, versions
-from quaver.lab.bench.harness import Timing, last_level_cache_bytes
-from quaver.lab.bench.shapes import model_of
+from quaver.lab.bench.harness import Timing, find_cache_bytes
+from quaver.lab.bench.shapes import make_model
 from quaver.lab.settings import Model
 from quaver.runtime.devices import synchronize
 
@@ -54,7 +54,7 @@ class Lab:
 
     @property
     def model(self) -> Model:
-        return model_of("llama-8b", divisor=16 if self.dry else 1)
+        return make_model("llama-8b", divisor=16 if self.dry else 1)
 
     @property
     def left_s(self) -> float:
@@ -84,7 +84,7 @@ class Lab:
                 function()
                 hosts[name] = 0.0 if with_host else time.perf_counter() - start
         samples: dict[str, list[float]] = {name: [] for name in contestants}
-        names, cache = list(contestants), 4 * (last_level_cache_bytes(self.device) or 1 << 24)
+        names, cache = list(contestants), 4 * (find_cache_bytes(self.device) or 1 << 24)
         flush = torch.empty(1 << 16 if self.dry else cache, dtype=torch.uint8, device=self.device)
         for turn in range(1 if self.dry else rounds):
             first = turn % len(names) if names else 0

@@ -18,8 +18,8 @@ from torch import Tensor
 from quaver.lab.bench.harness import time_alternating
 from quaver.lab.bench.modules import OptimizerStep, make_steps
 from quaver.lab.bench.options import BenchOptions, Modes, Recipes
-from quaver.lab.bench.results import BFLOAT16, Result, Row, contestant_rows
-from quaver.lab.bench.shapes import MODEL_NAMES, model_of, scaled_name
+from quaver.lab.bench.results import BFLOAT16, Result, Row, make_contestant_rows
+from quaver.lab.bench.shapes import MODEL_NAMES, format_scaled_name, make_model
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
 from quaver.lab.settings.fields import AtLeast1, OneOf, setting
@@ -49,14 +49,14 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
     def check(self) -> None:
         """Raise ValueError if the divisor does not divide the heads, or the sequence length the tokens."""
         super().check()
-        model_of(self.model, divisor=self.divisor)
+        make_model(self.model, divisor=self.divisor)
         if self.tokens % self.batch[1]:
             raise ValueError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
 
     @property
     def shape(self) -> Model:
         """The model, with one block."""
-        return model_of(self.model, divisor=self.divisor)
+        return make_model(self.model, divisor=self.divisor)
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -85,7 +85,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
 
     def measure(self) -> Result:
         """Return a row for each mode and precision."""
-        name, sequences, seq_len = scaled_name(self.model, self.divisor), *self.batch
+        name, sequences, seq_len = format_scaled_name(self.model, self.divisor), *self.batch
         sizes = {field: getattr(self.shape, field) for field in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
         batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
         cases = product([name], [f"{self.tokens} tokens"], self.modes)
@@ -99,7 +99,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         timings = time_alternating(steps, self.torch_device, rounds=self.rounds)
         memory = {precision: _measure_memory(step, self.torch_device) for precision, step in steps.items()}
         rows = []
-        for precision, row in contestant_rows(timings).items():
+        for precision, row in make_contestant_rows(timings).items():
             ours = memory[precision]
             per_s = self.tokens / (1e-6 * timings[precision].median_us)
             ratio = ours["peak_bytes"] / memory[BFLOAT16]["peak_bytes"]

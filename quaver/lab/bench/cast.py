@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quaver.lab.bench.harness import Rotation, time_alternating
 from quaver.lab.bench.options import OperandOptions, Shapes
-from quaver.lab.bench.peer import torchao_cast
+from quaver.lab.bench.peer import make_torchao_cast
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
@@ -107,10 +107,11 @@ class CastBenchmark(Shapes, OperandOptions):
         device, dtype = self.torch_device, self.torch_dtype
         kind, source = KINDS[name], torch.randn(matrix.sizes, device=device, dtype=dtype)
         inputs, target = Rotation(source.clone, source.nbytes, device), torch.empty_like(source)
-        casts = contestants_of(kind, source, self.with_torchao)
+        casts = make_contestants(kind, source, self.with_torchao)
         with torch.no_grad():
-            expected = _codes(casts["PyTorch", "eager"](source))
-            same = {contestant: _same(_codes(cast(source)), expected) for contestant, cast in casts.items()}
+            expected = _get_codes(casts["PyTorch", "eager"](source))
+            codes = {contestant: _get_codes(cast(source)) for contestant, cast in casts.items()}
+            same = {contestant: _has_same_codes(own, expected) for contestant, own in codes.items()}
             del casts["PyTorch", "eager"]  # the reference of `same_codes` is not timed
             calls: dict[tuple[str, str], Callable[[], object]] = {(COPY, ""): lambda: target.copy_(inputs.next())}
             calls |= {contestant: partial(_cast_next, cast, inputs) for contestant, cast in casts.items()}
@@ -134,7 +135,7 @@ def _cast_next(cast: CastFunction, inputs: Rotation[Tensor]) -> object:
     return cast(inputs.next())
 
 
-def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[tuple[str, str], CastFunction]:
+def make_contestants(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[tuple[str, str], CastFunction]:
     """Return the casts by library and mode. A persistent scale, if `kind` has one, fits `source`."""
     config, dims, float8_dtype = kind.config, kind.dims, kind.cast.float8_dtype
     power_of_2 = config.round_scales_to_power_of_2
@@ -155,7 +156,7 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
 
     eager = {"quaver": ours, "PyTorch": _lay_out(kind, plain)}
     if with_torchao and scale is None:
-        peers = {dim: torchao_cast(float8_dtype, dim, power_of_2=power_of_2) for dim in kind.scale_dims}
+        peers = {dim: make_torchao_cast(float8_dtype, dim, power_of_2=power_of_2) for dim in kind.scale_dims}
         eager["torchao"] = _lay_out(kind, lambda hp, dim: (peers[dim](hp),))
     functions: dict[tuple[str, str], CastFunction] = {}
     for library, cast in eager.items():
@@ -180,10 +181,10 @@ def _lay_out(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Te
     return cast
 
 
-def _codes(results: Sequence[Tensor]) -> list[Tensor]:
+def _get_codes(results: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in results if tensor.dtype in FLOAT8_FORMATS]
 
 
-def _same(codes: list[Tensor], expected: list[Tensor]) -> bool:
+def _has_same_codes(codes: list[Tensor], expected: list[Tensor]) -> bool:
     pairs = zip(codes, expected, strict=True)
     return all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs)

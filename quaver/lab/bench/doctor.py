@@ -45,18 +45,18 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
     with error_on_slow_path(False):
         recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
         compiles = _try_compile() if try_compile else "not tried"
-    diagnosis = {"versions": _versions(), "devices": devices, "recipes": recipes, "slow_paths": slow_paths()}
-    diagnosis["recommended"] = {device: recommendation(device, recipes) for device in devices}
+    diagnosis = {"versions": _list_versions(), "devices": devices, "recipes": recipes, "slow_paths": slow_paths()}
+    diagnosis["recommended"] = {device: recommend_recipe(device, recipes) for device in devices}
     return {**diagnosis, "compile": compiles, "ok": all(finding["verdict"] != "impossible" for finding in recipes)}
 
 
 def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
     """Run a small linear forward and backward and compare with float64."""
-    verdict, detail = _verdict(Float8LinearConfig.from_recipe_name(recipe), device)
+    verdict, detail = _judge(Float8LinearConfig.from_recipe_name(recipe), device)
     return {"device": str(device), "recipe": recipe.value, "verdict": verdict, "detail": detail}
 
 
-def recommendation(device: str, findings: list[Finding]) -> str:
+def recommend_recipe(device: str, findings: list[Finding]) -> str:
     """Recommend recipes for a device from its native matmuls. No time is measured."""
     here = [finding for finding in findings if finding["device"] == device]
     native = {finding["recipe"] for finding in here if finding["verdict"] == "native"}
@@ -70,24 +70,24 @@ def recommendation(device: str, findings: list[Finding]) -> str:
     return ", ".join(f"{recipe} for {goal}" for goal, recipe in goals.items() if recipe)
 
 
-def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
+def _judge(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     try:
         linear = Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config)
         convert_to_float8_training(linear, config=config)  # adds a state if the recipe has persistent scales
-        worst_db = _worst_sqnr_db(linear)
+        worst_db = _measure_worst_sqnr(linear)
         if config.has_persistent_scales:
             sync_float8_amax_and_scale_history(linear)
             linear.zero_grad()
-            worst_db = min(worst_db, _worst_sqnr_db(linear))
+            worst_db = min(worst_db, _measure_worst_sqnr(linear))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return "impossible", str(error).splitlines()[0]
     if worst_db < _ENOUGH_DB:
         return "impossible", f"wrong results ({worst_db:.1f} dB)"
-    verdict, how = _backend(config, device)
+    verdict, how = _name_backend(config, device)
     return verdict, f"{how}; worst gradient {worst_db:.1f} dB"
 
 
-def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
+def _name_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     if is_cuda_device(device):
         kinds = {find_cast_kind(*pair) for pair in list_matmul_casts(config)}
         failures = {
@@ -100,7 +100,7 @@ def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
     return "exact", "bfloat16 units" if has_bfloat16_units(device) else "float32 arithmetic"
 
 
-def _worst_sqnr_db(module: Float8Linear) -> float:
+def _measure_worst_sqnr(module: Float8Linear) -> float:
     generator = torch.Generator().manual_seed(0)
     input, grad_output = (torch.randn(_SIZE, _SIZE, generator=generator).to(module.weight.device) for _ in range(2))
     input.requires_grad_()
@@ -132,7 +132,7 @@ def _describe_cpu() -> str:
     return f"{name}, {torch.get_num_threads()} threads, {units}"
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "torchao"):
         spec = importlib.util.find_spec(name)

@@ -84,7 +84,7 @@ class OnGpu:
         return asdict(self)
 
 
-def on_gpu(
+def describe_gpu(
     spec: DeviceSpec,
     model: nn.Module | None = None,
     recipe: str = "tensorwise",
@@ -105,12 +105,12 @@ def on_gpu(
         raise ValueError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
     config = config or Float8LinearConfig.from_recipe_name(recipe)
     configs = {name.value: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
-    recipes = [_recipe(name, own, spec) for name, own in (configs | {recipe: config}).items()]
-    layers = None if model is None else _layers(model, config, spec)
-    return OnGpu(spec.name, f"sm_{spec.compute_capability}", _casts(spec), recipes, recipe, layers)
+    recipes = [_describe_recipe(name, own, spec) for name, own in (configs | {recipe: config}).items()]
+    layers = None if model is None else _describe_layers(model, config, spec)
+    return OnGpu(spec.name, f"sm_{spec.compute_capability}", _describe_casts(spec), recipes, recipe, layers)
 
 
-def _casts(spec: DeviceSpec) -> str:
+def _describe_casts(spec: DeviceSpec) -> str:
     from quaver.kernels.triton_blocks import FIRST_CAPABILITY  # imports triton
 
     if divmod(spec.compute_capability or 0, 10) >= FIRST_CAPABILITY:
@@ -118,18 +118,19 @@ def _casts(spec: DeviceSpec) -> str:
     return "PyTorch's operators in eager code, in several passes: Triton converts to float8 from sm_90 on"
 
 
-def _pairs(config: Float8LinearConfig) -> dict[str, tuple[CastConfig, CastConfig]]:
+def _pair_casts(config: Float8LinearConfig) -> dict[str, tuple[CastConfig, CastConfig]]:
     return {name: (config.casts.get(*left), config.casts.get(*right)) for name, (left, right) in MATMULS.items()}
 
 
-def _recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) -> RecipeOnGpu:
-    pairs = _pairs(config)
-    linear = [_linear_matmul(name, *pair, spec) for name, pair in pairs.items()]
+def _describe_recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) -> RecipeOnGpu:
+    pairs = _pair_casts(config)
+    linear = [_describe_linear_matmul(name, *pair, spec) for name, pair in pairs.items()]
     powers_of_2 = config.round_scales_to_power_of_2
-    return RecipeOnGpu(recipe, linear, [_expert_matmul(name, *pair, spec, powers_of_2) for name, pair in pairs.items()])
+    experts = [_describe_expert_matmul(name, *pair, spec, powers_of_2) for name, pair in pairs.items()]
+    return RecipeOnGpu(recipe, linear, experts)
 
 
-def _linear_matmul(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec) -> MatmulOnGpu:
+def _describe_linear_matmul(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec) -> MatmulOnGpu:
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch.mm")
     kind = find_cast_kind(left, right)
@@ -140,7 +141,7 @@ def _linear_matmul(matmul: str, left: CastConfig, right: CastConfig, spec: Devic
     return MatmulOnGpu(matmul, "native", f"{name}, {kind.value} scales")
 
 
-def _expert_matmul(
+def _describe_expert_matmul(
     matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec, scales_are_powers_of_2: bool
 ) -> MatmulOnGpu:
     grouped = (spec.compute_capability or 0) // 10 in GROUPED_ON
@@ -154,20 +155,20 @@ def _expert_matmul(
     return MatmulOnGpu(matmul, "exact", alone)
 
 
-def _layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceSpec) -> list[LayersOnGpu]:
+def _describe_layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceSpec) -> list[LayersOnGpu]:
     configs = {name: config_of(module) for name, module in float8_modules(model)}
     counts: Counter[tuple[Any, ...]] = Counter()
     for layer in conversion_report(model).layers:
         note = layer.reason
         if layer.converted:
             config = configs.get(layer.name) or configs[layer.name.rpartition(".")[0]]
-            padding = _padding(layer.in_features, layer.out_features, _multiple(config, spec))
-            note = "; ".join(filter(None, (_difference(config, recipe), padding)))
+            padding = _describe_padding(layer.in_features, layer.out_features, _find_multiple(config, spec))
+            note = "; ".join(filter(None, (_describe_difference(config, recipe), padding)))
         counts[mask_layer_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
     return [LayersOnGpu(name, count, *rest) for (name, *rest), count in counts.items()]
 
 
-def _difference(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
+def _describe_difference(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
     """Return "in rowwise:dequantized" if the casts of a layer are not those of the model's recipe, else ""."""
     if config.casts == recipe.casts:
         return ""
@@ -176,14 +177,14 @@ def _difference(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
     return f"in {name}" + (f":{config.backward}" if config.backward != "float8" else "")
 
 
-def _multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
+def _find_multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
     """Return the number whose multiples native matmuls need the dims of a weight to be; 1 without native matmuls."""
-    kinds = [find_cast_kind(left, right) for left, right in _pairs(config).values() if not left.is_disabled]
+    kinds = [find_cast_kind(left, right) for left, right in _pair_casts(config).values() if not left.is_disabled]
     native = [kind for kind in kinds if kind is not None and obstacle_to(spec, kind) is None]
     return max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
 
 
-def _padding(in_features: int, out_features: int, multiple: int) -> str:
+def _describe_padding(in_features: int, out_features: int, multiple: int) -> str:
     """Name the dims of a weight that native matmuls pad to a multiple, which copies the codes each time."""
     padded = [
         f"{name} {size:,} to {-(-size // multiple) * multiple:,}"

@@ -55,7 +55,7 @@ class GemmBenchmark(Shapes, BenchOptions):
 
         `share_of_peak` is None without a data sheet, `fast_accumulation` on a backend without that choice.
         """
-        cases = ((shape, matmul) for shape in self.parse_shapes() for matmul in matmuls_of(shape))
+        cases = ((shape, matmul) for shape in self.parse_shapes() for matmul in list_matmuls(shape))
         peak = self._peak
         return self.run_cases(cases, self._rows_of, peak=peak.source if peak else "unknown")
 
@@ -76,7 +76,7 @@ class GemmBenchmark(Shapes, BenchOptions):
             operands = Rotation(partial(matmul.float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]
-                calls[name] = _float8_call(operands, granularity, bool(fast))
+                calls[name] = _make_float8_call(operands, granularity, bool(fast))
                 contestants[name] = (backend.value, fast, len(operands))
         with torch.no_grad():
             timings = time_alternating(calls, device, rounds=self.rounds)
@@ -87,7 +87,7 @@ class GemmBenchmark(Shapes, BenchOptions):
             row: Row = {"shape": str(shape), "gemm": matmul.name, "m": m, "k": k, "n": n, "contestant": name}
             row |= {"backend": backend_name, "fast_accumulation": fast, "input_copies": copies}
             row |= {"timing": asdict(timing), "tflops_per_s": flops_per_s / 1e12}
-            row["share_of_peak"] = share_of_peak(flops_per_s, name, self._peak)
+            row["share_of_peak"] = compute_share_of_peak(flops_per_s, name, self._peak)
             row["time_over_bfloat16"] = timing.median_us / timings[BFLOAT16].median_us
             rows.append(row)
         return rows
@@ -117,7 +117,7 @@ class Matmul:
         """Return bfloat16 [m, k] and [k, n], as the views that autograd multiplies."""
         m, k, n = self.sizes
         left, right = self.transposed
-        return _matrix(m, k, left, device), _matrix(k, n, right, device)
+        return _make_matrix(m, k, left, device), _make_matrix(k, n, right, device)
 
     def float8_operands(self, granularity: str, device: torch.device) -> Float8Operands:
         """Return the operands in float8, in the layout that the backend reads."""
@@ -133,7 +133,7 @@ class Matmul:
         return a, b, a_scale, b_scale
 
 
-def matmuls_of(shape: Shape) -> list[Matmul]:
+def list_matmuls(shape: Shape) -> list[Matmul]:
     """Return the three matmuls of a linear."""
     m, k, n = shape.sizes
     return [
@@ -143,19 +143,19 @@ def matmuls_of(shape: Shape) -> list[Matmul]:
     ]
 
 
-def _matrix(rows: int, columns: int, is_transposed: bool, device: torch.device) -> Tensor:
+def _make_matrix(rows: int, columns: int, is_transposed: bool, device: torch.device) -> Tensor:
     if is_transposed:
-        return _matrix(columns, rows, False, device).t()
+        return _make_matrix(columns, rows, False, device).t()
     return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
 
 
-def _float8_call(operands: Rotation[Float8Operands], granularity: str, fast: bool) -> Callable[[], object]:
+def _make_float8_call(operands: Rotation[Float8Operands], granularity: str, fast: bool) -> Callable[[], object]:
     powers_of_2 = Float8LinearConfig.from_recipe_name(granularity).round_scales_to_power_of_2
     how: dict[str, Any] = {"use_fast_accum": fast, "scales_are_powers_of_2": powers_of_2}
     return lambda: float8_mm(*operands.next(), out_dtype=torch.bfloat16, **how)
 
 
-def share_of_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
+def compute_share_of_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
     """Return the share of the peak for the contestant's precision, or None if the peak is unknown."""
     if peak is None:
         return None

@@ -56,23 +56,23 @@ def time_alternating(
     Args:
         until_done: wait for the device inside a sample; False stops the clock when the host has queued the work.
     """
-    calls = {name: _calls_per_sample(function, device, warmup) for name, function in contestants.items()}
+    calls = {name: _count_calls_per_sample(function, device, warmup) for name, function in contestants.items()}
     samples: dict[Name, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            samples[name].append(_sample(contestants[name], device, calls[name], until_done))
+            samples[name].append(_time_sample(contestants[name], device, calls[name], until_done))
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-def _calls_per_sample(function: Callable[[], object], device: torch.device, warmup: int) -> int:
+def _count_calls_per_sample(function: Callable[[], object], device: torch.device, warmup: int) -> int:
     for _ in range(warmup):
         function()
-    return max(1, round(_SHORTEST_SAMPLE_S / min(_sample(function, device, 1) for _ in range(3))))
+    return max(1, round(_SHORTEST_SAMPLE_S / min(_time_sample(function, device, 1) for _ in range(3))))
 
 
-def _sample(function: Callable[[], object], device: torch.device, calls: int, until_done: bool = True) -> float:
+def _time_sample(function: Callable[[], object], device: torch.device, calls: int, until_done: bool = True) -> float:
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -82,7 +82,7 @@ def _sample(function: Callable[[], object], device: torch.device, calls: int, un
     return (time.perf_counter() - start) / calls
 
 
-def last_level_cache_bytes(device: torch.device) -> int | None:
+def find_cache_bytes(device: torch.device) -> int | None:
     """Return the size of a GPU's L2 or a CPU's L3, or None if the system does not report it."""
     if is_cuda_device(device):
         return int(torch.cuda.get_device_properties(device).L2_cache_size) or None
@@ -100,7 +100,7 @@ class Rotation(Generic[Input]):
 
     def __init__(self, make: Callable[[], Input], bytes_each: int, device: torch.device) -> None:
         """`make` is called once per copy of `bytes_each` bytes, and at least once."""
-        wanted = 2 * (last_level_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
+        wanted = 2 * (find_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
         copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, bytes_each))
         self._inputs = [make() for _ in range(min(max(1, copies), _MOST_COPIES))]
         self._turn = 0

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver.lab.bench.harness import time_alternating
 from quaver.lab.bench.linear import LinearOptions
-from quaver.lab.bench.results import Result, Row, contestant_rows
+from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import AtLeast1, setting
 from quaver.runtime.devices import is_cuda_device, synchronize
@@ -53,7 +53,7 @@ class HostBenchmark(LinearOptions):
         steps = self.steps(shape, mode)
         timings = time_alternating(steps, self.torch_device, rounds=self.rounds, until_done=False)
         rows = []
-        for name, row in contestant_rows(timings).items():
+        for name, row in make_contestant_rows(timings).items():
             operations = count_operations(steps[name]) if mode == "eager" else None
             counts = {
                 "operations": None if operations is None else sum(operations.values()),

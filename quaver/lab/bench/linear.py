@@ -18,8 +18,8 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.delayed import sync_float8_amax_and_scale_history
 from quaver.lab.bench.harness import Rotation, time_alternating
 from quaver.lab.bench.options import Modes, OperandOptions, Recipes, Shapes
-from quaver.lab.bench.peer import is_peer_recipe, torchao_linear
-from quaver.lab.bench.results import BFLOAT16, Result, Row, contestant_rows
+from quaver.lab.bench.peer import is_peer_recipe, make_torchao_linear
+from quaver.lab.bench.results import BFLOAT16, Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import Shape
 from quaver.recipes.config import Float8LinearConfig
 
@@ -44,12 +44,12 @@ class LinearOptions(Modes, Recipes, OperandOptions):
             config = Float8LinearConfig.from_recipe_name(recipe)
             modules[f"quaver {recipe}"] = convert_to_float8_training(plain(), config=config)
             if self.with_torchao and is_peer_recipe(recipe):
-                modules[f"torchao {recipe}"] = torchao_linear(plain(), recipe, device=device)
-        batches = _batches(m, k, n, device, dtype)
-        plain_batches = batches if dtype is torch.bfloat16 else _batches(m, k, n, device, torch.bfloat16)
+                modules[f"torchao {recipe}"] = make_torchao_linear(plain(), recipe, device=device)
+        batches = _make_batches(m, k, n, device, dtype)
+        plain_batches = batches if dtype is torch.bfloat16 else _make_batches(m, k, n, device, torch.bfloat16)
         steps = {}
         for name, module in modules.items():
-            steps[name] = _step(module, mode, plain_batches if name == BFLOAT16 else batches)
+            steps[name] = _make_step(module, mode, plain_batches if name == BFLOAT16 else batches)
             steps[name]()
             sync_float8_amax_and_scale_history(module)
         return steps
@@ -69,7 +69,7 @@ class LinearBenchmark(Shapes, LinearOptions):
         return self.run_cases(product(self.parse_shapes(), self.modes), self._rows_of, dtype=str(self.torch_dtype))
 
     def _rows_of(self, shape: Shape, mode: str) -> list[Row]:
-        rows = contestant_rows(time_alternating(self.steps(shape, mode), self.torch_device, rounds=self.rounds))
+        rows = make_contestant_rows(time_alternating(self.steps(shape, mode), self.torch_device, rounds=self.rounds))
         result_rows = []
         for row in rows.values():
             peer = rows.get(f"torchao {row['recipe']}") if row["library"] == "quaver" else None
@@ -78,12 +78,12 @@ class LinearBenchmark(Shapes, LinearOptions):
         return result_rows
 
 
-def _batches(m: int, k: int, n: int, device: torch.device, dtype: torch.dtype) -> Rotation[Batch]:
+def _make_batches(m: int, k: int, n: int, device: torch.device, dtype: torch.dtype) -> Rotation[Batch]:
     input, grad_output = (torch.randn(m, width, device=device, dtype=dtype) for width in (k, n))
     return Rotation(lambda: (input.clone(), grad_output.clone()), input.nbytes + grad_output.nbytes, device)
 
 
-def _step(module: nn.Module, mode: str, batches: Rotation[Batch]) -> Callable[[], None]:
+def _make_step(module: nn.Module, mode: str, batches: Rotation[Batch]) -> Callable[[], None]:
     forward = torch.compile(module, fullgraph=True) if mode == "compiled" else module
     parameters = list(module.parameters())
 

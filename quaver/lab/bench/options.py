@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from quaver.lab.bench.results import Result, Row, environment, writable
+from quaver.lab.bench.results import Result, Row, check_writable, describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
 from quaver.lab.bench.working import working
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
@@ -72,7 +72,7 @@ class BenchOptions(Settings):
             MissingDeviceError: this machine has no such device.
         """
         resolve_device(self.device)
-        writable(self.result_file)
+        check_writable(self.result_file)
         if self.threads:
             torch.set_num_threads(self.threads)
 
@@ -97,7 +97,8 @@ class BenchOptions(Settings):
 
     def result(self, rows: list[Row], is_complete: bool, **fields: Any) -> Result:
         """Return {"benchmark", "environment", "complete", `fields`, "rows"}, ready for JSON."""
-        surroundings = environment(self.torch_device) | ({"torchao": version("torchao")} if self.with_torchao else {})
+        surroundings = describe_environment(self.torch_device)
+        surroundings |= {"torchao": version("torchao")} if self.with_torchao else {}
         head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
         return head | fields | {"rows": rows}
 

@@ -29,7 +29,7 @@ def is_peer_recipe(recipe: str) -> bool:
     return canonical_recipe(recipe) in [name.value for name in RECIPES]
 
 
-def torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
+def make_torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
     """Convert one linear with torchao. On a CPU torchao emulates."""
     return next(convert_with_torchao(nn.Sequential(linear), recipe, device=device).children())
 
@@ -43,7 +43,7 @@ def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device
         return convert_to_float8_training(module, config=config)
 
 
-def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
+def make_torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
     """Return torchao's dynamic cast of a matrix to float8 codes, as its linears use it: tensorwise or along `dim`."""
     with _quiet():
         from torchao.float8.config import ScalingGranularity

@@ -31,7 +31,7 @@ Result = dict[str, Any]
 """See `options.BenchOptions.result`."""
 
 
-def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
+def make_contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
     """Return a row per contestant ("bfloat16", "quaver RECIPE"), with the ratio of its median to bfloat16's."""
     rows = {}
     for name, timing in timings.items():
@@ -41,7 +41,7 @@ def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
     return rows
 
 
-def title_of(result: dict[str, Any]) -> str:
+def format_title(result: dict[str, Any]) -> str:
     """Return the title of a result's table: machine, versions and commit."""
     machine = result["environment"]
     return f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['commit']}"
@@ -78,26 +78,26 @@ _UNKNOWN = {
 """The text that is printed for None; the default is "unknown"."""
 
 
-def cases_of(rows: list[Row], fields: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+def group_cases(rows: list[Row], fields: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
     """Yield the values of `fields` with the rows that have them."""
-    for values, case_rows in groupby(rows, key=lambda row: [str(_printable(row)[field]) for field in fields]):
+    for values, case_rows in groupby(rows, key=lambda row: [str(_add_printed_fields(row)[field]) for field in fields]):
         yield ", ".join(values), list(case_rows)
 
 
-def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of a table of `fields`, including the fields that `_printable` adds."""
+def format_table(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of a table of `fields`, including the fields that `_add_printed_fields` adds."""
     columns = {field: _COLUMNS.get(field, (field, "")) for field in fields}
     cells = []
-    for row in map(_printable, rows):
+    for row in map(_add_printed_fields, rows):
         values = ((row[field], form, _UNKNOWN.get(field, "unknown")) for field, (_, form) in columns.items())
         cells.append([unknown if value is None else format(value, form) for value, form, unknown in values])
     return [title for title, _ in columns.values()], cells
 
 
-def _printable(row: Row) -> Row:
+def _add_printed_fields(row: Row) -> Row:
     """Return the row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
     unit_us, unit = (1.0, "us") if row["timing"]["median_us"] < 1e4 else (1e3, "ms")
-    median, low, high = (_number(row["timing"][name] / unit_us) for name in ("median_us", "p10_us", "p90_us"))
+    median, low, high = (_format_number(row["timing"][name] / unit_us) for name in ("median_us", "p10_us", "p90_us"))
     more: Row = {"median": f"{median} {unit}", "spread": f"{low} .. {high}"}
     library, recipe = row.get("library"), row.get("recipe")
     more["precision"] = row.get("precision") or (recipe if library == "quaver" else f"{library} {recipe or ''}".strip())
@@ -107,26 +107,26 @@ def _printable(row: Row) -> Row:
     return row | more
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.1f}" if value < 1e3 else f"{value:,.0f}"
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return the provenance of a result: hardware, versions, commit, command, date."""
     is_cuda = is_cuda_device(device)
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else _describe_cpu(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         **({"cuda": torch.version.cuda, "hip": torch.version.hip} if is_cuda else {}),
-        "commit": _commit(),
+        "commit": _find_commit(),
         "command": "quaver " + shlex.join(sys.argv[1:]),
         "date": date.today().isoformat(),
     }
 
 
-def _cpu_name() -> str:
+def _describe_cpu() -> str:
     features = torch.backends.cpu.get_cpu_capability()
     units = " with AMX" if has_amx_tiles() else ""
     if not has_bfloat16_units(torch.device("cpu")):
@@ -134,13 +134,13 @@ def _cpu_name() -> str:
     return f"{platform.machine()} CPU, {features}{units}"
 
 
-def _commit() -> str:
+def _find_commit() -> str:
     """Return the commit of quaver's checkout, with "+" if files differ from it."""
     revision = git_revision(Path(__file__).parent)
     return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
 
 
-def writable(path: Path, option: str = "--output") -> Path:
+def check_writable(path: Path, option: str = "--output") -> Path:
     """Return `path` after checking that it can be written, so that a measurement is not lost at its end.
 
     The check leaves no file or folder, so a command whose arguments are refused later has written nothing.

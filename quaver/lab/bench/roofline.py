@@ -92,7 +92,7 @@ class Roofline:
     def write(self, folder: Path) -> list[Path]:
         """Write roofline.csv and roofline.json, and return them."""
         table, summary = folder / "roofline.csv", folder / "roofline.json"
-        rows = [_csv_row(layer) for layer in self.layers]
+        rows = [_make_csv_row(layer) for layer in self.layers]
         with table.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
@@ -115,12 +115,12 @@ class Roofline:
         return {"settings": asdict(self.settings), "constants": constants, "totals": totals}
 
 
-def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
+def find_specs(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
     """Return the devices with these names, each once. Raises ValueError for an unknown name, listing the choices."""
     return tuple(dict.fromkeys(require_device_spec(name, "--device") for name in names))
 
 
-def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
+def find_recipes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the recipes with these names or aliases, each once. Raises ValueError for an unknown name."""
     return tuple(dict.fromkeys(canonical_recipe(name) for name in names))
 
@@ -131,14 +131,14 @@ def predict(settings: RooflineSettings) -> Roofline:
     layers: list[RooflinePrediction] = []
     totals = []
     for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
-        for name, (k, n) in merged_names(model).items():
+        for name, (k, n) in merge_names(model).items():
             cost = linear_cost(m, k, n, recipe, spec, microbatches=microbatches)
             layers.append(RooflinePrediction(model.name, name, m, k, n, spec.name, recipe, cost))
-        totals.append(_total(model, recipe, spec, m, microbatches))
+        totals.append(_sum_layers(model, recipe, spec, m, microbatches))
     return Roofline(settings, tuple(layers), tuple(totals))
 
 
-def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
+def merge_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
     """Return K and N of the float8 layers; layers of one shape are one entry: {"q,o": (4096, 4096), ...}."""
     names: dict[tuple[int, int], dict[str, None]] = {}
     for layer in model.layers:
@@ -147,7 +147,7 @@ def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
     return {",".join(layer_names): shape for shape, layer_names in names.items()}
 
 
-def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> Total:
+def _sum_layers(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> Total:
     bfloat16 = alone = shared = 0.0
     for layer in model.layers:
         by_itself, sharing = (
@@ -161,15 +161,16 @@ def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, micro
     return Total(model.name, spec.name, recipe, bfloat16, alone, shared)
 
 
-def _csv_row(layer: RooflinePrediction) -> dict[str, Any]:
+def _make_csv_row(layer: RooflinePrediction) -> dict[str, Any]:
     """Return times in microseconds; the parts of each precision follow its sum."""
     cost = layer.cost
     row: dict[str, Any] = {name: getattr(layer, name) for name in ("m", "k", "n", "device", "recipe")}
-    row |= {"bf16_us": _us(cost.bfloat16.total_s), "fp8_us": _us(cost.float8.total_s), "speedup": f"{cost.speedup:.4f}"}
-    row |= {f"bf16_{part}_us": _us(getattr(cost.bfloat16, f"{part}_s")) for part in _BFLOAT16_PARTS}
-    row |= {f"fp8_{part}_us": _us(getattr(cost.float8, f"{part}_s")) for part in _PARTS}
+    row |= {"bf16_us": _format_us(cost.bfloat16.total_s), "fp8_us": _format_us(cost.float8.total_s)}
+    row["speedup"] = f"{cost.speedup:.4f}"
+    row |= {f"bf16_{part}_us": _format_us(getattr(cost.bfloat16, f"{part}_s")) for part in _BFLOAT16_PARTS}
+    row |= {f"fp8_{part}_us": _format_us(getattr(cost.float8, f"{part}_s")) for part in _PARTS}
     return row | {"model": layer.model, "layer": layer.layer}
 
 
-def _us(seconds: float) -> str:
+def _format_us(seconds: float) -> str:
     return f"{1e6 * seconds:.2f}"

@@ -41,7 +41,7 @@ class ModelLayers:
     linear_flops_share: float
 
 
-def layers_of_model(name: str) -> ModelLayers:
+def list_model_layers(name: str) -> ModelLayers:
     """Return the linears of one of MODELS, all in float8 except the output projection.
 
     Raises:
@@ -51,10 +51,10 @@ def layers_of_model(name: str) -> ModelLayers:
         raise ValueError(
             f"--model {name}: expected one of {', '.join(MODELS)}; --config reads any Llama from a TOML file"
         )
-    return _layers(name, MODELS[name], Float8(), seq_len=_SEQ_LEN)
+    return _list_layers(name, MODELS[name], Float8(), seq_len=_SEQ_LEN)
 
 
-def layers_of_config(path: Path) -> ModelLayers:
+def list_config_layers(path: Path) -> ModelLayers:
     """Return the linears of the model that `quaver train` would build from a TOML file, on one rank.
 
     The filters of the file's [float8] section choose the float8 linears. The file's recipe is ignored, and so is the
@@ -65,28 +65,28 @@ def layers_of_config(path: Path) -> ModelLayers:
     """
     config = load_config(path)
     split = config.parallelism.tensor_parallel_degree
-    return _layers(path.stem, config.model, config.float8, seq_len=config.training.seq_len, split=split)
+    return _list_layers(path.stem, config.model, config.float8, seq_len=config.training.seq_len, split=split)
 
 
-def _layers(name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1) -> ModelLayers:
+def _list_layers(name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1) -> ModelLayers:
     model = meta_llama(shape)
     filters = {field: getattr(float8, field) for field in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
     linears = convert_model(model, Float8(**filters), tokens=seq_len, device=torch.device("cpu")).layers
-    readers = Counter(_input_of(linear) for linear in linears)
-    counts = Counter(_layer(linear, readers[_input_of(linear)], split) for linear in linears)
+    readers = Counter(_find_input(linear) for linear in linears)
+    counts = Counter(_make_layer(linear, readers[_find_input(linear)], split) for linear in linears)
     layers = tuple(replace(layer, count=count) for layer, count in counts.items())
     flops = sum(linear.flops_per_token for linear in linears)
     return ModelLayers(name, layers, flops / training_flops_per_token(shape, seq_len))
 
 
-def _layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:
+def _make_layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:
     leaf = linear.name.rpartition(".")[2]
     k, n = linear.in_features, linear.out_features
     k, n = (k // split, n) if leaf in _ROWWISE_PARALLEL else (k, n // split)
     return LinearGroup(leaf, k, n, 0, linear.converted, readers)
 
 
-def _input_of(linear: LayerReport) -> tuple[str, object]:
+def _find_input(linear: LayerReport) -> tuple[str, object]:
     """Return a key for the tensor that a linear reads. Linears that share an input have equal keys."""
     parent, _, leaf = linear.name.rpartition(".")
     return parent, next((names for names in SHARED_INPUTS if leaf in names), leaf)

@@ -27,7 +27,7 @@ class Shape:
         return " x ".join(map(str, self.sizes)) + (f" ({self.layer})" if self.layer else "")
 
 
-def model_of(name: str, *, divisor: int = 1) -> Model:
+def make_model(name: str, *, divisor: int = 1) -> Model:
     """Return a one-block model. `divisor` divides width, heads and feed-forward, and keeps the size of a head.
 
     Raises:
@@ -62,9 +62,9 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
     for word in (word.strip().lower() for word in text.split(",")):
         numbers = word.split("x")
         if word in MODELS:
-            for layer, widths in _linears(word).items():
+            for layer, widths in _list_linears(word).items():
                 sizes = (_divide(word, width, divisor) for width in widths[: count - 1])
-                shape = Shape((tokens, *sizes), f"{scaled_name(word, divisor)} {'input' if matrices else layer}")
+                shape = Shape((tokens, *sizes), f"{format_scaled_name(word, divisor)} {'input' if matrices else layer}")
                 if shape not in parsed:  # inputs of one width
                     parsed.append(shape)
         elif len(numbers) in (1, count) and all(number.isdecimal() and int(number) for number in numbers):
@@ -75,7 +75,7 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
     return parsed
 
 
-def _linears(name: str) -> dict[str, tuple[int, int]]:
+def _list_linears(name: str) -> dict[str, tuple[int, int]]:
     """Return K and N of the linears of a block; linears of one shape are one entry."""
     shape = MODELS[name]
     kv_dim = shape.n_kv_heads * shape.head_dim
@@ -83,7 +83,7 @@ def _linears(name: str) -> dict[str, tuple[int, int]]:
     return layers | {"gate,up": (shape.dim, shape.hidden_dim), "down": (shape.hidden_dim, shape.dim)}
 
 
-def scaled_name(name: str, divisor: int) -> str:
+def format_scaled_name(name: str, divisor: int) -> str:
     """Return the name of a model, with the divisor of its widths."""
     return f"{name}/{divisor}" if divisor > 1 else name
 

@@ -83,7 +83,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         config, tokens = plan.config, plan.config.training.step_tokens
         recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
         with recompiles, determinism(config.training.deterministic), working("making the models") as tell:
-            models = _models_of(plan, recipe_models)
+            models = _make_models(plan, recipe_models)
             steps = self.warmup + self.rounds
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
             is_complete = True
@@ -97,7 +97,7 @@ class TrainBenchmark(Recipes, BenchOptions):
                     raise
                 is_complete = False
         timings = {name: Timing.of(times) for name, times in seconds.items()}
-        rows = [_row(model, timings, models[0], tokens) for model in models]
+        rows = [_make_row(model, timings, models[0], tokens) for model in models]
         parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
         fields = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
         return replace(self, device=plan.device.type).result(rows, is_complete, **fields)
@@ -108,7 +108,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}{eager}"
 
 
-def _models_of(plan: RunSetup, recipe_models: list[RecipeModels]) -> list[TrainedModel]:
+def _make_models(plan: RunSetup, recipe_models: list[RecipeModels]) -> list[TrainedModel]:
     """Return the models with storage, the high-precision model first."""
     models = []
     for config, by_name in recipe_models:
@@ -128,7 +128,7 @@ def _train(models: list[TrainedModel], plan: RunSetup, steps: int) -> Iterator[t
             yield step, model, model.train_step(step, batches, measure_memory=step == MEMORY_STEP).seconds
 
 
-def _row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
+def _make_row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
     """Return the row of a model. The ratio of peaks is None unless both were measured."""
     timing, peak, baseline = timings[model.name], model.peak, plain.peak
     ratio = None

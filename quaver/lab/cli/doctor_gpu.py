@@ -13,7 +13,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
 from quaver.export.files import read_config
 from quaver.export.source import DEFAULT_FILTER, skeleton_of, skip_names
-from quaver.lab.bench.doctor_gpu import LayersOnGpu, MatmulOnGpu, OnGpu, on_gpu
+from quaver.lab.bench.doctor_gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings import Float8, TrainConfig
@@ -30,7 +30,7 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
     """Return what `gpu` runs natively. Raises OSError, ValueError and NotImplementedError for bad input."""
     spec = require_device_spec(gpu, "--gpu")
     if model is None:
-        return on_gpu(spec)
+        return describe_gpu(spec)
     path = expanded(model)
     if path.name == HUGGINGFACE_CONFIG:
         path = path.parent
@@ -38,7 +38,7 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
         skeleton, chosen = skeleton_of(path, read_config(path)), canonical_recipe(recipe or "tensorwise")
         admits = skip_names(DEFAULT_FILTER, tied_modules(skeleton))
         convert_to_float8_training(skeleton, config=chosen, module_filter_fn=admits)
-        return on_gpu(spec, skeleton, chosen)
+        return describe_gpu(spec, skeleton, chosen)
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
@@ -57,7 +57,7 @@ def _run_on_gpu(spec: DeviceSpec, config: TrainConfig, recipe: str | None) -> On
     model = meta_llama(config.model)
     tokens = training.local_batch_size * training.seq_len
     convert_model(model, float8, tokens=tokens, device=torch.device("cpu"))
-    return on_gpu(spec, model, float8.label, linear_config(float8))
+    return describe_gpu(spec, model, float8.label, linear_config(float8))
 
 
 def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quaver.lab.bench.results import save, writable
+from quaver.lab.bench.results import check_writable, save
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import bad_input
@@ -87,17 +87,17 @@ class PlanOptions(Settings):
         for name in self.recipes:
             if name != BFLOAT16:
                 canonical_recipe(name)
-        writable(Path(self.output), "--output")
+        check_writable(Path(self.output), "--output")
         if self.explain is not None:
             self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
-            writable(Path(self.png), "--png")
+            check_writable(Path(self.png), "--png")
         else:
             self.require_default("png", "ledger", unless="--explain names a row")
         if self.write is None:
             self.require_default("row", unless="--write names a file")
         else:
             self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
-            writable(Path(self.write), "--write")
+            check_writable(Path(self.write), "--write")
 
     @property
     def network_gbps(self) -> float:
@@ -186,8 +186,8 @@ def _nothing_fits(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
     candidate, needed = result.nearest
     return (
         f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
-        f"{candidate.description}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
-        "--gpus, or try --store-less"
+        f"{candidate.description}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; "
+        "add GPUs with --gpus, or try --store-less"
     )
 
 

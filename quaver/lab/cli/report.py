@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from quaver.lab.bench.results import writable
+from quaver.lab.bench.results import check_writable
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, bad_input, print_error
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
         with working("reading runs"):
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
-        page = writable(first / _PAGE if options.html is None else expanded(options.html), "--html")
+        page = check_writable(first / _PAGE if options.html is None else expanded(options.html), "--html")
     show(views_of(runs, options.top))
     try:
         with working(f"writing {page}"):

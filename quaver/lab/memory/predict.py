@@ -32,7 +32,7 @@ from quaver.lab.memory.compiling.compiled import (
     repeat_until_nothing_compiles,
 )
 from quaver.lab.memory.compiling.compiled_rows import CompiledTracker
-from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_copies, fake_copy, fake_tensors
+from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_tensors, make_fake_copies, make_fake_copy
 from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
 from quaver.lab.memory.faking.gpu import is_for_a_gpu, predicting_for
 from quaver.lab.recorder.allocator import no_garbage_collection
@@ -155,10 +155,10 @@ def explain(
     """
     compiled = has_compiled_code(model)
     with predicting_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
-        fake = fake_copy(_unwrap(model), fakes)
+        fake = make_fake_copy(_unwrap(model), fakes)
         if compiled:
             recompile(fake, model)
-        arguments = fake_copies(inputs, fakes)
+        arguments = make_fake_copies(inputs, fakes)
         fake_optimizer = None if optimizer is None else optimizer(fake.parameters())
 
         def step() -> None:

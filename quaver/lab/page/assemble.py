@@ -50,12 +50,12 @@ def write_page(path: Path, parts: Parts, *, title: str, data: dict[str, Any]) ->
         ValueError: a number of `data` is not finite.
         OSError: `path` cannot be written.
     """
-    text = _page(parts, title, data)
+    text = _fill_page(parts, title, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _page(parts: Parts, title: str, data: dict[str, Any]) -> str:
+def _fill_page(parts: Parts, title: str, data: dict[str, Any]) -> str:
     style = _read(_SHARED, "base.css") + _read(parts.folder, "style.css")
     shared = (_read(_SHARED, name) for name in ("elements.js", "table.js"))
     script = "".join([*shared, *(_read(parts.folder, name) for name in parts.scripts)])

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quaver.lab.bench.ledger.counting import check_triton
-from quaver.lab.bench.ledger.entries import LedgerEntry, entries_of
-from quaver.lab.bench.ledger.times import seconds_of
+from quaver.lab.bench.ledger.entries import LedgerEntry, list_entries
+from quaver.lab.bench.ledger.times import time_entry
 from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.lab.memory.compiling.launches import CompiledGraph
 from quaver.lab.memory.faking.fakes import Fakes
@@ -53,7 +53,7 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
     entries = list_block_entries(config, ranks, cluster.spec)
     forward, backward = (
         sum(
-            seconds_of(entry, cluster.spec, by_shape=True, sustained=cluster.sustained)
+            time_entry(entry, cluster.spec, by_shape=True, sustained=cluster.sustained)
             for entry in entries
             if entry.is_backward is is_backward
         )
@@ -73,7 +73,7 @@ def list_block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tup
     Raises:
         NotImplementedError: as `count_costs`.
     """
-    entries = entries_of(compile_block(config, ranks, spec), GPUS[spec.name].L2_cache_size)
+    entries = list_entries(compile_block(config, ranks, spec), GPUS[spec.name].L2_cache_size)
     return tuple(entry for entry in entries if not entry.name.startswith(_COLLECTIVES))
 
 

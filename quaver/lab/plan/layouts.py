@@ -234,9 +234,8 @@ def _configure(
 def _iter_degrees(config: TrainConfig, ranks: int, gpus_per_node: int) -> Iterator[Degrees]:
     """Yield the degrees that use all ranks, with tensor parallelism inside a node."""
     model, configured = config.model, config.parallelism
-    tensors = (
-        {1} if model.n_experts else {*_list_powers_of_2(min(gpus_per_node, ranks)), configured.tensor_parallel_degree}
-    )
+    tensors = {configured.tensor_parallel_degree, *_list_powers_of_2(min(gpus_per_node, ranks))}
+    tensors = {1} if model.n_experts else tensors
     for tensor in sorted(degree for degree in tensors if ranks % degree == 0):
         groups = ranks // tensor
         shards = {groups, configured.data_parallel_shard_degree}

@@ -6,12 +6,12 @@ import torch
 from quaver.lab.bench import cast
 from quaver.lab.bench.block import BlockBenchmark
 from quaver.lab.bench.cast import KINDS
-from quaver.lab.bench.gemm import GRANULARITIES, Matmul, matmuls_of, share_of_peak
+from quaver.lab.bench.gemm import GRANULARITIES, Matmul, compute_share_of_peak, list_matmuls
 from quaver.lab.bench.host import count_operations
 from quaver.lab.bench.modules import build_block, make_steps
 from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.results import BFLOAT16
-from quaver.lab.bench.shapes import Shape, model_of
+from quaver.lab.bench.shapes import Shape, make_model
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.linear.module import Float8Linear
 from quaver.roofline.device_specs import PeakFlops
@@ -28,9 +28,9 @@ def test_torchao_has_no_recipe_with_a_backward():
 def test_the_three_matmuls_are_those_of_autograd():
     input, weight = torch.randn(32, 48, requires_grad=True), torch.randn(64, 48, requires_grad=True)
     output = input @ weight.t()
-    sizes = {matmul.name: matmul.sizes[::2] for matmul in matmuls_of(SHAPE)}
+    sizes = {matmul.name: matmul.sizes[::2] for matmul in list_matmuls(SHAPE)}
     assert sizes == {"output": output.shape, "grad_input": input.shape, "grad_weight": weight.shape}
-    for matmul in matmuls_of(SHAPE):
+    for matmul in list_matmuls(SHAPE):
         m, k, n = matmul.sizes
         assert m * k * n == 32 * 48 * 64
         left, right = matmul.hp_operands(CPU)
@@ -39,7 +39,7 @@ def test_the_three_matmuls_are_those_of_autograd():
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch):
-    for matmul in matmuls_of(SHAPE):
+    for matmul in list_matmuls(SHAPE):
         hp = matmul.hp_operands(CPU)
         monkeypatch.setattr(Matmul, "hp_operands", lambda self, device, hp=hp: hp)
         a, b, a_scale, b_scale = matmul.float8_operands(granularity, CPU)
@@ -55,9 +55,9 @@ def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch
 
 def test_the_share_is_of_the_precisions_own_peak():
     peak = PeakFlops(100e12, "data sheet", 200e12)
-    assert share_of_peak(50e12, "bfloat16", peak) == 0.5
-    assert share_of_peak(50e12, "rowwise", peak) == 0.25
-    assert share_of_peak(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
+    assert compute_share_of_peak(50e12, "bfloat16", peak) == 0.5
+    assert compute_share_of_peak(50e12, "rowwise", peak) == 0.25
+    assert compute_share_of_peak(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
 
 
 def test_the_floor_of_a_cpu_and_of_hardware_that_multiplies_float8(monkeypatch):
@@ -74,7 +74,7 @@ def test_operations_are_counted_by_name():
 
 
 def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
-    (step,) = make_steps(model_of("debug", divisor=4), 2, 32, ["quaver rowwise"], CPU, compiled=False).values()
+    (step,) = make_steps(make_model("debug", divisor=4), 2, 32, ["quaver rowwise"], CPU, compiled=False).values()
     assert sum(isinstance(module, Float8Linear) for module in step.block.modules()) == 7
     before = [parameter.clone() for parameter in step.block.parameters()]
     step()
@@ -86,7 +86,7 @@ def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
 
 
 def test_every_precision_has_the_same_weights():
-    steps = make_steps(model_of("debug", divisor=4), 2, 32, [BFLOAT16, "quaver tensorwise"], CPU, compiled=False)
+    steps = make_steps(make_model("debug", divisor=4), 2, 32, [BFLOAT16, "quaver tensorwise"], CPU, compiled=False)
     plain, float8 = (step.block for step in steps.values())
     for expected, got in zip(plain.parameters(), float8.parameters(), strict=True):
         assert torch.equal(expected, got)
@@ -99,12 +99,12 @@ def test_every_precision_has_the_same_weights():
 
 def test_compiled_is_compiled():
     for compiled in (False, True):
-        subject = build_block(model_of("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
+        subject = build_block(make_model("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
         assert (subject._compiled_call_impl is not None) == compiled
 
 
 def test_shapes_of_models():
-    model = model_of("llama-70b", divisor=16)
+    model = make_model("llama-70b", divisor=16)
     assert (model.dim, model.n_heads, model.n_kv_heads, model.hidden_dim, model.head_dim) == (512, 4, 1, 1792, 128)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from quaver.experts.gemm import find_grouped_backend
 from quaver.lab.bench import doctor
-from quaver.lab.bench.doctor_gpu import on_gpu
+from quaver.lab.bench.doctor_gpu import describe_gpu
 from quaver.lab.cli import main
 from quaver.linear.gemm import find_backend
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
@@ -64,8 +64,8 @@ def test_the_recipe_follows_from_what_a_device_multiplies(native, expected):
         {"device": "cuda:0", "recipe": each.value, "verdict": "native" if each.value in native else "exact"}
         for each in Float8LinearRecipeName
     ]
-    assert doctor.recommendation("cuda:0", findings) == expected
-    assert doctor.recommendation("cpu", findings).startswith("no recipe is faster")
+    assert doctor.recommend_recipe("cuda:0", findings) == expected
+    assert doctor.recommend_recipe("cpu", findings).startswith("no recipe is faster")
 
 
 MIXTURE = {
@@ -86,7 +86,7 @@ MIXTURE = {
 
 @pytest.mark.parametrize("card", ["a100", "l40s", "h100", "h200", "b200"])
 def test_it_says_what_the_dispatch_finds_by_trying(card):
-    found = {each.recipe: each for each in on_gpu(require_device_spec(card, "gpu")).recipes}
+    found = {each.recipe: each for each in describe_gpu(require_device_spec(card, "gpu")).recipes}
     device = torch.device("cpu")
     with virtual_gpu(card):
         for name in Float8LinearRecipeName:

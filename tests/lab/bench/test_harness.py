@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quaver.lab.bench import gemm, harness
-from quaver.lab.bench.harness import Rotation, last_level_cache_bytes, time_alternating
-from quaver.lab.bench.results import environment, writable
+from quaver.lab.bench.harness import Rotation, find_cache_bytes, time_alternating
+from quaver.lab.bench.results import check_writable, describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
 from quaver.lab.cli import main
 
@@ -44,7 +44,7 @@ def test_the_clock_stops_for_the_host_alone(monkeypatch):
 def test_a_rotation_is_larger_than_the_cache_and_takes_turns():
     each = 1 << 20
     rotation = Rotation(lambda: torch.empty(each, dtype=torch.uint8), each, CPU)
-    cache = last_level_cache_bytes(CPU)
+    cache = find_cache_bytes(CPU)
     assert len(rotation) * each >= min(2 * cache, 512 << 20) if cache else len(rotation) >= 64
     first_round = [rotation.next().data_ptr() for _ in range(len(rotation))]
     assert len(set(first_round)) == len(rotation)
@@ -77,16 +77,16 @@ def test_shapes_that_mean_nothing(text):
 
 def test_an_output_is_checked_and_not_created(tmp_path):
     path = tmp_path / "new" / "x.json"
-    assert writable(path) == path
+    assert check_writable(path) == path
     assert list(tmp_path.iterdir()) == []
     path.parent.mkdir()
     path.write_text("old")
-    writable(path)
+    check_writable(path)
     assert path.read_text() == "old"
 
 
 def test_results_name_the_machine_and_the_commit():
-    about = environment(CPU)
+    about = describe_environment(CPU)
     assert about["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{7}\+?|unknown", about["commit"])
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from quaver.kernels import triton_amax, triton_cast, triton_copy
-from quaver.lab.bench.ledger.counting import Work, count
-from quaver.lab.bench.ledger.entries import entries_of
-from quaver.lab.bench.ledger.kernels import float64_operations
+from quaver.lab.bench.ledger.counting import Work, count_launches
+from quaver.lab.bench.ledger.entries import list_entries
+from quaver.lab.bench.ledger.kernels import count_float64_operations
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.ledger.machine_code import machine_codes, with_machine_code
-from quaver.lab.bench.ledger.table import findings
-from quaver.lab.bench.ledger.times import milliseconds_by_category, seconds_of
+from quaver.lab.bench.ledger.machine_code import compile_kernels, with_machine_code
+from quaver.lab.bench.ledger.table import iter_findings
+from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
 from quaver.lab.cli import main
 from quaver.lab.memory.compiling.kernel_layout import KernelLayout
 from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch, TritonKernel
@@ -48,7 +48,7 @@ CASES = [
     for name in names
 ]
 
-ledger = cache(lambda part, name: count(WORK[part], name, "B200" if "mxfp8" in name else "H200"))
+ledger = cache(lambda part, name: count_launches(WORK[part], name, "B200" if "mxfp8" in name else "H200"))
 
 
 @pytest.mark.parametrize(("part", "name"), CASES)
@@ -123,7 +123,7 @@ def test_columns_are_read_again_in_a_second_loop():
     for hint, expected in (("OUTER", (4 * M * N, 0)), ("INNER", (0, 4 * M * N))):
         source = f"reduction_hint=ReductionHint.{hint}\n{kernel}"
         launch = Launch("", (TritonKernel("two_loops", source, pointers, 0),), (tile,), (stored,), (), "", {}, True)
-        (entry,) = entries_of([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
+        (entry,) = list_entries([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
         assert (entry.again_bytes, entry.cached_bytes) == expected
         assert entry.moved_bytes == 4 * M * N + entry.again_bytes
 
@@ -138,17 +138,17 @@ def test_float64_is_counted_once_a_column_or_once_an_element():
     tmp3 = tmp2 + tmp2
     tmp4 = tmp3.to(tl.float32)
     """
-    assert float64_operations(columns) == 2 * 4096
-    assert float64_operations(columns.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096 * 16384
-    assert float64_operations(columns.replace("float64", "float32")) == 0
+    assert count_float64_operations(columns) == 2 * 4096
+    assert count_float64_operations(columns.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096 * 16384
+    assert count_float64_operations(columns.replace("float64", "float32")) == 0
     reduced = columns.replace("tmp2 = tmp1", "tmp1 = triton_helpers.max2(tmp1, 1)[:, None]\n    tmp2 = tmp1")
-    assert float64_operations(reduced.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096
+    assert count_float64_operations(reduced.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096
 
 
 @pytest.mark.parametrize(("recipe", "gpu"), [("mxfp8", "H200"), ("blockwise", "B200")])
 def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
     with pytest.raises(NotImplementedError, match=f"{recipe}: no float8 matmul of {gpu} takes .* 3 bytes an element"):
-        count(WORK["linear"], f"quaver {recipe}", gpu)
+        count_launches(WORK["linear"], f"quaver {recipe}", gpu)
 
 
 def launches_in_triton():
@@ -185,7 +185,7 @@ def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
     operand = access((rows, N), (N, 1), torch.bfloat16)
     writes = (*[access((rows, N), (N, 1))] * results, *[access((0,), (1,))] * (6 - results))
     launch = Launch("quaver.cast_blockwise", (), (operand,), writes, (), "", {}, False)
-    (entry,) = entries_of([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
+    (entry,) = list_entries([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
     assert (entry.read_bytes, entry.launches) == (reads * operand.moved_bytes, launches)
 
 
@@ -194,7 +194,7 @@ def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
 
 def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
     spec = find_device_spec("H200")
-    times = milliseconds_by_category(ledger("linear", "bfloat16"), spec)
+    times = sum_milliseconds(ledger("linear", "bfloat16"), spec)
     assert sum(times.values()) / 1e3 == pytest.approx(linear_cost(M, K, N, "tensorwise", spec).bfloat16.total_s)
     assert times["bfloat16 matmul"] > 3e3 * KERNEL_LAUNCH_S
 
@@ -210,7 +210,7 @@ OF_TOKENS, OF_GROUPS = access((M, 1), (1, 1), torch.float32), access((8,), (1,),
 def ledger_of(operator, reads, write, is_backward=False):
     launch = Launch(operator, (), tuple(reads), (write,), (), "", {}, False)
     graphs = (CompiledGraph(is_backward, (launch,), (), ""),)
-    return Ledger("made", "H200", entries_of(graphs, 0), graphs)
+    return Ledger("made", "H200", list_entries(graphs, 0), graphs)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_a_copy_runs_at_bandwidth_unless_it_is_atens(operator, codes, is_strided
     made = ledger_of(operator, [codes, gradient] if operator.endswith("after") else [codes], COLUMNS)
     assert (made.copies, made.strided_copies, made.overhead_bytes) == (1, int(is_strided), 2 * M * N)
     seconds = M * N * 7.4e-12 if is_strided else 2 * M * N / (4800e9 * 0.85)
-    assert milliseconds_by_category(made, spec)["copies"] == pytest.approx(1e3 * (seconds + KERNEL_LAUNCH_S))
-    assert any("aten's strided copy of bytes 1 times" in line for line in findings(made)) is is_strided
+    assert sum_milliseconds(made, spec)["copies"] == pytest.approx(1e3 * (seconds + KERNEL_LAUNCH_S))
+    assert any("aten's strided copy of bytes 1 times" in line for line in iter_findings(made)) is is_strided
 
 
 def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contracted_dim():
@@ -276,7 +276,7 @@ def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
     spec, b = find_device_spec("H200"), access((N, M), (1, N))
     result = access((M, M), (M, 1), torch.bfloat16)
     scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
-    made = milliseconds_by_category(ledger_of(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
+    made = sum_milliseconds(ledger_of(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
     expected = matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=share_of_scales(kind, spec))
     assert made == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
 
@@ -312,10 +312,10 @@ def test_no_time_is_below_what_bytes_and_instructions_take():
     for entry in ledger("linear", "quaver tensorwise").entries:
         moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
         issued = replace(entry, issued=10**9)
-        assert seconds_of(entry, spec) > moved
-        assert seconds_of(entry, spec) > entry.flops / (1e12 * (spec.float8_tflops or 0))
-        assert seconds_of(issued, spec) == max(
-            seconds_of(entry, spec), 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
+        assert time_entry(entry, spec) > moved
+        assert time_entry(entry, spec) > entry.flops / (1e12 * (spec.float8_tflops or 0))
+        assert time_entry(issued, spec) == max(
+            time_entry(entry, spec), 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
         )
 
 
@@ -323,7 +323,7 @@ def test_no_time_is_below_what_bytes_and_instructions_take():
 def test_machine_code_is_of_the_config_that_would_be_chosen():
     """Every large kernel has instructions, and none spills more than Inductor accepts."""
     made = ledger("linear", "quaver tensorwise")
-    codes = machine_codes(made, 90, {})
+    codes = compile_kernels(made, 90, {})
     priced = with_machine_code(made, codes)
     assert all(entry.issued for entry in priced.entries if entry.launch.kernels and entry.category != "small")
     assert all(code.spilled_bytes <= 64 for code in codes.values())
@@ -333,7 +333,7 @@ def test_machine_code_is_of_the_config_that_would_be_chosen():
 
 
 def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("quaver.lab.cli.bench.ledger.count", lambda work, name, gpu: ledger("linear", name))
+    monkeypatch.setattr("quaver.lab.cli.bench.ledger.count_launches", lambda work, name, gpu: ledger("linear", name))
     output = tmp_path / "ledger.json"
     words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--kernels"]
     assert main(["bench", "ledger", *words, "--output", str(output)]) == 0

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
 from benchmarks.record import ROOT
-from quaver.lab.bench.roofline import RooflineSettings, merged_names, predict, recipes_of, specs_of
-from quaver.lab.bench.roofline_layers import LinearGroup, ModelLayers, layers_of_config, layers_of_model
+from quaver.lab.bench.roofline import RooflineSettings, find_recipes, find_specs, merge_names, predict
+from quaver.lab.bench.roofline_layers import LinearGroup, ModelLayers, list_config_layers, list_model_layers
 from quaver.lab.bench.roofline_map import make_figure
 from quaver.lab.cli import main
 from quaver.roofline.cost import linear_cost
@@ -22,7 +22,7 @@ REMOVED_COLUMNS = ("measured_speedup", "measured_mode", "error_percent")
 
 @pytest.fixture(scope="module")
 def llama_8b():
-    return layers_of_model("llama-8b")
+    return list_model_layers("llama-8b")
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def test_the_linears_of_llama_3_8b(llama_8b):
 
 
 def test_the_trainers_config_gives_the_same_model(llama_8b):
-    assert layers_of_config(ROOT / "train_configs" / "llama3_8b.toml").layers == llama_8b.layers
+    assert list_config_layers(ROOT / "train_configs" / "llama3_8b.toml").layers == llama_8b.layers
 
 
 def test_tensor_parallelism_splits_the_linears():
-    split = layers_of_config(ROOT / "train_configs" / "llama3_70b.toml")
-    whole = layers_of_model("llama-70b")
+    split = list_config_layers(ROOT / "train_configs" / "llama3_70b.toml")
+    whole = list_model_layers("llama-70b")
     for mine, unsplit in zip(split.layers, whole.layers, strict=True):
         by_columns = mine.name not in ("o_proj", "down_proj")
         assert (mine.k, mine.n) == ((unsplit.k, unsplit.n // 8) if by_columns else (unsplit.k // 8, unsplit.n))
@@ -62,13 +62,13 @@ def test_tensor_parallelism_splits_the_linears():
 def test_a_configs_filters_decide_what_is_in_float8(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[model]\nn_layers = 4\n[float8]\nfilter_fqns = ["lm_head", "k_proj"]\nskip_first_layers = 1\n')
-    model = layers_of_config(path)
+    model = list_config_layers(path)
     assert model.name == "mine"
     counts = {(layer.name, layer.in_float8): layer.count for layer in model.layers}
     assert (counts["q_proj", True], counts["q_proj", False]) == (3, 1)
     assert (counts["k_proj", False], counts["lm_head", False]) == (4, 1)
     assert ("k_proj", True) not in counts
-    assert "k" not in ",".join(merged_names(model)).split(",")
+    assert "k" not in ",".join(merge_names(model)).split(",")
 
 
 def test_a_models_sum_by_hand():
@@ -135,8 +135,8 @@ def test_the_command_writes_and_prints(tmp_path, capsys):
 
 
 def test_the_recorded_predictions_are_the_models(tmp_path):
-    models = tuple(layers_of_model(name) for name in ("llama-8b", "llama-70b"))
-    roofline = predict(RooflineSettings(specs_of(DEVICES), recipes_of(RECIPES), 16384, models))
+    models = tuple(list_model_layers(name) for name in ("llama-8b", "llama-70b"))
+    roofline = predict(RooflineSettings(find_specs(DEVICES), find_recipes(RECIPES), 16384, models))
     roofline.write(tmp_path)
     expected, recorded = [_predictions(folder) for folder in (tmp_path, FOLDER)]
     assert recorded == expected, "run python -m benchmarks.performance --predict --update-docs"
@@ -158,7 +158,7 @@ def test_what_the_page_says_in_words():
     h100 = find_device_spec("H100")
     narrow = {recipe: linear_cost(16384, 4096, 1024, recipe, h100).speedup for recipe in ("tensorwise", "delayed")}
     assert narrow["tensorwise"] < 1.05 < 1.1 < narrow["delayed"]
-    shares = [layers_of_model(name).linear_flops_share for name in ("llama-8b", "llama-70b")]
+    shares = [list_model_layers(name).linear_flops_share for name in ("llama-8b", "llama-70b")]
     assert "linears are {:.0%} in Llama 3 8B and {:.0%} in 70B".format(*shares) in DOCS.read_text()
     assert "results/roofline/roofline_h200.png" in DOCS.read_text()
     assert (FOLDER / "roofline_h200.png").read_bytes().startswith(b"\x89PNG")

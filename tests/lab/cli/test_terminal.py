@@ -13,7 +13,7 @@ import torch
 
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.lab.bench import working as working_module
-from quaver.lab.bench.ledger.entries import entries_of
+from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.working import working
 from quaver.lab.cli import VERBS, bench, convert, dry_run, main
@@ -201,17 +201,17 @@ def ledger_views():
     access = Access("codes", (16384, 28672), (28672, 1), torch.float8_e4m3fn, 80 * GIB)
     launch = Launch("quaver.column_major", (), (access,), (access,), (), "", {}, False)
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
-    ledgers = [Ledger(f"torchao {LONGEST}", "H200", entries_of(graphs, 0), graphs)]
+    ledgers = [Ledger(f"torchao {LONGEST}", "H200", list_entries(graphs, 0), graphs)]
     options = ledger.LedgerOptions(kernels=True)
     return ledger.views_of(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
 
 
 def all_of_a_roofline():
-    from quaver.lab.bench.roofline import RooflineSettings, predict, specs_of
-    from quaver.lab.bench.roofline_layers import layers_of_model
+    from quaver.lab.bench.roofline import RooflineSettings, find_specs, predict
+    from quaver.lab.bench.roofline_layers import list_model_layers
 
-    models = (layers_of_model("llama-70b"),)
-    return roofline.views_of(predict(RooflineSettings(specs_of(["H200"]), RECIPES, 16384, models)))
+    models = (list_model_layers("llama-70b"),)
+    return roofline.views_of(predict(RooflineSettings(find_specs(["H200"]), RECIPES, 16384, models)))
 
 
 TABLES = {

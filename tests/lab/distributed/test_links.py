@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from quaver.lab.memory.faking.gpu import predicting_for
-from quaver.lab.memory.runs.links import link_of, predict_links
-from quaver.lab.memory.runs.predict import training_step
+from quaver.lab.memory.runs.links import name_link, predict_links
+from quaver.lab.memory.runs.predict import make_train_step
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
 from tests import ranks
@@ -46,7 +46,7 @@ ALWAYS = ("FSDP2, rowwise, no precompute", "tensor parallel, tensorwise")
 def counted(config):
     """The number and the bytes of the collectives that this rank starts in its second step, by kind."""
     trained, layout = on_rank(config, RANKS)
-    step, _ = training_step(trained, trained.config, layout)
+    step, _ = make_train_step(trained, trained.config, layout)
     step()
     with CollectiveCounter() as counter:
         step()
@@ -126,10 +126,10 @@ def test_the_formulas_of_tensor_parallelism():
     ],
 )
 def test_the_dims_of_a_group(ranks, link):
-    assert link_of(ranks, ParallelDims(2, 2, 2)) == link
+    assert name_link(ranks, ParallelDims(2, 2, 2)) == link
 
 
 def test_the_groups_of_experts():
     layout = ParallelDims(shard=8, expert=2)
-    assert link_of((0, 1), layout) == "ep"
-    assert link_of((0, 2, 4, 6), layout) == "dp_shard / ep"
+    assert name_link((0, 1), layout) == "ep"
+    assert name_link((0, 2, 4, 6), layout) == "dp_shard / ep"

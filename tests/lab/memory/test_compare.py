@@ -11,7 +11,14 @@ from quaver.checkpointing import apply_activation_checkpointing
 from quaver.lab.cli.memory.views import comparison_lines
 from quaver.lab.memory import explain
 from quaver.lab.memory.reports.compare import compare
-from quaver.lab.memory.reports.pitfalls import SavedByRuns, hint_of, inner_operator, is_operator, short_operator, si
+from quaver.lab.memory.reports.pitfalls import (
+    SavedByRuns,
+    find_hint,
+    format_decimal_bytes,
+    is_operator,
+    shorten_operator,
+    strip_phase,
+)
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
 from tests.lab.memory.models import stack
@@ -127,7 +134,7 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
     ],
 )
 def test_hints_of_single_rows(row, hint):
-    found = hint_of(row, SavedByRuns([row], []))
+    found = find_hint(row, SavedByRuns([row], []))
     assert hint in found
     assert bool(hint) == bool(found)
 
@@ -144,7 +151,7 @@ def test_all_casts_are_known_by_their_prefix():
     recorder.categorize("parameters", [weight], parameter="weight")
     for operator in (name.replace("::", ".") for name in CASTS):
         row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
-        assert "compute it again there" in hint_of(row, SavedByRuns([row], []))
+        assert "compute it again there" in find_hint(row, SavedByRuns([row], []))
         recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
         codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
         recorder.follow(codes, operator)
@@ -155,30 +162,30 @@ def test_float8_and_widened_copies_of_saved_tensors():
     source = _row(operator="aten.silu", of="aten.mm")
     codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
     wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")
-    hint = hint_of(codes, SavedByRuns([codes, source], []))
+    hint = find_hint(codes, SavedByRuns([codes, source], []))
     assert hint.startswith("the input of the cast is saved, too, in bfloat16 (134.2 MB)")
-    assert hint_of(wide, SavedByRuns([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
+    assert find_hint(wide, SavedByRuns([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
     for alone in (codes, wide, _row(operator="aten._to_copy", of="aten.silu")):
-        assert hint_of(alone, SavedByRuns([alone], [])) == ""
-    assert hint_of(codes, SavedByRuns([codes, {**source, "module": "another"}], [])) == ""
+        assert find_hint(alone, SavedByRuns([alone], [])) == ""
+    assert find_hint(codes, SavedByRuns([codes, {**source, "module": "another"}], [])) == ""
 
 
 def test_names_of_operators_and_sizes():
     assert all(map(is_operator, ["aten.mm", "aten.add.Tensor", "quaver::gemm (aten.mm)", "fused_abs_amax"]))
     assert not any(map(is_operator, ["", "an input", "model.layers.0.w1.weight", "w3.weight, unsharded"]))
-    assert inner_operator("quaver::cast (aten.abs)") == "aten.abs"
-    assert [short_operator(name) for name in ("aten.add.Tensor", "quaver::gemm (aten.mm)", None)] == ["add", "mm", ""]
-    short = short_operator("fused__to_copy_abs_amax_bitwise_and_clamp_exact_float8_mm_isnan")
+    assert strip_phase("quaver::cast (aten.abs)") == "aten.abs"
+    assert [shorten_operator(name) for name in ("aten.add.Tensor", "quaver::gemm (aten.mm)", None)] == ["add", "mm", ""]
+    short = shorten_operator("fused__to_copy_abs_amax_bitwise_and_clamp_exact_float8_mm_isnan")
     assert short == "fused__to_copy_abs_amax_bitwise_and_clamp_exact..."
     sizes = {0: "0 bytes", -17: "-17 bytes", 65_536: "65.54 kB", 134_217_728: "134.2 MB", 2.5e9: "2.5 GB"}
-    assert {size: si(size) for size in sizes} == sizes
+    assert {size: format_decimal_bytes(size) for size in sizes} == sizes
 
 
 def test_lines_for_a_terminal(relu, silu):
     comparison = _compared(relu, silu)
     lines = list(comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"
-    peak = f"{si(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
+    peak = f"{format_decimal_bytes(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
     assert lines[1] == f"           peak {peak}, in the {comparison.peak_at_a}"
     assert comparison.peak_at_a.startswith("backward of layers.")
     assert lines[6].endswith(f"saved {comparison.saved_b - comparison.saved_a:+,} bytes")

@@ -16,9 +16,9 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.memory import RECORD, WITHIN, compare
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from quaver.lab.memory import explain
-from quaver.lab.memory.compiling.compiled import are_kernels_left_out, compiled_graphs
+from quaver.lab.memory.compiling.compiled import are_kernels_left_out, count_compiled_graphs
 from quaver.lab.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
-from quaver.lab.memory.compiling.wrapper_code import kernel_operator, rewrite
+from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
 from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
@@ -152,9 +152,9 @@ def test_what_a_graph_saved_is_released_when_its_backward_ends():
 def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fakes:
         model = nn.Sequential(*(_compiled() for _ in range(4)))
-        rows, before = torch.randn(ROWS, 64), compiled_graphs()
+        rows, before = torch.randn(ROWS, 64), count_compiled_graphs()
         prediction = predict_step(lambda: _step(model, rows, lambda: None), model, None, fakes)
-        assert compiled_graphs() - before == 2  # the first, whose input has no gradient, and the rest
+        assert count_compiled_graphs() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
 
@@ -277,4 +277,4 @@ def test_each_statement_is_rewritten_as_promised():
     assert asked == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
     assert "import" not in code
     kernels = {"cpp_fused_abs_amax_12": "fused_abs_amax", "triton_poi_fused_add_0": "fused_add", "assert_size": ""}
-    assert {name: kernel_operator(name) for name in kernels} == kernels
+    assert {name: name_operator(name) for name in kernels} == kernels

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from quaver.lab.cli.memory.views import side_by_side_table
-from quaver.lab.memory.runs.measure import MOST_RANKS, measure_memory, measure_rank, side_by_side
+from quaver.lab.memory.runs.measure import MOST_RANKS, measure_memory, measure_rank, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.lab.settings.config_file import load_config
@@ -33,7 +33,7 @@ on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensor
 
 
 def _check(predicted, measured, names=ALL):
-    ratios = {row["what"]: row["ratio"] for row in side_by_side(predicted, measured)}
+    ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(predicted, measured)}
     if measured.layout.world_size > 1:
         assert ratios["peak"] == pytest.approx(1, rel=GLOO)
         names = names - {"peak"}
@@ -118,10 +118,10 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
     there = measured.prediction.report["resident_bytes"]
     assert there["parameters"] == eager.prediction.by_category["parameters"]
     assert there["optimizer_state"] == eager.prediction.by_category["optimizer_state"]
-    ratios = {row["what"]: row["ratio"] for row in side_by_side(eager, measured)}
+    ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(eager, measured)}
     assert ratios["saved activations"] is None
     assert 0.5 < ratios["peak"] < 2
-    table = side_by_side_table(side_by_side(eager, measured))
+    table = side_by_side_table(tabulate_side_by_side(eager, measured))
     cells = [list(column.cells) for column in table.columns]
     assert cells[0][-3:] == ["peak", "between steps", "saved for backward"]
     assert cells[2][0] == cells[3][0] == ""

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.record import ROOT
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.ledger.times import milliseconds_by_category
+from quaver.lab.bench.ledger.times import sum_milliseconds
 from quaver.lab.plan import counted
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.cluster import Cluster
@@ -57,7 +57,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
         for span in simulate(build_step(run, cluster, costs)).spans
         if "of block 1" in span.task.name
     ]
-    assert 1e3 * sum(blocks) == pytest.approx(sum(milliseconds_by_category(ledger, H200).values()))
+    assert 1e3 * sum(blocks) == pytest.approx(sum(sum_milliseconds(ledger, H200).values()))
     assert costs.head == Costs.of(run, cluster).head
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.lab.bench.ledger.entries import entries_of
+from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
@@ -57,7 +57,7 @@ def check_recipe(recipe: str, gpu: str) -> None:
         ValueError: an unknown recipe.
         NotImplementedError: the GPU does not multiply the recipe in float8.
     """
-    if missing := _not_multiplied(recipe, gpu):
+    if missing := _find_unmultiplied(recipe, gpu):
         names = " and ".join(sorted("such" if kind is None else kind.value for kind in missing))
         raise NotImplementedError(
             f"recipe {recipe}: no float8 matmul of {gpu} takes {names} scales; there operands are widened, 3 bytes "
@@ -67,10 +67,10 @@ def check_recipe(recipe: str, gpu: str) -> None:
 
 def is_multiplied(recipe: str, gpu: str) -> bool:
     """Whether `check_recipe` accepts a recipe."""
-    return not _not_multiplied(recipe, gpu)
+    return not _find_unmultiplied(recipe, gpu)
 
 
-def _not_multiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
+def _find_unmultiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
     return unmultiplied_kinds(require_device_spec(gpu, "gpu"), recipe)
 
 
@@ -80,7 +80,7 @@ def check_triton() -> None:
         raise ValueError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
 
 
-def count(work: Work, name: str, gpu: str) -> Ledger:
+def count_launches(work: Work, name: str, gpu: str) -> Ledger:
     """Compile the forward and the backward for a GPU, and count their launches.
 
     Args:
@@ -112,7 +112,7 @@ def count(work: Work, name: str, gpu: str) -> Ledger:
                 module(hidden)
 
         graphs = record_compiled(call, GPUS[gpu])
-    return Ledger(name, gpu, entries_of(graphs, GPUS[gpu].L2_cache_size), tuple(graphs))
+    return Ledger(name, gpu, list_entries(graphs, GPUS[gpu].L2_cache_size), tuple(graphs))
 
 
 class _SingleLinear(nn.Module):

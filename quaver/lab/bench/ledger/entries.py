@@ -26,7 +26,7 @@ from quaver.kernels.native_blocks import _native_block_mm
 from quaver.kernels.operands import FIRST_OUTER_SCALE
 from quaver.kernels.triton_cast_blocks import casts_both_at_once
 from quaver.lab.bench.ledger.inside import OperatorCall, record_calls
-from quaver.lab.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
+from quaver.lab.bench.ledger.kernels import count_float64_operations, count_loads_in_loops, is_along_rows
 from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH
@@ -76,23 +76,23 @@ class LedgerEntry:
         return self.read_bytes + self.written_bytes
 
 
-def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[LedgerEntry, ...]:
+def list_entries(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[LedgerEntry, ...]:
     """Return the launches of all graphs in order, for a GPU whose L2 cache has `l2_bytes`."""
-    largest = max(access.elements for graph in graphs for access in _accesses(graph.launches))
+    largest = max(access.elements for graph in graphs for access in _list_accesses(graph.launches))
     entries = []
     for graph in graphs:
         for launch in graph.launches:
-            entries += _entries(launch, graph.is_backward, largest / _SMALL, l2_bytes)
+            entries += _make_entries(launch, graph.is_backward, largest / _SMALL, l2_bytes)
     return tuple(entries)
 
 
-def _accesses(launches: Sequence[Launch]) -> list[Access]:
+def _list_accesses(launches: Sequence[Launch]) -> list[Access]:
     return [access for launch in launches for access in (*launch.reads, *launch.writes)]
 
 
-def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[LedgerEntry]:
-    again, cached = _repeated_loads(launch, l2_bytes)
-    category = _category(launch, small)
+def _make_entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[LedgerEntry]:
+    again, cached = _count_repeated_loads(launch, l2_bytes)
+    category = _classify(launch, small)
     entry = LedgerEntry(
         category=category,
         is_backward=is_backward,
@@ -106,14 +106,14 @@ def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> 
         cached_bytes=cached,
         flops=0,
         strided_elements=launch.writes[0].elements if category == "copies" and _is_atens(launch) else 0,
-        float64_operations=sum(float64_operations(kernel.source) for kernel in launch.kernels),
+        float64_operations=sum(count_float64_operations(kernel.source) for kernel in launch.kernels),
         launch=launch,
     )
     operation = next((operation for name, operation in OPERATIONS.items() if launch.operator.startswith(name)), None)
     return [entry] if operation is None else operation(entry)
 
 
-def _category(launch: Launch, small: float) -> str:
+def _classify(launch: Launch, small: float) -> str:
     large = [access for access in (*launch.reads, *launch.writes) if access.elements > small]
     if not large:
         return "small"
@@ -131,14 +131,14 @@ def _is_atens(launch: Launch) -> bool:
     return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
 
 
-def _repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
+def _count_repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
     """Return the bytes that loops load again from memory, and from a cache.
 
     The first loop that loads a buffer does not count, unless the kernel has stored the buffer.
     """
     again = cached = 0
     for kernel in launch.kernels:
-        loops = loads_in_loops(kernel.source)
+        loops = count_loads_in_loops(kernel.source)
         first = {kernel.pointers.get(access.name) for access in launch.reads}
         for access in (*launch.reads, *launch.writes):  # a result in place has its operand's pointer
             pointer = kernel.pointers.get(access.name, "")
@@ -150,15 +150,15 @@ def _repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
     return again, cached
 
 
-def matrices(entry: LedgerEntry) -> tuple[Access, Access]:
+def find_matrices(entry: LedgerEntry) -> tuple[Access, Access]:
     """Return the two operands of a matmul, skipping scalar scales."""
     operands = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return operands[0], operands[1]
 
 
-def scale_kind(entry: LedgerEntry) -> ScaleKind:
+def find_scale_kind(entry: LedgerEntry) -> ScaleKind:
     """Return the kind of a float8 matmul's scales, from the scale of its first operand."""
-    a, b = matrices(entry)
+    a, b = find_matrices(entry)
     scale = entry.launch.reads[entry.launch.reads.index(b) + 1]
     if scale.elements == 1:
         return ScaleKind.TENSORWISE
@@ -168,16 +168,16 @@ def scale_kind(entry: LedgerEntry) -> ScaleKind:
     return ScaleKind.BLOCKS_OF_128 if blocks <= ceil(a.size[-1] / 128) else ScaleKind.BLOCKS_OF_32
 
 
-def _matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count [.., m, k] @ [.., k, n]."""
-    a, b = matrices(entry)
+    a, b = find_matrices(entry)
     category = "float8 matmul" if a.is_float8 else "bfloat16 matmul"
     return [replace(entry, category=category, flops=2 * prod(a.size) * b.size[-1])]
 
 
-def _grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count tokens [T, K] times the weights of their experts, [E, K, N] or [E * N, K], or a matmul that contracts T."""
-    a, b = matrices(entry)
+    a, b = find_matrices(entry)
     result = entry.launch.writes[0]
     rows = a.size[0] if len(result.size) == 2 else 1
     contracted = a.size[-1] if len(result.size) == 2 else max(a.size)
@@ -185,7 +185,7 @@ def _grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     return [replace(entry, category="float8 matmul" if a.is_float8 else "bfloat16 matmul", flops=flops)]
 
 
-def _expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count quaver's grouped matmul, preceded by copies of e4m3 codes that are not contiguous along the contracted dim.
 
     quaver's kernel makes the copies (experts/gpu_gemm.py). Contracted tokens are first padded with zeros. A square
@@ -198,7 +198,7 @@ def _expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
         len(scale.size) == 2 and scale.size[1] > 1 and scale.size[0] != ends.elements for scale in scales
     )
     if along_blocks or not a.dtype is b.dtype is torch.float8_e4m3fn:
-        return _grouped_matmul(entry)
+        return _count_grouped_matmul(entry)
     contracts_tokens = len(result.size) == 3
     is_along = b.size[-1] == a.size[-1] and not (entry.is_backward and b.size[-1] == result.size[-1])
     copied = (a, b) if contracts_tokens else () if is_along else (b,)
@@ -213,20 +213,20 @@ def _expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
         )
         for operand in copied
     ]
-    return [*copies, *_grouped_matmul(entry)]
+    return [*copies, *_count_grouped_matmul(entry)]
 
 
-def _block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a matmul with blockwise scales, preceded by copies and pads of codes and scales."""
     b, b_scale = entry.launch.reads[1], entry.launch.reads[3]
     is_square = b_scale.size[-1] != b.size[-1]
-    calls = record_calls(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length, is_square)
-    return [operation for call in calls for operation in _called_operator(entry, call)]
+    calls = record_calls(_native_block_mm, entry.launch.reads, find_scale_kind(entry).block_length, is_square)
+    return [operation for call in calls for operation in _count_called_operator(entry, call)]
 
 
-def _called_operator(entry: LedgerEntry, call: OperatorCall) -> list[LedgerEntry]:
+def _count_called_operator(entry: LedgerEntry, call: OperatorCall) -> list[LedgerEntry]:
     if "scaled_mm" in call.name:
-        return _matmul(entry)
+        return _count_matmul(entry)
     moves_codes = call.reads[0].element_size() == 1
     is_ours = call.name.startswith("quaver.") and any(
         operand.is_contiguous() for operand in (call.reads[0], call.reads[0].mT)
@@ -244,7 +244,7 @@ def _called_operator(entry: LedgerEntry, call: OperatorCall) -> list[LedgerEntry
     return [part]
 
 
-def _copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a copy of the first argument, codes, into the other layout.
 
     quaver's kernel (quaver/kernels/triton_copy.py) copies codes that are contiguous or whose transpose is; aten copies
@@ -264,18 +264,18 @@ def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
     return all(extent == 1 or step == expected for extent, step, expected in zip(size, stride, dense, strict=True))
 
 
-def _amaxes_of_groups(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_group_amaxes(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a second launch, which fills the amaxes with zeros."""
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
-def _cast_from_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_cast_of_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count two reads of the operand, for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
-def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count one kernel; for 1 x n blocks in both directions of unaligned sizes two, which both read the operand."""
     operand, written = entry.launch.reads[0], sum(access.elements > 0 for access in entry.launch.writes)
     if written == FIRST_OUTER_SCALE and not casts_both_at_once(*operand.size):
@@ -283,15 +283,15 @@ def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     return [entry]
 
 
-def query_and_key(entry: LedgerEntry) -> tuple[Access, Access]:
+def find_query_and_key(entry: LedgerEntry) -> tuple[Access, Access]:
     """Return query and key of attention. Its backward reads a gradient before them."""
     reads = entry.launch.reads[entry.is_backward :]
     return reads[0], reads[1]
 
 
-def _attention(entry: LedgerEntry) -> list[LedgerEntry]:
+def _count_attention(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count causal attention, which computes half of the scores."""
-    query, key = query_and_key(entry)
+    query, key = find_query_and_key(entry)
     sequences, heads, queries, size = query.size
     flops = ATTENTION_MATMULS[entry.is_backward] * 2 * sequences * heads * queries * key.size[2] * size // 2
     return [replace(entry, category="attention", flops=flops)]
@@ -300,22 +300,22 @@ def _attention(entry: LedgerEntry) -> list[LedgerEntry]:
 Operation = Callable[[LedgerEntry], list[LedgerEntry]]
 
 OPERATIONS: dict[str, Operation] = {
-    "quaver.native_block_mm": _block_matmul,
-    "quaver.exact_float8_mm": _matmul,
-    "quaver.column_major": _copy_of_codes,
-    "quaver.cast_rowwise": _cast_from_two_reads,
-    "quaver.cast_blockwise": _cast_of_blocks,
-    "quaver.group_amax": _amaxes_of_groups,
-    "quaver.grouped_mm": _expert_matmul,
-    "aten._scaled_mm": _matmul,
-    "aten._scaled_grouped_mm": _grouped_matmul,
-    "aten._grouped_mm": _grouped_matmul,
-    "aten.mm": _matmul,
-    "aten.bmm": _matmul,
-    "aten.addmm": _matmul,
-    "mm": _matmul,
-    "bmm": _matmul,
-    "addmm": _matmul,
-    **{f"aten._scaled_dot_product_{kernel}_attention": _attention for kernel in (FLASH, CUDNN)},
+    "quaver.native_block_mm": _count_block_matmul,
+    "quaver.exact_float8_mm": _count_matmul,
+    "quaver.column_major": _count_copy_of_codes,
+    "quaver.cast_rowwise": _count_cast_of_two_reads,
+    "quaver.cast_blockwise": _count_cast_of_blocks,
+    "quaver.group_amax": _count_group_amaxes,
+    "quaver.grouped_mm": _count_expert_matmul,
+    "aten._scaled_mm": _count_matmul,
+    "aten._scaled_grouped_mm": _count_grouped_matmul,
+    "aten._grouped_mm": _count_grouped_matmul,
+    "aten.mm": _count_matmul,
+    "aten.bmm": _count_matmul,
+    "aten.addmm": _count_matmul,
+    "mm": _count_matmul,
+    "bmm": _count_matmul,
+    "addmm": _count_matmul,
+    **{f"aten._scaled_dot_product_{kernel}_attention": _count_attention for kernel in (FLASH, CUDNN)},
 }
 """Corrects the entry of an operator, by the beginning of its name, for work that its arguments do not show."""

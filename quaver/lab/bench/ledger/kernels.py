@@ -13,7 +13,7 @@ _ASSIGNMENT = re.compile(r"^\s*(_?tmp\w*|[xyz]\w*|r[01]_\w+) = (.*)$", re.M)
 _OPERAND = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
 
 
-def loads_in_loops(source: str) -> Counter[str]:
+def count_loads_in_loops(source: str) -> Counter[str]:
     """Count the loops of a kernel that load from each pointer.
 
     Triton keeps no tensor in registers from one loop to the next, so the machine code loads even what it has stored.
@@ -29,7 +29,7 @@ def is_along_rows(source: str) -> bool:
     return "ReductionHint.INNER" in source
 
 
-def float64_operations(source: str) -> int:
+def count_float64_operations(source: str) -> int:
     """Count the values that a kernel computes in float64 in one launch.
 
     A value that depends only on the row of a tile is computed once a row, because Triton broadcasts it. A value that is
@@ -44,14 +44,11 @@ def float64_operations(source: str) -> int:
         if name[0] in "xyzr" and not name.startswith("tmp"):
             axes[name] = frozenset(name[0])
             continue
-        axes[name] = frozenset[str]().union(
-            *(axes.get(operand, frozenset(operand[0]) & set("xyzr")) for operand in operands)
-        )
+        of_operands = (axes.get(operand, frozenset(operand[0]) & set("xyzr")) for operand in operands)
+        axes[name] = frozenset[str]().union(*of_operands)
         if "[:, None]" in value or "promote_to_tensor" in value:  # the result of a reduction
             axes[name] -= {"r"}
-        is_double = "tl.float64" in value or (
-            any(operand in doubles for operand in operands) and ".to(tl." not in value
-        )
+        is_double = "tl.float64" in value or (not doubles.isdisjoint(operands) and ".to(tl." not in value)
         if is_double:
             doubles.add(name)
             count += prod(sizes.get(axis, 1) for axis in axes[name])

@@ -150,16 +150,16 @@ class Ledger:
             "quantization_reads": dict(self.quantization_reads.most_common()),
             "stores": {name: len(buffers) for name, buffers in self.stores.items()},
         }
-        return result | ({"kernels": [_row(entry) for entry in self.entries]} if kernels else {})
+        return result | ({"kernels": [_make_row(entry) for entry in self.entries]} if kernels else {})
 
 
 _HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _row(entry: LedgerEntry) -> dict[str, Any]:
+def _make_row(entry: LedgerEntry) -> dict[str, Any]:
     row = {name: getattr(entry, name) for name in LedgerEntry.__dataclass_fields__ if name != "launch"}
-    return row | {"reads": _accesses(entry.launch.reads), "writes": _accesses(entry.launch.writes)}
+    return row | {"reads": _list_accesses(entry.launch.reads), "writes": _list_accesses(entry.launch.writes)}
 
 
-def _accesses(accesses: Iterable[Access]) -> list[dict[str, Any]]:
+def _list_accesses(accesses: Iterable[Access]) -> list[dict[str, Any]]:
     return [{**asdict(access), "dtype": str(access.dtype).removeprefix("torch.")} for access in accesses]

@@ -20,7 +20,7 @@ Codes = dict[str, MachineCode]
 """Machine code by the source of a kernel."""
 
 
-def machine_codes(ledger: Ledger, capability: int, known: Codes) -> Codes:
+def compile_kernels(ledger: Ledger, capability: int, known: Codes) -> Codes:
     """Return the machine code of a ledger's large Triton kernels. Compiling a kernel takes seconds.
 
     Args:
@@ -48,7 +48,7 @@ def with_machine_code(ledger: Ledger, codes: Codes) -> Ledger:
     return replace(ledger, entries=tuple(entries))
 
 
-def machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
+def iter_machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
     """Yield one row per Triton kernel, even if several launches run it."""
     seen = set()
     for entry in ledger.entries:

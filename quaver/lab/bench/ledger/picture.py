@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.ledger.times import milliseconds_by_category
+from quaver.lab.bench.ledger.times import sum_milliseconds
 from quaver.roofline.device_specs import DeviceSpec
 
 _COLORS = dict(zip(CATEGORIES, matplotlib.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
@@ -31,11 +31,11 @@ def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
     FigureCanvasAgg(figure)
     figure.suptitle(f"{spec.name}: one compiled forward and backward. Bytes are counted, milliseconds are modeled.")
     left, right = figure.subplots(1, 2, sharey=True)
-    times = [milliseconds_by_category(ledger, spec) for ledger in ledgers]
-    _stack(left, ledgers, {name: [categories[name] for categories in times] for name in reversed(CATEGORIES)})
+    times = [sum_milliseconds(ledger, spec) for ledger in ledgers]
+    _draw_stack(left, ledgers, {name: [categories[name] for categories in times] for name in reversed(CATEGORIES)})
     left.set_xlabel("ms, modeled")
     gigabytes = {name: [ledger.bytes_of(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD)}
-    _stack(right, ledgers, gigabytes)
+    _draw_stack(right, ledgers, gigabytes)
     right.set_xlabel("GB outside of matmuls and attention")
     left.invert_yaxis()
     handles, labels = left.get_legend_handles_labels()
@@ -43,7 +43,7 @@ def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
     return figure
 
 
-def _stack(axis: Any, ledgers: Sequence[Ledger], sizes: dict[str, list[float]]) -> None:
+def _draw_stack(axis: Any, ledgers: Sequence[Ledger], sizes: dict[str, list[float]]) -> None:
     names = [ledger.name for ledger in ledgers]
     start = [0.0] * len(names)
     for category, values in sizes.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from quaver.lab.bench.ledger.entries import OVERHEAD
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.ledger.times import milliseconds_by_category, seconds_of
+from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
 from quaver.roofline.device_specs import DeviceSpec
 
 COLUMNS = (
@@ -25,36 +25,36 @@ KERNEL_COLUMNS = ("category", "pass", "us", "MB", "kernel and its line", "fuses"
 _LONGEST = 8
 
 
-def rows_of(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
+def iter_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
     """Yield one row per precision, with speeds relative to the first."""
-    base = sum(milliseconds_by_category(ledgers[0], spec).values())
+    base = sum(sum_milliseconds(ledgers[0], spec).values())
     for ledger in ledgers:
-        total = sum(milliseconds_by_category(ledger, spec).values())
+        total = sum(sum_milliseconds(ledger, spec).values())
         cells = [ledger.name.removeprefix("quaver "), str(ledger.launches)]
-        cells += [_gigabytes(ledger.bytes_of(category)) for category in OVERHEAD]
+        cells += [_format_gigabytes(ledger.bytes_of(category)) for category in OVERHEAD]
         if ledger.copies:
             cells[2 + OVERHEAD.index("copies")] += f" ({ledger.copies})"
-        cells += [_gigabytes(ledger.overhead_bytes), f"{ledger.saved_bytes / 1e6:,.0f}", f"{total:.1f}"]
+        cells += [_format_gigabytes(ledger.overhead_bytes), f"{ledger.saved_bytes / 1e6:,.0f}", f"{total:.1f}"]
         yield [*cells, f"{base / total:.2f}"]
 
 
-def kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
+def iter_kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
     """Yield one row per entry, the slowest first."""
-    for entry in sorted(ledger.entries, key=lambda entry: -seconds_of(entry, spec)):
+    for entry in sorted(ledger.entries, key=lambda entry: -time_entry(entry, spec)):
         again = f" + {entry.again_bytes / 1e6:,.0f} again" if entry.again_bytes else ""
         again += f"\n{entry.cached_bytes / 1e6:,.0f} cached" if entry.cached_bytes >= 1e5 else ""
         fused = entry.fuses[:_LONGEST] + (("...",) if len(entry.fuses) > _LONGEST else ())
         yield [
             entry.category,
             "backward" if entry.is_backward else "forward",
-            f"{1e6 * seconds_of(entry, spec):,.1f}",
+            f"{1e6 * time_entry(entry, spec):,.1f}",
             f"{(entry.moved_bytes - entry.again_bytes) / 1e6:,.1f}{again}",
             f"{entry.name}\n{entry.place}",
             " ".join(fused),
         ]
 
 
-def findings(ledger: Ledger) -> Iterator[str]:
+def iter_findings(ledger: Ledger) -> Iterator[str]:
     """Yield sentences about redundant reads, stores and computations of a recipe."""
     reads = ledger.quantization_reads
     if reads:
@@ -67,8 +67,8 @@ def findings(ledger: Ledger) -> Iterator[str]:
     if ledger.float64_per_element >= 1:
         yield f"{ledger.name}: computes up to {ledger.float64_per_element:.1f} float64 operations an element"
     if ledger.float32_bytes > ledger.overhead_bytes / 100:
-        yield f"{ledger.name}: writes {_gigabytes(ledger.float32_bytes)} GB of float32 intermediates"
+        yield f"{ledger.name}: writes {_format_gigabytes(ledger.float32_bytes)} GB of float32 intermediates"
 
 
-def _gigabytes(count: int) -> str:
+def _format_gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f}" if count >= 5e7 else f"{count / 1e9:.3f}" if count else ""

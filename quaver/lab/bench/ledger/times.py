@@ -11,7 +11,7 @@ functions, integers, conversions), the rate of caches, the host, the overlap of 
 
 from __future__ import annotations
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, LedgerEntry, matrices, query_and_key, scale_kind
+from quaver.lab.bench.ledger.entries import CATEGORIES, LedgerEntry, find_matrices, find_query_and_key, find_scale_kind
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.memory.compiling.gpu_code import GPUS
 from quaver.linear.gemm import ScaleKind
@@ -29,20 +29,20 @@ closer to a compiled copy (docs/lab/log.md)."""
 _SCHEDULERS = 4
 
 
-def seconds_of(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
+def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
     """Return the modeled time of one entry, including its launches.
 
     Args:
         by_shape: take the rate of a matmul's shape instead of the best rate of the device.
         sustained: the share of their rates that matmuls and attention sustain in a long run.
     """
-    multiplied_s = _multiplied_s(entry, spec, by_shape=by_shape) / sustained if entry.flops else 0.0
+    multiplied_s = _time_flops(entry, spec, by_shape=by_shape) / sustained if entry.flops else 0.0
     strided_s = entry.strided_elements * STRIDED_COPY_S
-    seconds = max(moved_s(entry.moved_bytes, spec), multiplied_s, issue_s(entry, spec), strided_s)
+    seconds = max(moved_s(entry.moved_bytes, spec), multiplied_s, time_issue(entry, spec), strided_s)
     return seconds + entry.launches * KERNEL_LAUNCH_S
 
 
-def issue_s(entry: LedgerEntry, spec: DeviceSpec) -> float:
+def time_issue(entry: LedgerEntry, spec: DeviceSpec) -> float:
     """Return the least time to issue the instructions of an entry, or 0 if no machine code was compiled."""
     if not entry.issued:
         return 0.0
@@ -50,30 +50,30 @@ def issue_s(entry: LedgerEntry, spec: DeviceSpec) -> float:
     return entry.issued / (_SCHEDULERS * gpu.multi_processor_count * gpu.clock_hz)
 
 
-def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
+def sum_milliseconds(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
     """Return the modeled time of each category."""
     milliseconds = dict.fromkeys(CATEGORIES, 0.0)
     for entry in ledger.entries:
-        milliseconds[entry.category] += 1e3 * seconds_of(entry, spec)
+        milliseconds[entry.category] += 1e3 * time_entry(entry, spec)
     return milliseconds
 
 
-def _multiplied_s(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> float:
+def _time_flops(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> float:
     """Return the time of an entry's FLOPs: attention at the rate of its kernel and length, or a matmul."""
     if entry.category == "attention":
-        query, _ = query_and_key(entry)
+        query, _ = find_query_and_key(entry)
         rate = rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
         return entry.flops / (rate.tflops(query.size[2]) * 1e12)
     in_float8 = entry.category == "float8 matmul"
-    share = share_of_scales(scale_kind(entry), spec) if in_float8 else 1.0
+    share = share_of_scales(find_scale_kind(entry), spec) if in_float8 else 1.0
     if not by_shape:
         return entry.flops / (best_tflops(in_float8, spec) * share * 1e12)
-    columns, contracted = entry.launch.writes[0].size[-1], matrices(entry)[0].size[-1]
+    columns, contracted = entry.launch.writes[0].size[-1], find_matrices(entry)[0].size[-1]
     rows = entry.flops // (2 * columns * contracted)
     return matmul_seconds(rows, contracted, columns, in_float8, spec, share_of_scales=share)
 
 
-def constants(spec: DeviceSpec) -> dict[str, str]:
+def list_constants(spec: DeviceSpec) -> dict[str, str]:
     """Return the constants of the model with their sources, as text that is printed and saved with a result."""
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"

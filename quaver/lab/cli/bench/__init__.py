@@ -8,7 +8,7 @@ from itertools import zip_longest
 from rich.table import Table
 
 from quaver.lab.bench.options import BenchOptions
-from quaver.lab.bench.results import Result, cases_of, save, table_of, title_of
+from quaver.lab.bench.results import Result, format_table, format_title, group_cases, save
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, bad_input, print_error
@@ -54,10 +54,10 @@ def run(argv: list[str]) -> int:
 
 def views_of(options: BenchOptions, result: Result) -> Iterator[str | Table]:
     """Yield the tables of a result, what they say, and where it was saved."""
-    yield title_of(result)
-    for case, case_rows in cases_of(result["rows"], options.case_fields):
+    yield format_title(result)
+    for case, case_rows in group_cases(result["rows"], options.case_fields):
         for title, fields in zip_longest((case,), options.tables):
-            names, rows = table_of(case_rows, fields)
+            names, rows = format_table(case_rows, fields)
             yield make_table(title, names, rows=rows, wrapped=names[:1])
     yield options.note(result)
     yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")

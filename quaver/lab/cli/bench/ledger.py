@@ -17,23 +17,23 @@ from quaver.lab.bench.ledger.counting import (
     Work,
     check_recipe,
     check_triton,
-    count,
+    count_launches,
     is_multiplied,
 )
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import (
     MACHINE_COLUMNS,
     Codes,
-    machine_codes,
-    machine_rows,
+    compile_kernels,
+    iter_machine_rows,
     with_machine_code,
 )
 from quaver.lab.bench.ledger.picture import draw
-from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, findings, kernel_rows, rows_of
-from quaver.lab.bench.ledger.times import constants, milliseconds_by_category
+from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, iter_findings, iter_kernel_rows, iter_rows
+from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
-from quaver.lab.bench.results import BFLOAT16, environment, writable
-from quaver.lab.bench.shapes import MODEL_NAMES, model_of
+from quaver.lab.bench.results import BFLOAT16, check_writable, describe_environment
+from quaver.lab.bench.shapes import MODEL_NAMES, make_model
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import bad_input
@@ -88,7 +88,7 @@ class LedgerOptions(Settings):
         """Return the subject to compile. Raises ValueError or OSError for an unknown model or an invalid TOML file."""
         options = {"autocast": self.autocast, "part": self.part}
         if self.model in MODEL_NAMES:
-            return Work(model_of(self.model), self.sequences, self.seq_len, **options)  # type: ignore[arg-type]
+            return Work(make_model(self.model), self.sequences, self.seq_len, **options)  # type: ignore[arg-type]
         if not self.model.endswith(".toml"):
             self.require(False, "model", f"one of {', '.join(MODEL_NAMES)}, or a TOML file")
         config = load_config(Path(self.model))
@@ -112,27 +112,27 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
         work, output = options.work(), Path(options.output)
-        writable(output)
+        check_writable(output)
         spec = require_device_spec(options.device, "--gpu")
     ledgers, codes = [], Codes()
     with working("compiling") as tell:
         for name in options.contestants():
             tell(f"compiling {name} for {options.device}")
-            ledger = count(work, name, options.device)
+            ledger = count_launches(work, name, options.device)
             if options.machine_code:
                 tell(f"compiling kernels of {name} to machine code")
-                codes |= machine_codes(ledger, GPUS[options.device].capability, codes)
+                codes |= compile_kernels(ledger, GPUS[options.device].capability, codes)
                 ledger = with_machine_code(ledger, codes)
             ledgers.append(ledger)
         tell(f"drawing {output.with_suffix('.png')}")
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(ledgers, spec, output.with_suffix(".png"))
-    rows = list(rows_of(ledgers, spec))
+    rows = list(iter_rows(ledgers, spec))
     result = {
-        "environment": environment(torch.device("cpu"))
+        "environment": describe_environment(torch.device("cpu"))
         | ({"torchao": version("torchao")} if options.peer != "none" else {}),
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
-        "constants": constants(spec),
+        "constants": list_constants(spec),
         "table": [dict(zip(map(_join_lines, COLUMNS), row, strict=True)) for row in rows],
         "ledgers": [_json_of(ledger, spec, kernels=options.kernels) for ledger in ledgers],
     }
@@ -147,7 +147,7 @@ def _join_lines(title: str) -> str:
 
 
 def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, Any]:
-    return {**ledger.to_json(kernels=kernels), "milliseconds": milliseconds_by_category(ledger, spec)}
+    return {**ledger.to_json(kernels=kernels), "milliseconds": sum_milliseconds(ledger, spec)}
 
 
 def views_of(
@@ -156,21 +156,21 @@ def views_of(
     """Yield the table of the ledgers, what they say, and their kernels and machine code if asked for."""
     parameters = "autocast" if options.autocast else "bfloat16 parameters"
     title = f"{options.part} of {options.model}, {work.sequences} x {work.seq_len} tokens, {parameters}, on {spec.name}"
-    yield make_table(title, COLUMNS, rows=rows_of(ledgers, spec), right=COLUMNS[1:], wrapped=COLUMNS[:1])
+    yield make_table(title, COLUMNS, rows=iter_rows(ledgers, spec), right=COLUMNS[1:], wrapped=COLUMNS[:1])
     for ledger in ledgers:
-        yield from findings(ledger)
+        yield from iter_findings(ledger)
     if options.kernels:
         for ledger in ledgers:
-            rows = kernel_rows(ledger, spec)
+            rows = iter_kernel_rows(ledger, spec)
             yield make_table(ledger.name, KERNEL_COLUMNS, rows=rows, right=("us", "MB"), wrapped=KERNEL_COLUMNS[4:])
     if options.machine_code:
         for ledger in ledgers:
-            rows = machine_rows(ledger, codes)
+            rows = iter_machine_rows(ledger, codes)
             yield make_table(
                 ledger.name, MACHINE_COLUMNS, rows=rows, right=MACHINE_COLUMNS[1:], wrapped=MACHINE_COLUMNS[:1]
             )
     yield (
         "Counted: launches, bytes, copies (in brackets), saved bytes, from the code that Inductor compiles. "
         "hp: norms, SwiGLU, RoPE, residual. Modeled: ms, and speed against the first row. "
-        + "; ".join(f"{name} {text}" for name, text in constants(spec).items())
+        + "; ".join(f"{name} {text}" for name, text in list_constants(spec).items())
     )

@@ -12,11 +12,11 @@ from quaver.lab.bench.roofline import (
     LINEAR_SHARES,
     Roofline,
     RooflineSettings,
+    find_recipes,
+    find_specs,
     predict,
-    recipes_of,
-    specs_of,
 )
-from quaver.lab.bench.roofline_layers import layers_of_config, layers_of_model
+from quaver.lab.bench.roofline_layers import list_config_layers, list_model_layers
 from quaver.lab.bench.roofline_map import draw_map
 from quaver.lab.bench.shapes import MODELS
 from quaver.lab.bench.working import working
@@ -53,15 +53,15 @@ class RooflineOptions(Settings):
 
     def settings(self) -> RooflineSettings:
         """Resolve the names. Raises ValueError for an unknown name, or two models of one name."""
-        models = [layers_of_model(name) for name in self.model or ([] if self.config else MODELS)]
-        models += [layers_of_config(Path(path)) for path in self.config]
+        models = [list_model_layers(name) for name in self.model or ([] if self.config else MODELS)]
+        models += [list_config_layers(Path(path)) for path in self.config]
         names = [model.name for model in models]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(
                 f"two models are called {twice}; expected each --model once, and --config files of other names"
             )
-        devices, recipes = specs_of(self.device), recipes_of(self.recipes)
+        devices, recipes = find_specs(self.device), find_recipes(self.recipes)
         return RooflineSettings(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
 
 
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
         settings, output = options.settings(), Path(options.output)
-        pictured = settings.devices if options.pictures is None else specs_of(options.pictures)
+        pictured = settings.devices if options.pictures is None else find_specs(options.pictures)
         missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:
             raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")

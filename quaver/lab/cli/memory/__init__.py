@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from quaver.lab.bench.results import save, writable
+from quaver.lab.bench.results import check_writable, save
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import show
 from quaver.lab.cli.errors import bad_input
@@ -22,7 +22,7 @@ from quaver.lab.memory.faking.gpu import predicting_for
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links
-from quaver.lab.memory.runs.measure import measure_memory, side_by_side
+from quaver.lab.memory.runs.measure import measure_memory, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import RunMemory, predict_memory
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import estimate_peak
@@ -88,7 +88,7 @@ class MemoryOptions(Settings):
             raise ValueError("--checkpoint-bandwidth times what --links prints: expected --links with it")
         files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
         for flag, path in files.items():
-            writable(Path(path), f"--{flag}")
+            check_writable(Path(path), f"--{flag}")
             if list(files.values()).count(path) > 1 and path != os.devnull:
                 raise ValueError(f"--{flag} must be a file that no other option names, got {path!r}")
 
@@ -112,7 +112,7 @@ def run(argv: list[str]) -> int:
     if "advice" in results:
         views += [advice_table(results["advice"]), *advice_summary(results["advice"])]
     if "measured" in results:
-        views.append(side_by_side_table(side_by_side(memory, results["measured"])))
+        views.append(side_by_side_table(tabulate_side_by_side(memory, results["measured"])))
     show(views)
     name = config_path.stem if config_path else "defaults"
     title = f"{name} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"

@@ -11,7 +11,7 @@ from quaver.lab.cli.console import make_table
 from quaver.lab.memory import CATEGORIES
 from quaver.lab.memory.predict import Prediction
 from quaver.lab.memory.reports.compare import Comparison, TensorDifference
-from quaver.lab.memory.reports.pitfalls import inner_operator, si
+from quaver.lab.memory.reports.pitfalls import format_decimal_bytes, strip_phase
 from quaver.lab.memory.runs.links import Links
 from quaver.lab.memory.runs.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
@@ -84,9 +84,7 @@ def tensor_table(prediction: Prediction, top: int) -> Table:
     rows = []
     for row in merged_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
-        made_by = (
-            f"{inner_operator(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
-        )
+        made_by = f"{strip_phase(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
         places = [place for place in (row["module"], row["source"]) if place]
         description = f"{_spaced(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
         rows.append((*_peak_numbers(prediction, row["bytes"])[1:], description))
@@ -129,8 +127,8 @@ def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
     )
     for name, label, peak, where, saved in runs:
         yield _line(name, label)
-        yield _line("", f"peak {si(peak)} ({peak:,} bytes), in the {where}")
-        yield _line("", f"saved {si(saved)} ({saved:,} bytes), by the first forward for its backward")
+        yield _line("", f"peak {format_decimal_bytes(peak)} ({peak:,} bytes), in the {where}")
+        yield _line("", f"saved {format_decimal_bytes(saved)} ({saved:,} bytes), by the first forward for its backward")
     yield _line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
     yield from ("", *_differences("Differences in what is saved for backward", c.at("saved"), top))
     yield from ("", *_differences("Differences in what is alive at the peaks", c.at("peak"), top))
@@ -191,7 +189,7 @@ def advice_summary(advice: Advice) -> list[str]:
 
 
 def side_by_side_table(compared: list[dict[str, Any]]) -> Table:
-    """Return the rows of `quaver.lab.memory.runs.measure.side_by_side`; what was not measured stays empty."""
+    """Return the rows of `quaver.lab.memory.runs.measure.tabulate_side_by_side`; what was not measured stays empty."""
     rows = []
     for row in compared:
         measured, ratio = row["measured_bytes"], row["ratio"]

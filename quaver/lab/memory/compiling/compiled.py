@@ -70,7 +70,7 @@ def are_kernels_left_out() -> bool:
     return _kernels_left_out
 
 
-def compiled_graphs() -> int:
+def count_compiled_graphs() -> int:
     """The number of graphs that Dynamo compiled in this process."""
     return counters["stats"]["unique_graphs"]
 
@@ -82,9 +82,9 @@ def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
         NotImplementedError: each of _MOST_STEPS steps compiles something.
     """
     for _ in range(_MOST_STEPS):
-        before = compiled_graphs()
+        before = count_compiled_graphs()
         result = step()
-        if compiled_graphs() == before:
+        if count_compiled_graphs() == before:
             return result
     raise NotImplementedError(
         f"expected a step that compiles nothing after {_MOST_STEPS} others, got one that compiles each time; "

@@ -88,12 +88,12 @@ class CompiledRows:
 
     def saved(self, tensors: Sequence[Any]) -> None:
         """Called when a compiled forward returns these tensors for its backward."""
-        self._saved.update(self._recorder.save(part) for part in _parts(tensors))
+        self._saved.update(self._recorder.save(part) for part in _iter_parts(tensors))
 
     def backward_begins(self, tensors: Sequence[Any]) -> None:
         """Called when a compiled backward receives these tensors. A forward saved some of them."""
         received = []
-        for part in _parts(tensors):
+        for part in _iter_parts(tensors):
             allocation = self._recorder.allocation_of(part)
             if allocation is not None and self._saved[allocation]:
                 self._saved[allocation] -= 1
@@ -106,5 +106,5 @@ class CompiledRows:
             self._recorder.release(allocation)
 
 
-def _parts(tensors: Sequence[Any]) -> Iterator[Tensor]:
+def _iter_parts(tensors: Sequence[Any]) -> Iterator[Tensor]:
     return (part for tensor in tensors if isinstance(tensor, Tensor) for part in plain_parts(tensor))

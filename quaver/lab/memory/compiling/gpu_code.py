@@ -37,7 +37,7 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 
 from quaver.lab.memory.compiling.inductor import settings_without_caches
-from quaver.lab.memory.compiling.launches import CompiledGraph, TritonKernel, graph_of
+from quaver.lab.memory.compiling.launches import CompiledGraph, TritonKernel, read_graph
 from quaver.roofline.attention import CUDNN, kernel_of
 
 _DEVICE = torch.device("cuda", 0)
@@ -120,7 +120,7 @@ def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
         return name
 
     def record(graph: Any, wrapper_code: Any) -> ModuleType:
-        graphs.append(graph_of(graph, kernels, wrapper_code.value))
+        graphs.append(read_graph(graph, kernels, wrapper_code.value))
         kernels.clear()
         module = ModuleType("quaver.lab.memory.recorded_code")
         module.__file__ = f"<{graph.graph_id}: recorded>"
@@ -146,7 +146,7 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
     compile_graph = compile_fx._InProcessFxCompile.codegen_and_compile
 
     def compile_moved(compiler: Any, graph: fx.GraphModule, inputs: Sequence[Any], *options: Any) -> Any:
-        return compile_graph(compiler, graph, _move(graph, inputs), *options)
+        return compile_graph(compiler, graph, _move_graph(graph, inputs), *options)
 
     with ExitStack() as stack:
 
@@ -154,7 +154,7 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
             stack.enter_context(patch.object(owner, name, value))
 
         replace(compile_fx._InProcessFxCompile, "codegen_and_compile", compile_moved)
-        stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": _interface_of(gpu)}))
+        stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": _make_interface(gpu)}))
         replace(torch._inductor.scheduler, "has_triton", lambda: True)
         replace(torch.utils._triton, "triton_hash_with_backend", lambda: "")  # for caches, which are off
         replace(CacheBase, "get_system", staticmethod(lambda: {"hash": ""}))
@@ -166,7 +166,7 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
         replace(
             F,
             "scaled_dot_product_attention",
-            _attention_by(kernel_of(gpu.capability)),
+            _make_attention(kernel_of(gpu.capability)),
         )
         _forget_devices()
         try:
@@ -180,7 +180,7 @@ def _forget_devices() -> None:
     CacheBase.get_local_cache_path.cache_clear()
 
 
-def _move(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+def _move_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Let a graph allocate its tensors on the GPU, and return fake inputs there."""
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
@@ -205,7 +205,7 @@ def _copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     return copied
 
 
-def _attention_by(kernel: str) -> Callable[..., Tensor]:
+def _make_attention(kernel: str) -> Callable[..., Tensor]:
     """torch.nn.functional.scaled_dot_product_attention with a GPU's kernel. For CPU tensors C++ would choose a CPU's.
 
     It raises NotImplementedError for a mask, whose work is not counted and which flash attention does not take.
@@ -233,7 +233,7 @@ def _attention_by(kernel: str) -> Callable[..., Tensor]:
     return attention
 
 
-def _interface_of(gpu: GpuProperties) -> type[device_interface.DeviceInterface]:
+def _make_interface(gpu: GpuProperties) -> type[device_interface.DeviceInterface]:
 
     class _Worker:
         current_device = staticmethod(lambda: 0)

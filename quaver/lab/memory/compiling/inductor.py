@@ -19,7 +19,7 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.graph import GraphLowering
 
-from quaver.lab.memory.compiling.makers import Maker, follower, kernel, node_of, readers_of
+from quaver.lab.memory.compiling.makers import Maker, find_node, find_readers, get_follower, kernel
 from quaver.lab.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewrite
 from quaver.lab.memory.faking.gpu import is_for_a_gpu
 
@@ -81,12 +81,12 @@ def _make_module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
     module = ModuleType("quaver.lab.memory.compiled_code")
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
-    readers = readers_of(graph)
+    readers = find_readers(graph)
     names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _layout_of, **_make_reporters(graph)}
 
     def maker_of(buffer: str, operator: str) -> str:
         name = f"maker_{len(names)}"
-        names[name] = Maker(operator, node_of(graph.name_to_buffer.get(buffer)), readers)
+        names[name] = Maker(operator, find_node(graph.name_to_buffer.get(buffer)), readers)
         return name
 
     exec(compile(rewrite(wrapper_code.value, maker_of), module.__file__, "exec"), names)
@@ -104,11 +104,11 @@ def _make_reporters(graph: Any) -> dict[str, Callable[..., Any]]:
         saved_from = len(metadata.tokens) + metadata.num_forward_returns
 
     def received(arguments: list[Any]) -> None:
-        if is_backward and (rows := follower()):
+        if is_backward and (rows := get_follower()):
             rows.backward_begins(arguments)
 
     def returned(results: tuple[Any, ...]) -> tuple[Any, ...]:
-        rows = follower()
+        rows = get_follower()
         if rows and is_backward:
             rows.backward_ends()
         elif rows and saved_from is not None:

@@ -20,7 +20,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-from quaver.lab.memory.compiling.makers import module_of_node, node_of, place_of
+from quaver.lab.memory.compiling.makers import find_module, find_node, find_place
 from quaver.recipes.formats import FLOAT8_FORMATS
 
 FLOAT8 = frozenset(FLOAT8_FORMATS)
@@ -91,7 +91,7 @@ class CompiledGraph:
     source: str
 
 
-def graph_of(graph: Any, kernels: Sequence[TritonKernel], source: str) -> CompiledGraph:
+def read_graph(graph: Any, kernels: Sequence[TritonKernel], source: str) -> CompiledGraph:
     """Read a lowered graph, after Inductor wrote its code and `kernels`."""
     nodes = graph.scheduler.nodes
     results: dict[str, list[Access]] = {}
@@ -240,10 +240,10 @@ def _is_float8(node: fx.Node) -> bool:
 
 def _find_place(buffers: Sequence[Any]) -> str:
     for buffer in buffers:
-        node = node_of(buffer)
-        file, line = place_of(node)
+        node = find_node(buffer)
+        file, line = find_place(node)
         if file:
-            module = module_of_node(node)
+            module = find_module(node)
             return f"{Path(file).parent.name}/{Path(file).name}:{line}" + (f" in {module}" if module else "")
     return "unknown"
 

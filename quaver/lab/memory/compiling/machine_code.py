@@ -170,15 +170,15 @@ def parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
             if start < len(names) - 1:  # the last branch of a program jumps to itself
                 spans.append((start, len(names)))
     innermost = [span for span in spans if not any(inner != span and _contains(span, inner) for inner in spans)]
-    loops = tuple(Loop(stop - start, sum(map(_loaded_bytes, names[start:stop]))) for start, stop in innermost)
-    return Counter(names), loops, sum(map(_loaded_bytes, names))
+    loops = tuple(Loop(stop - start, sum(map(_count_loaded_bytes, names[start:stop]))) for start, stop in innermost)
+    return Counter(names), loops, sum(map(_count_loaded_bytes, names))
 
 
 def _contains(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
     return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def _loaded_bytes(instruction: str) -> int:
+def _count_loaded_bytes(instruction: str) -> int:
     if not instruction.startswith("LDG"):
         return 0
     widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}

@@ -49,7 +49,7 @@ def follow(rows: Any) -> Iterator[None]:
         _follower = None
 
 
-def follower() -> Any:
+def get_follower() -> Any:
     """The CompiledRows object of the open `follow` block, or None. Only one recording can be open."""
     return _follower
 
@@ -73,7 +73,7 @@ class Maker:
         """`readers`: the first operator that reads each tensor, by the tensor's name."""
         result = _name_operator(node)
         self.operator = f"{operator} ({result})" if operator and result else operator or result or "compiled code"
-        self.module = module_of_node(node)
+        self.module = find_module(node)
         self._in_line = _make_frame(node)
         self._kernel, self._readers = operator, readers
         self._reader_makers: dict[str, Maker] = {}
@@ -165,7 +165,7 @@ def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) 
     )
 
 
-def node_of(buffer: Any) -> fx.Node | None:
+def find_node(buffer: Any) -> fx.Node | None:
     """The operator whose result a buffer is, or one of the fused operators; None if unknown."""
     if buffer is None:
         return None
@@ -175,12 +175,12 @@ def node_of(buffer: Any) -> fx.Node | None:
     return node
 
 
-def readers_of(graph: Any) -> dict[str, fx.Node]:
+def find_readers(graph: Any) -> dict[str, fx.Node]:
     """The first operator that reads each tensor, by the tensor's name. A kernel may have many operators."""
     readers: dict[str, fx.Node] = {}
     for scheduled in graph.scheduler.nodes:
         for part in scheduled.get_nodes():
-            node = node_of(part.node)
+            node = find_node(part.node)
             if node is not None:
                 for read in part.read_writes.reads:
                     readers.setdefault(read.name, node)
@@ -191,7 +191,7 @@ def _name_operator(node: fx.Node | None) -> str:
     return "" if node is None else str(node.target).removesuffix(".default")
 
 
-def module_of_node(node: fx.Node | None) -> str:
+def find_module(node: fx.Node | None) -> str:
     """The module of an operator, relative to the compiled module. Empty for the compiled module, or if unknown."""
     meta = {} if node is None else node.meta
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
@@ -202,7 +202,7 @@ def module_of_node(node: fx.Node | None) -> str:
     return _STEPS.sub(r".\1", path[root.end() :]).strip(".") if root else ""
 
 
-def place_of(node: fx.Node | None) -> tuple[str, int]:
+def find_place(node: fx.Node | None) -> tuple[str, int]:
     """The file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_LINE.findall(trace)):
@@ -212,7 +212,7 @@ def place_of(node: fx.Node | None) -> tuple[str, int]:
 
 
 def _make_frame(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    file, line = place_of(node)
+    file, line = find_place(node)
     if not file:
         return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
     code = _CALL.replace(co_filename=file, co_firstlineno=line, co_name="compiled")

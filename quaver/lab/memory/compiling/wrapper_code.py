@@ -50,7 +50,7 @@ def rewrite(source: str, maker_of: MakerOf) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def kernel_operator(function: str) -> str:
+def name_operator(function: str) -> str:
     """The name of a fused kernel without its kind and number, as "fused_abs_amax"; empty for any other function."""
     match = _KERNEL.fullmatch(function)
     return match[1] if match else ""
@@ -107,7 +107,7 @@ class _Rewriter(ast.NodeTransformer):
         return _parse_statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocation}")
 
     def _rewrite_call(self, written: str, call: ast.Call) -> ast.Call:
-        maker = self._maker_of(written, kernel_operator(_get_id(call.func)))
+        maker = self._maker_of(written, name_operator(_get_id(call.func)))
         return ast.Call(_parse_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
 
     def _read_for(self, buffer: str) -> str:
@@ -119,7 +119,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def _maker(self, buffer: str) -> str:
         call = self._writes.get(buffer)
-        return self._maker_of(buffer, "" if call is None else kernel_operator(_get_id(call.func)))
+        return self._maker_of(buffer, "" if call is None else name_operator(_get_id(call.func)))
 
 
 def _find_first_writes(statements: list[ast.stmt]) -> dict[str, ast.Call]:
@@ -161,7 +161,7 @@ def _is_view(value: Any) -> bool:
 
 def _runs_on_buffers(call: ast.Call) -> bool:
     """Whether this calls a kernel or an operator, and not a check or an allocation."""
-    return bool(kernel_operator(_get_id(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
+    return bool(name_operator(_get_id(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
 
 
 def _list_buffers(value: ast.AST) -> list[str]:

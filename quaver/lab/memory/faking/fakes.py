@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from quaver.lab.memory.compiling.compiled import kernels_left_out
 from quaver.lab.memory.faking.gpu import as_on_a_gpu, is_for_a_gpu
-from quaver.lab.memory.faking.values import Assumptions, depends_on, place_here, refusal
+from quaver.lab.memory.faking.values import Assumptions, find_place, make_dependence_error, make_refusal
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.recipes.scaling import PLAIN_TYPES
 
@@ -78,7 +78,7 @@ class Fakes(FakeTensorMode):
             return True
         if dtype.is_floating_point:
             return 1.0
-        self.integer_reads.add(place_here())
+        self.integer_reads.add(find_place())
         return self.integer
 
     def _assume(self, error: Exception, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -113,11 +113,11 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
         try:
             yield fakes
         except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException) as error:
-            raise refusal(error) from error
+            raise make_refusal(error) from error
         except (RuntimeError, IndexError) as error:
             if isinstance(error, NotImplementedError) or not fakes.integer_reads:
                 raise
-            raise depends_on(fakes.integer_reads, error) from error
+            raise make_dependence_error(fakes.integer_reads, error) from error
 
 
 def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
@@ -144,7 +144,7 @@ def _without_tracing_in_dtensors() -> AbstractContextManager[Any]:
     return patch.object(torch.distributed.tensor._dispatch, "_are_we_tracing", lambda: False)
 
 
-def fake_copy(model: Module, fakes: Fakes) -> Module:
+def make_fake_copy(model: Module, fakes: Fakes) -> Module:
     """A copy of `model` with fake parameters and buffers on the CPU (gpu.py), whatever their device.
 
     Nothing of the model's size is allocated, and the model does not change.
@@ -155,7 +155,7 @@ def fake_copy(model: Module, fakes: Fakes) -> Module:
         return copy.deepcopy(model, memo)
 
 
-def fake_copies(values: Any, fakes: Fakes) -> Any:
+def make_fake_copies(values: Any, fakes: Fakes) -> Any:
     """Replace the tensors in nested lists, tuples and dicts by fake ones on the CPU."""
     return tree_map_only(Tensor, lambda tensor: _make_fake(tensor, fakes), values)
 
@@ -196,6 +196,6 @@ def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
     if sizes[0] == sizes[1]:
         return []
     if fakes.assumptions is None:
-        raise depends_on(fakes.integer_reads)
+        raise make_dependence_error(fakes.integer_reads)
     note = "estimate: sizes depend on an integer that was assumed to be 1, read in"
     return [f"{note} {place}" for place in fakes.integer_reads]

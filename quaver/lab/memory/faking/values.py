@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from quaver.lab.recorder.callers import NOT_THE_MODELS, end_of_path, module_of
 
 
-def refusal(error: Exception) -> NotImplementedError:
+def make_refusal(error: Exception) -> NotImplementedError:
     """The error for an operator that fake tensors do not support."""
     place = _describe_place(list(walk_tb(error.__traceback__)))
     operator = f"{error.args[0]} in {place}" if place else str(error.args[0])
@@ -35,7 +35,7 @@ def refusal(error: Exception) -> NotImplementedError:
     )
 
 
-def depends_on(places: Iterable[str], error: Exception | None = None) -> NotImplementedError:
+def make_dependence_error(places: Iterable[str], error: Exception | None = None) -> NotImplementedError:
     """The error for a step whose sizes change, or that fails, if an integer that it reads is different."""
     outcome = "other sizes for another integer" if error is None else f"an error ({' '.join(str(error).split())})"
     return NotImplementedError(
@@ -76,7 +76,7 @@ class Assumptions:
         return results[0] if len(results) == 1 else results
 
     def _note(self, assumption: str) -> None:
-        place = place_here()
+        place = find_place()
         note = f"estimate: {assumption}" + (f", in {place}" if place else "")
         if note not in self.notes:
             self.notes.append(note)
@@ -96,7 +96,7 @@ _LARGEST: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def place_here() -> str:
+def find_place() -> str:
     """The place of the calling code, as "module layers.0.router (model/moe.py:31)"; empty if no frame is the model's.
 
     An autograd node in C++ has no frame, so the place of code in backward is the call of `backward`.

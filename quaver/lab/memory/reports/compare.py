@@ -16,7 +16,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quaver.lab.memory.predict import Prediction
-from quaver.lab.memory.reports.pitfalls import Row, SavedByRuns, hint_of, is_operator, short_operator, si
+from quaver.lab.memory.reports.pitfalls import (
+    Row,
+    SavedByRuns,
+    find_hint,
+    format_decimal_bytes,
+    is_operator,
+    shorten_operator,
+)
 from quaver.lab.recorder.report import NOT_FOR_BACKWARD, merged_layers
 
 _NOT_A_NAME = ("selective policy", "checkpoint", "compiled graph")
@@ -73,10 +80,10 @@ class TensorDifference:
     def _format_amount(self) -> str:
         per_layer = self.per_layer_bytes
         layers = f" per layer x {self.layers}" if self.layers > 1 else ""
-        return f"{'+' if per_layer > 0 else ''}{si(per_layer)} ({per_layer:+,} bytes){layers}"
+        return f"{'+' if per_layer > 0 else ''}{format_decimal_bytes(per_layer)} ({per_layer:+,} bytes){layers}"
 
     def _format_subject(self) -> str:
-        operator = short_operator(self.operator)
+        operator = shorten_operator(self.operator)
         subject = f"`{operator}`" if operator else self.category.replace("_", " ")
         if operator and self.of:
             subject += f" of {self.of}"
@@ -95,9 +102,9 @@ class TensorDifference:
         if self.first_use is not None:
             line = self.first_use.get("source")
             at = f" at {line}" if line else ""
-            yield f"first used in backward by {short_operator(self.first_use['operator'])}{at}"
+            yield f"first used in backward by {shorten_operator(self.first_use['operator'])}{at}"
         if self.bytes_a and self.bytes_b:
-            yield f"{si(self.bytes_a)} in all became {si(self.bytes_b)}"
+            yield f"{format_decimal_bytes(self.bytes_a)} in all became {format_decimal_bytes(self.bytes_b)}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,8 @@ def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comp
 
 def _describe_peak(prediction: Prediction) -> str:
     module = prediction.module_of_peak or "no module"
-    return f"{prediction.phase_of_peak} of {module}, by {short_operator(prediction.operator_of_peak) or 'no operator'}"
+    operator = shorten_operator(prediction.operator_of_peak) or "no operator"
+    return f"{prediction.phase_of_peak} of {module}, by {operator}"
 
 
 @dataclass
@@ -218,5 +226,5 @@ def _make_difference(at: str, described: _AlignedRows, aligned: _AlignedRows, ru
         count_a=sum(row["count"] for row in aligned.a),
         count_b=sum(row["count"] for row in aligned.b),
         layers=layers,
-        hint=hint_of(row, runs) if at == "saved" else "",
+        hint=find_hint(row, runs) if at == "saved" else "",
     )

@@ -37,19 +37,19 @@ class SavedByRuns(NamedTuple):
     """The rows of the run that it is compared with."""
 
 
-def hint_of(row: Row, saved: SavedByRuns) -> str:
+def find_hint(row: Row, saved: SavedByRuns) -> str:
     """A hint how to avoid `row`, which is in `saved.own`; empty if no rule applies."""
     return next(filter(None, (pitfall(row, saved) for pitfall in PITFALLS)), "")
 
 
-def short_operator(operator: str | None) -> str:
+def shorten_operator(operator: str | None) -> str:
     """`abs` for "aten.abs", "aten.abs.out" and "quaver::amax (aten.abs)". Long names are shortened."""
-    inner = inner_operator(operator)
+    inner = strip_phase(operator)
     short = inner.split(".")[1] if "." in inner else inner
     return short if len(short) <= _LONGEST else short[:_LONGEST].rpartition("_")[0] + "..."
 
 
-def inner_operator(operator: str | None) -> str:
+def strip_phase(operator: str | None) -> str:
     """The operator without the float8 phase around it."""
     name = operator or ""
     return name.partition(" (")[2].removesuffix(")") or name
@@ -60,16 +60,16 @@ def is_operator(name: str) -> bool:
     return name.startswith("fused_") or "::" in name or isinstance(_find_operator(name), (OpOverload, OpOverloadPacket))
 
 
-def si(size_bytes: float) -> str:
+def format_decimal_bytes(size_bytes: float) -> str:
     """Bytes with four digits and a decimal unit: 134.2 MB."""
     unit_bytes, unit = next((size, name) for size, name in _UNITS if abs(size_bytes) >= size or size == 1)
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
-def _reduced_later(row: Row, saved: SavedByRuns) -> str:
+def _hint_at_reduction(row: Row, saved: SavedByRuns) -> str:
     """A pointwise result is saved, but backward reads only a reduction of it."""
     first_use = row.get("first_use") or {}
-    reader = short_operator(first_use.get("operator"))
+    reader = shorten_operator(first_use.get("operator"))
     if not _is_pointwise(row["operator"]) or reader not in _REDUCTIONS:
         return ""
     sizes = [size for size in row["shape"] if size > 1]
@@ -78,30 +78,30 @@ def _reduced_later(row: Row, saved: SavedByRuns) -> str:
     reductions = [
         reduction
         for reduction in saved.other
-        if short_operator(reduction["operator"]) == reader and _has_same_operand(reduction, row)
+        if shorten_operator(reduction["operator"]) == reader and _has_same_operand(reduction, row)
     ]
     if reductions:
         cost_bytes = sum(reduction["bytes"] for reduction in reductions)
-        return f"saving the {reader} instead, as the other run does, costs {si(cost_bytes)}"
+        return f"saving the {reader} instead, as the other run does, costs {format_decimal_bytes(cost_bytes)}"
     # A reduction removes at least one dim, at worst the smallest.
-    most_bytes = prod(sizes) // min(sizes) * _itemsize(row["dtype"])
-    return f"saving the {reader} instead would cost at most {si(most_bytes)}"
+    most_bytes = prod(sizes) // min(sizes) * _get_itemsize(row["dtype"])
+    return f"saving the {reader} instead would cost at most {format_decimal_bytes(most_bytes)}"
 
 
-def _unread(row: Row, saved: SavedByRuns) -> str:
+def _hint_at_unread(row: Row, saved: SavedByRuns) -> str:
     """A policy saves a tensor that backward does not read, because a later result is saved as well."""
     if row.get("saved_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
         return ""
     return "no operator of the backward reads it: the policy need not save it"
 
 
-def _gathered_weight(row: Row, saved: SavedByRuns) -> str:
+def _hint_at_gathered_weight(row: Row, saved: SavedByRuns) -> str:
     if row["category"] != "gathered_weights":
         return ""
     return "a gathered weight; with parallelism.fsdp_reshard_after_forward always the backward gathers it again"
 
 
-def _made_of_weight(row: Row, saved: SavedByRuns) -> str:
+def _hint_at_result_of_weight(row: Row, saved: SavedByRuns) -> str:
     """A tensor is computed from a gathered weight and as large, while backward gathers the weight anyway."""
     is_matrix = sum(size > 1 for size in row["shape"]) > 1  # excludes scales
     if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
@@ -109,28 +109,28 @@ def _made_of_weight(row: Row, saved: SavedByRuns) -> str:
     return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
 
 
-def _copy_in_another_dtype(row: Row, saved: SavedByRuns) -> str:
+def _hint_at_copy(row: Row, saved: SavedByRuns) -> str:
     """The float8 codes or a wider copy of a tensor are saved, and so is the tensor."""
-    itemsize = _itemsize(row["dtype"])
-    sources = (source for source in saved.own if _is_source(source, row) and _itemsize(source["dtype"]) != itemsize)
+    itemsize = _get_itemsize(row["dtype"])
+    sources = (source for source in saved.own if _is_source(source, row) and _get_itemsize(source["dtype"]) != itemsize)
     source = next(sources, None)
     if source is None:
         return ""
-    is_wider = itemsize > _itemsize(source["dtype"])
+    is_wider = itemsize > _get_itemsize(source["dtype"])
     if row["dtype"].startswith("float8") and not is_wider:
-        input_saved = f"{source['dtype']} ({si(source['bytes'])})"
+        input_saved = f"{source['dtype']} ({format_decimal_bytes(source['bytes'])})"
         return f"the input of the cast is saved, too, in {input_saved}: backward needs one of the two"
-    if short_operator(row["operator"]) in _CONVERSIONS and is_wider:
+    if shorten_operator(row["operator"]) in _CONVERSIONS and is_wider:
         return f"a copy in {row['dtype']} of a {source['dtype']} tensor that is saved, too: convert it when it is read"
     return ""
 
 
 PITFALLS: tuple[Callable[[Row, SavedByRuns], str], ...] = (
-    _reduced_later,
-    _unread,
-    _gathered_weight,
-    _made_of_weight,
-    _copy_in_another_dtype,
+    _hint_at_reduction,
+    _hint_at_unread,
+    _hint_at_gathered_weight,
+    _hint_at_result_of_weight,
+    _hint_at_copy,
 )
 """The rules. Each returns a hint or an empty string, and the first hint is used."""
 
@@ -153,16 +153,16 @@ def _is_pointwise(operator: str | None) -> bool:
 
 def _find_operator(name: str | None) -> Any:
     operator: Any = torch.ops
-    for part in inner_operator(name).split("."):
+    for part in strip_phase(name).split("."):
         operator = getattr(operator, part, None)
     return operator
 
 
 def _keeps_shape(operator: str | None) -> bool:
-    is_cast = inner_operator(operator).startswith(CAST_PREFIX)
-    return is_cast or _is_pointwise(operator) or short_operator(operator) in _CONVERSIONS
+    is_cast = strip_phase(operator).startswith(CAST_PREFIX)
+    return is_cast or _is_pointwise(operator) or shorten_operator(operator) in _CONVERSIONS
 
 
-def _itemsize(dtype: str) -> int:
+def _get_itemsize(dtype: str) -> int:
     torch_dtype = getattr(torch, dtype, None)
     return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else 1

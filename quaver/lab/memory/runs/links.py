@@ -134,11 +134,11 @@ class CountCollectives(TorchDispatchMode):
         for key, number in self._number.items():
             ranks, kind, dtype = key
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            rows.append(Traffic(link_of(ranks, layout), kind, dtype, len(ranks), stride, number, self._bytes[key]))
+            rows.append(Traffic(name_link(ranks, layout), kind, dtype, len(ranks), stride, number, self._bytes[key]))
         return tuple(sorted(rows))
 
 
-def link_of(ranks: Iterable[int], layout: ParallelDims) -> str:
+def name_link(ranks: Iterable[int], layout: ParallelDims) -> str:
     """The dims of the mesh of `layout` in which `ranks` differ."""
     tensor, shard = layout.tensor, layout.shard
     coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]

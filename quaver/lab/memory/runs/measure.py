@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from quaver.lab.data import Batch
 from quaver.lab.memory.predict import Prediction, record_step
-from quaver.lab.memory.runs.predict import COMPARED, RunMemory, training_step
+from quaver.lab.memory.runs.predict import COMPARED, RunMemory, make_train_step
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.settings import TrainConfig, require
@@ -133,7 +133,7 @@ def measure_rank(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device
     name, model = make_models(config, device).first
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = _MarkedModel.build(name, model, config, device, ranks, make_mesh(layout, device.type))
-    step, micro_batches = training_step(trained, config, layout)
+    step, micro_batches = make_train_step(trained, config, layout)
     for _ in range(WARM_UP_STEPS):
         step()
     recorded = record_step(step, model, trained.optimizer, persistent_scales=persistent_scales(model))
@@ -167,7 +167,7 @@ def _replace_peak(recorded: Prediction, usage: Usage) -> Prediction:
     return replace(recorded, report=report, saved_by_forward_bytes=usage.saved_bytes)
 
 
-def side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[str, Any]]:
+def tabulate_side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[str, Any]]:
     """Predicted and measured bytes.
 
     Returns:
@@ -178,7 +178,7 @@ def side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[st
     prediction, recording = predicted.prediction, measured.prediction
     known = recording.by_category if recording.report["exact"] else None
     rows = [
-        _row(
+        _make_row(
             name.replace("_", " "),
             prediction.by_category.get(name, 0),
             known.get(name, 0) if known is not None else None,
@@ -186,12 +186,12 @@ def side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[st
         for name in CATEGORIES
         if name in prediction.by_category or name in recording.by_category
     ]
-    rows.append(_row("peak", prediction.peak_bytes, measured.peak_bytes))
-    rows.append(_row("between steps", prediction.resident_bytes, recording.resident_bytes))
-    rows.append(_row("saved for backward", prediction.saved_by_forward_bytes, recording.saved_by_forward_bytes))
+    rows.append(_make_row("peak", prediction.peak_bytes, measured.peak_bytes))
+    rows.append(_make_row("between steps", prediction.resident_bytes, recording.resident_bytes))
+    rows.append(_make_row("saved for backward", prediction.saved_by_forward_bytes, recording.saved_by_forward_bytes))
     return rows
 
 
-def _row(name: str, predicted_bytes: int, measured_bytes: int | None) -> dict[str, Any]:
+def _make_row(name: str, predicted_bytes: int, measured_bytes: int | None) -> dict[str, Any]:
     ratio = predicted_bytes / measured_bytes if measured_bytes else None
     return {"what": name, "predicted_bytes": predicted_bytes, "measured_bytes": measured_bytes, "ratio": ratio}

@@ -131,7 +131,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
         with fakes as mode:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
-            step, micro_batches = training_step(trained, config, layout)
+            step, micro_batches = make_train_step(trained, config, layout)
             yield FakeRun(config, layout, mode, trained, step, parameters, micro_batches)
 
 
@@ -140,8 +140,10 @@ def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
     return replace(config, model=replace(config.model, n_layers=n_layers))
 
 
-def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[..., None], int]:
-    """A function that trains one step, and the number of its micro-batches on one rank.
+def make_train_step(
+    trained: TrainedModel, config: TrainConfig, layout: ParallelDims
+) -> tuple[Callable[..., None], int]:
+    """Return a function that trains one step, and the number of its micro-batches on one rank.
 
     The function takes a smaller number of micro-batches as an argument. All tokens belong to one document. Memory
     depends on the tokens only if ranks split experts. So tokens differ, which lets routers choose more evenly.
