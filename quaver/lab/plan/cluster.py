@@ -3,9 +3,9 @@
 A collective takes the fastest of NCCL's protocols, by NCCL's own model of its ring algorithm (github.com/NVIDIA/nccl
 2.30, src/graph/tuning.cc):
 
-    seconds = start + (steps - between nodes) * hop inside + between nodes * hop outside + sent bytes / rate
+    seconds = start + (steps - between nodes) * hop inside + between nodes * hop outside + sent bytes / rate.
 
-with n ranks on k nodes there are n - 1 steps, k - 1 of them between nodes; an all-reduce has twice as many, or the
+With n ranks on k nodes there are n - 1 steps, k - 1 of them between nodes. An all-reduce has twice as many, or the
 tree's 2 log2(k) between nodes. A rank sends (n - 1) / n of the tensor, and twice that in an all-reduce. The rate is the
 slowest link's: NVLink inside a node; between nodes one network interface per rank of the group in a node, with a ring
 over each.
@@ -128,9 +128,3 @@ class Cluster:
         simple = PROTOCOLS[-1]
         hop_s = simple.between_s if nodes > 1 else simple.inside_s
         return simple.start_s + hop_s + max(near, far) / (1e9 * EXCHANGE_SHARE)
-
-    def send_s(self, tensor_bytes: float, stride: int) -> float:
-        """Return the time to send a tensor to the rank `stride` away, as pipeline stages do."""
-        if stride < self.gpus_per_node:
-            return PROTOCOLS[-1].inside_s + tensor_bytes / (1e9 * self.spec.link_gb_per_s * LINK_SHARE)
-        return PROTOCOLS[-1].between_s + tensor_bytes / (1e9 * self.network_gbps / 8 * NETWORK_SHARE)

@@ -4,13 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipeline import PipelinedRun, make_pipeline_step, order_turns
+from benchmarks.pipeline import PipelinedRun, make_pipeline_step, order_turns, time_send
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.settings import Model
 from quaver.roofline.device_specs import find_device_spec
 
 CLUSTER = Cluster.of(find_device_spec("h100"))
+
+
+def test_sends_take_the_network_between_nodes_only():
+    inside, next_node, far = (time_send(CLUSTER, 2**26, stride) for stride in (4, 8, 64))
+    assert inside < next_node == far
 
 
 def test_orders_of_two_stages_by_hand():
