@@ -158,12 +158,12 @@ def ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
 
 def tables(results: Row) -> dict[str, str]:
     """Return the tables of the page by name: the provenance, one per heading that has rows, and the broken promises."""
-    rows, about = results["rows"], results["environment"]
-    changed = " with changes that were not committed" if about["uncommitted_changes_in_quaver"] else ""
+    rows, origin = results["rows"], results["environment"]
+    changed = " with changes that were not committed" if origin["uncommitted_changes_in_quaver"] else ""
     by_name = {
-        "provenance": f"Measured on {about['date']} in {about['minutes']:.0f} minutes by `{about['command']}`: "
-        f"{about['device']}, {about['threads']} thread, Python {about['python']}, torch {about['torch']}, "
-        f"commit {about['commit']}{changed}."
+        "provenance": f"Measured on {origin['date']} in {origin['minutes']:.0f} minutes by `{origin['command']}`: "
+        f"{origin['device']}, {origin['threads']} thread, Python {origin['python']}, torch {origin['torch']}, "
+        f"commit {origin['commit']}{changed}."
     }
     by_name |= {HEADINGS[where]: _table(here, rows) for where, here in _by_heading(rows)}
     above = [
@@ -258,8 +258,8 @@ def results_of(chosen: list[Case]) -> Row:
     device_type, start = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
     rows = measure_all(chosen, Size(), device_type)
     minutes = round((time.monotonic() - start) / 60, 1)
-    about = provenance("memory", device_type, threads=1, minutes=minutes)
-    return {"environment": about, "size": asdict(Size()), "rows": rows}
+    origin = provenance("memory", device_type, threads=1, minutes=minutes)
+    return {"environment": origin, "size": asdict(Size()), "rows": rows}
 
 
 def main() -> int:

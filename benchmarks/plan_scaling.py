@@ -165,8 +165,8 @@ def predict() -> dict[str, Any]:
                     points[str(gpus)] = round(tokens_per_s(run, cluster), 1)
             if points:
                 scaling = "weak" if is_weak else "fixed batch"
-                about = {"config": config, "precision": precision, "scaling": scaling, "layout": layout.name}
-                curves.append({**about, "tokens_per_s": points})
+                curve = {"config": config, "precision": precision, "scaling": scaling, "layout": layout.name}
+                curves.append({**curve, "tokens_per_s": points})
     return {"curves": curves, "gather": _gathers()}
 
 

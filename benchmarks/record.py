@@ -46,9 +46,9 @@ def _on_rank(
         dist.destroy_process_group()
 
 
-def run_quaver(words: list[str]) -> int:
-    """Run `quaver` with these words in the repository root, and return its exit code."""
-    command = [sys.executable, "-m", "quaver.lab.cli", *words]
+def run_quaver(arguments: list[str]) -> int:
+    """Run `quaver` with these arguments in the repository root, and return its exit code."""
+    command = [sys.executable, "-m", "quaver.lab.cli", *arguments]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
@@ -61,8 +61,8 @@ def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, 
         more: further fields, or replacements.
     """
     command = shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]])
-    about = describe_environment(torch.device(device_type)) | {"command": command}
-    return about | {"uncommitted_changes_in_quaver": has_changed("quaver")} | more
+    origin = describe_environment(torch.device(device_type)) | {"command": command}
+    return origin | {"uncommitted_changes_in_quaver": has_changed("quaver")} | more
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -99,7 +99,7 @@ class CastBenchmark(Shapes, OperandOptions):
     def measure(self) -> Result:
         """Return a row for each matrix, kind of cast and contestant.
 
-        `same_codes` says whether a contestant's float8 codes are those of `quaver.recipes.scaling`, bit for bit.
+        `same_codes` says whether a contestant's float8 codes equal `quaver.recipes.scaling`'s bit for bit.
         """
         return self.run_cases(product(self.parse_shapes(), self.casts), self._rows_of, dtype=str(self.torch_dtype))
 

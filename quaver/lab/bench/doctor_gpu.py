@@ -169,7 +169,7 @@ def _describe_layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceS
 
 
 def _describe_difference(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
-    """Return "in rowwise:dequantized" if the casts of a layer are not those of the model's recipe, else ""."""
+    """Return "in rowwise:dequantized" if a layer casts otherwise than the model's recipe, else ""."""
     if config.casts == recipe.casts:
         return ""
     recipe_name = replace(config, backward="float8").recipe_name

@@ -5,7 +5,7 @@
                  quaver's C extension, nor Triton kernels, nor calls inside compiled code
     kernels      kernels, copies and fills that one forward and backward launch on a GPU; a CPU launches none
 
-The contestants are those of `quaver bench linear`.
+`quaver bench linear` has the same contestants.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 
 @dataclass(frozen=True)
 class RooflineSettings:
-    """The predictions to make. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
+    """The predictions to make. `tokens` is the M of the models' layers; `linear_cost` takes `microbatches`."""
 
     devices: tuple[DeviceSpec, ...]
     recipes: tuple[str, ...]

@@ -80,7 +80,7 @@ class Advice:
     nearest: int | None
     """The index of the row with the lowest peak, if none fits."""
     device: str | None
-    """The GPU for which times are modeled; None if there is none."""
+    """The GPU for which times are modeled; None if no times are modeled."""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
@@ -161,7 +161,7 @@ class _AdviceSearch:
         return next((index for index in self._try_groups(_sort_by_time(costs)) if self.rows[index].fits), None)
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
-        """Yield the indices of each group's changes, then of those that nearly fit, with less precise storage."""
+        """Yield the index of each change of a group, then of the nearly fitting ones with less precise storage."""
         left = MOST_TRIED
         for group in groups:
             for change in group[:left]:

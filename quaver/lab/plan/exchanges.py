@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from quaver.lab.plan.run import SEVEN, PlannedRun
-from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
 
 _GATHER_INPUTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -116,8 +116,8 @@ def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int],
     """Return (all-reduces of amaxes, their elements) of the forward and of the backward.
 
     Ranks that split a tensor agree on its scale, and ranks that split a contracted dim on the scales along it. q, k, v,
-    gate and up split their outputs, o and down their inputs; the inputs of the former and the gradients of the latter
-    are split by sequence. With a float8 all-gather, FSDP2 agrees on the scales of weights once a step.
+    gate and up split their outputs, and their inputs by sequence. o and down split their inputs, and their gradients by
+    sequence. With a float8 all-gather, FSDP2 agrees on the scales of weights once a step.
     """
     tokens, dim = run.tokens, run.model.dim
     forward, backward = [0, 0], [0, 0]
@@ -128,7 +128,7 @@ def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int],
 
     split_outputs, split_inputs = (5, 2) if run.has_feed_forward else (3, 1)
     halves = split_inputs
-    if casts.input.row.is_tensorwise and not casts.input.row.is_persistent:
+    if _needs_amax(casts.input.row):
         add(forward, halves + split_inputs, 1)
     elif casts.input.row.is_rowwise:
         add(forward, split_inputs, tokens)
@@ -138,22 +138,27 @@ def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int],
         weight = casts.weight
         if weight.row.is_rowwise:
             add(forward, split_inputs, dim)
-        elif weight.row.is_tensorwise and not weight.row.is_persistent:
+        elif _needs_amax(weight.row):
             add(forward, split_outputs + split_inputs, 1)
         if weight.is_dequantized and weight.row.is_rowwise:  # cast as in the forward
             add(backward, split_inputs, dim)
         elif weight.column.is_rowwise:
             add(backward, split_outputs, dim)
-        elif weight.column.is_tensorwise and not weight.column.is_persistent and not weight.has_equal_casts:
+        elif _needs_amax(weight.column) and not weight.has_equal_casts:
             add(backward, split_outputs + split_inputs, 1)
     gradient = casts.grad_output
-    if gradient.row.is_tensorwise and not gradient.row.is_persistent:
+    if _needs_amax(gradient.row):
         add(backward, split_outputs + split_inputs, 1)
     elif gradient.row.is_rowwise:
         add(backward, split_outputs, tokens)
         if not gradient.column.is_disabled:
             add(backward, split_inputs, dim)
     return (forward[0], forward[1]), (backward[0], backward[1])
+
+
+def _needs_amax(cast: CastConfig) -> bool:
+    """Whether the cast's one scale comes from the tensor itself."""
+    return cast.is_tensorwise and not cast.is_persistent
 
 
 def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:

@@ -1,8 +1,9 @@
 """The layouts and settings of a run that a search tries, as configs of the trainer, which may refuse them.
 
-They combine all choices of data parallelism (FSDP2, or HSDP with shard groups of whole nodes), resharding after the
-forward, tensor parallelism inside a node, expert parallelism, local batch size, checkpointing, precision, the dtype of
-the all-gather, and the micro-batches after which gradients are reduced; on request, less precise storage is tried too.
+They combine all choices of parallelism: FSDP2, or HSDP with shard groups of whole nodes; tensor parallelism inside a
+node; expert parallelism. They vary resharding after the forward, the dtype of the all-gather, and the micro-batches
+after which gradients are reduced. They vary local batch size, checkpointing and precision. On request, less precise
+storage is tried too.
 """
 
 from __future__ import annotations

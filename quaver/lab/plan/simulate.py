@@ -93,7 +93,7 @@ class SimulatedTimeline:
         return tuple(dict.fromkeys((COMPUTE, *(span.task.stream for span in self.spans))))
 
     def exposed_s(self, kind: str) -> float:
-        """Return the time in which tasks of a kind run while the compute stream is idle."""
+        """Return the time in which tasks of this kind run while the compute stream is idle."""
         return self._outside_of_compute(span for span in self.spans if span.task.kind == kind)
 
     def exposed_on(self, stream: str) -> float:
@@ -165,7 +165,7 @@ class _Simulation:
         self._collectives: Counter[str] = Counter()
         """The number of running collectives, by rank."""
         self._events: list[tuple[float, int]] = []
-        """(end, number) of running tasks. A task whose rate changed has several events, of which the last is valid."""
+        """(end, number) of running tasks. A task whose rate changed has several events; the last is valid."""
 
     def all(self) -> None:
         """Run until no task can begin."""

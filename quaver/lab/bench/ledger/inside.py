@@ -30,12 +30,12 @@ class OperatorCall(NamedTuple):
     @property
     def read_bytes(self) -> int:
         """The bytes of all arguments."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.reads)
+        return sum(tensor.nbytes for tensor in self.reads)
 
     @property
     def written_bytes(self) -> int:
         """The bytes of all results."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.writes)
+        return sum(tensor.nbytes for tensor in self.writes)
 
 
 def record_calls(function: Callable[..., Any], accesses: Sequence[Access], *arguments: Any) -> list[OperatorCall]:

@@ -2,9 +2,9 @@
 
 triton.compile needs no GPU: triton's wheel contains ptxas, nvdisasm and cuobjdump.
 
-[Note: config] Inductor times a kernel's configs on the GPU and keeps the fastest. Without a GPU, the config is chosen
-that issues the fewest instructions, of those that move at most 1% more bytes than the best in sectors of 32 bytes. As
-in Inductor, configs that spill more than spill_threshold are excluded, unless all do.
+[Note: config] Inductor times a kernel's configs on the GPU and keeps the fastest. Without a GPU, configs that move over
+1% more bytes than the best, in sectors of 32 bytes, are dropped. The config that issues the fewest instructions is
+chosen among the rest. As in Inductor, configs that spill more than spill_threshold are excluded, unless all do.
 """
 
 from __future__ import annotations

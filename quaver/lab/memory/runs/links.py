@@ -81,9 +81,9 @@ class Links:
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON."""
         rows = [{**vars(traffic), "sent_bytes": traffic.sent_bytes} for traffic in self.traffic]
-        about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
-        about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
-        return {**about, "collectives": rows, "checkpoint_bytes": self.checkpoint_bytes}
+        run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
+        run |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        return {**run, "collectives": rows, "checkpoint_bytes": self.checkpoint_bytes}
 
 
 def predict_links(config: TrainConfig, ranks: int) -> Links:
@@ -125,7 +125,7 @@ class CountCollectives(TorchDispatchMode):
             tensors = _list_tensors(written if counts_result else read)
             key = _find_ranks((*args, *(kwargs or {}).values())), kind, str(tensors[0].dtype).removeprefix("torch.")
             self._number[key] += 1
-            self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self._bytes[key] += sum(tensor.nbytes for tensor in tensors)
         return result
 
     def traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
@@ -174,9 +174,5 @@ def _find_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
 
 def _count_whole_bytes(value: Any) -> int:
     if isinstance(value, DTensor):
-        return value.numel() * value.element_size()
-    return (
-        sum(tensor.numel() * tensor.element_size() for tensor in plain_tensors(value))
-        if isinstance(value, Tensor)
-        else 0
-    )
+        return value.nbytes
+    return sum(tensor.nbytes for tensor in plain_tensors(value)) if isinstance(value, Tensor) else 0

@@ -66,9 +66,9 @@ class RunMemory:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON."""
-        about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
-        about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
-        return {**about, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
+        run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
+        run |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        return {**run, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
 
 
 def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
