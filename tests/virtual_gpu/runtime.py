@@ -56,6 +56,7 @@ def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "device_count": lambda: gpus,
+        "is_available": lambda: False,  # a PyTorch with CUDA derives it from device_count, and then asks the driver
         "is_current_stream_capturing": is_capturing,
         "set_device": set_device,
         "reset_peak_memory_stats": lambda device=None: None,
