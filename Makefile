@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # Test processes; each runs torch on one thread. A file's tests run in one of them, because they share fixtures that take
 # a minute and processes that serve as ranks. Folders with slow files come first, small files fill the end.
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CONFIG ?= train_configs/llama3_debug.toml
 # One of `quaver bench`'s.
 BENCH ?= linear
@@ -25,12 +25,13 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 SANITIZED := $(VENV)/sanitized
 PRELOAD = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so)
 
-.PHONY: train test minutes sizes nightly sanitize lint docs wheel bench gpu clean help
+.PHONY: train test minutes coverage sizes nightly sanitize lint docs wheel bench gpu clean help
 
 help:
 	@echo "make train   set up, train a small Llama in float8 and in bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
 	@echo "make minutes run the tests, print the minutes of each folder and the slowest files and tests"
+	@echo "make coverage run the tests, print the share of each file's lines that they run; before Python 3.12 slowly"
 	@echo "make sizes   print the lines of each folder of the package and of the tests"
 	@echo "make nightly run the tests of the widest products of parameters, and test-torch-$(firstword $(TORCHES)) and -$(lastword $(TORCHES))"
 	@echo "make test-torch-VERSION  run the tests on that PyTorch, in a virtual environment of its own (6 GB on Linux)"
@@ -52,6 +53,15 @@ test: $(VENV)/.dev
 minutes: $(VENV)/.dev
 	$(PYTEST) --junitxml=$(VENV)/tests.xml $(ARGS)
 	$(BIN)/python tests/minutes.py $(VENV)/tests.xml
+
+# From Python 3.12 on sys.monitoring counts lines at no cost; the tracer before it takes half as long again.
+coverage: RUN = coverage run -m
+coverage: $(VENV)/.dev
+	rm -rf build/coverage
+	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
+		$(PYTEST) $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 sizes:
 	@$(PYTHON) tests/sizes.py

@@ -106,6 +106,8 @@ def pytest_warning_recorded(nodeid):
 
 
 def pytest_sessionfinish(session):
+    if "tests.ranks" in sys.modules:  # pytest-xdist kills a worker that takes over 10 s to exit
+        sys.modules["tests.ranks"].close_pools()
     if _warnings and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
