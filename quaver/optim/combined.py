@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -31,20 +31,32 @@ class CombinedOptimizer(Optimizer):
     combine optimizers that all have `betas` or all have `momentum`, or pass `cycle_momentum=False`.
     """
 
+    optimizers: tuple[Optimizer, ...] = ()
+
     def __init__(self, *optimizers: Optimizer) -> None:
         """Combine `optimizers`.
 
         Raises:
             ValueError: two optimizers have the same parameter, or no optimizer is given.
         """
-        self.optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        held = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+        if len(set.union(*held)) < sum(map(len, held)):
+            raise ValueError("expected optimizers of different parameters, got a parameter in two of them")
+        self.optimizers = optimizers
         shared = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
         self.defaults = {name: value for name, value in optimizers[0].defaults.items() if name in shared}
-        self._collect_groups()
 
-    def _collect_groups(self) -> None:
-        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The current param groups of all the optimizers, in their order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        remaining = iter(groups)
+        for optimizer in self.optimizers:
+            optimizer.param_groups = list(islice(remaining, len(optimizer.param_groups)))
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, Any]:
@@ -53,18 +65,18 @@ class CombinedOptimizer(Optimizer):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Any]) -> None:
-        if "param_groups" in vars(self):  # not yet in Optimizer.__init__, which sets an empty state
-            replace_states(self.state, states)
+        replace_states(self.state, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group that is in none of the optimizers, because none would step it.
+        """Refuse a group that none of the optimizers has. Add it to one of them instead.
 
         Raises:
             ValueError: the group is not in one of the optimizers.
         """
-        if not any(param_group is group for optimizer in self.optimizers for group in optimizer.param_groups):
-            raise ValueError("expected a param group of its optimizers, got another; combine optimizers that have it")
-        super().add_param_group(param_group)
+        if self.optimizers and not any(param_group is group for group in self.param_groups):
+            raise ValueError(
+                "expected a param group of one of the combined optimizers; add the group to that optimizer instead"
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of all optimizers."""
@@ -115,11 +127,10 @@ class CombinedOptimizer(Optimizer):
             state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
             own = [{**group, "params": [numbers[number] for number in group["params"]]} for group in own]
             optimizer.load_state_dict({**state_dict, "state": state, "param_groups": own})
-        self._collect_groups()
 
     def __getstate__(self) -> dict[str, Any]:
         fields = super().__getstate__()
-        del fields["state"]
+        del fields["state"], fields["param_groups"]
         return {**fields, "optimizers": self.optimizers}
 
 
@@ -166,8 +177,6 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
                 part._load_torch_state_dict(_torch_state_dict(part, states))
             else:
                 part.load_state_dict(_torch_state_dict(part, states))
-    if isinstance(target, CombinedOptimizer):
-        target._collect_groups()
 
 
 def _torch_state_dict(target: Optimizer, states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]) -> dict[str, Any]:

@@ -132,9 +132,9 @@ def test_states_of_an_optimizer_that_has_not_stepped_replace_those_of_one_that_h
 
 def test_what_does_not_fit_is_refused():
     parameters, optimizer = stepped()
-    with pytest.raises(ValueError, match="combine optimizers that have it"):
+    with pytest.raises(ValueError, match="add the group to that optimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with pytest.raises(ValueError, match="more than one parameter group"):
+    with pytest.raises(ValueError, match="got a parameter in two of them"):
         CombinedOptimizer(Float8AdamW(parameters), Float8AdamW(parameters[:1]))
     with pytest.raises(ValueError, match="with 2 param groups, got 1"):
         optimizer.load_state_dict(Float8AdamW(parameters).state_dict())
@@ -178,6 +178,26 @@ def test_a_group_without_parameters_keeps_its_options(combined):
     set_optimizer_state_dict(model, optimizer := trained(), saved)
     optimizer.step()
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 1e-2]
+
+
+@pytest.mark.parametrize("kinds", [OURS, THEIRS])
+@pytest.mark.parametrize("copied", [False, True])
+def test_param_groups_are_those_that_the_optimizers_have_now(kinds, copied):
+    parameters, optimizer = stepped(kinds=kinds)
+    first, second = optimizer.optimizers
+    first.load_state_dict(first.state_dict())  # torch replaces the dicts of the groups
+    second.add_param_group({"params": [nn.Parameter(torch.randn(300))]})
+    if copied:
+        optimizer = by_torch_save(copy.deepcopy(optimizer))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    held = [group for part in optimizer.optimizers for group in part.param_groups]
+    give_gradients([parameter for group in held for parameter in group["params"]], 0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    assert [group["lr"] for group in held] == [5e-3, 5e-4, 5e-4]
+    assert all(parameter.grad is None for group in held for parameter in group["params"])
+    assert len(optimizer.state_dict()["state"]) == 4
 
 
 def test_schedulers_that_cycle_momentum_and_changes_of_the_state():
