@@ -138,6 +138,10 @@ class RowwiseSharding(_Sharding):
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         if self.sequence_dim is None:
             return all_reduce(output, self.group)
+        if self.sequence_dim % (len(leading) + 1) == len(leading):
+            raise ValueError(
+                f"expected an output that is sharded along its tokens, got S({self.sequence_dim}) (features)"
+            )
         output = output.view(*leading, output.shape[-1])
         return reduce_scatter(output, _check_sequence_dim(output, self.sequence_dim, self.group), self.group)
 

@@ -673,6 +673,8 @@ def test_errors_when_a_module_is_called():
     rowwise = parallelize_module(Float8Linear(16, 16), mesh, Float8RowwiseParallel(output_layouts=Shard(1)))
     with raises(ValueError, "dim 1 of [2, 5, 16]", "multiple of the 2 ranks", "pad the sequence"):
         rowwise(torch.randn(2, 5, 8))
+    with raises(ValueError, "sharded along its tokens", "got S(1) (features)"):
+        rowwise(torch.randn(4, 8))
     replicated = distribute_module(Float8Linear(16, 16), mesh)
     with raises(RuntimeError, "is sharded", "(Float8)ColwiseParallel"):
         replicated(torch.randn(2, 4, 16))
