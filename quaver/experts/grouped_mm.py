@@ -35,7 +35,18 @@ from quaver.runtime.compile_hints import add_dependency
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
 DYNAMIC_ONLY = "experts are scaled dynamically: an expert receives different tokens in each step"
-"""The reason why experts support no delayed or static scaling."""
+
+
+def find_config_obstacle(config: Float8LinearConfig) -> str:
+    """Return why the matmuls of experts cannot run with `config`, or "" if they can."""
+    if config.has_persistent_scales:
+        return DYNAMIC_ONLY
+    try:
+        for cast in (cast for operand in config.casts for cast in operand[:2] if not cast.is_disabled):
+            cast.known_layout("experts")
+    except NotImplementedError as error:
+        return str(error)
+    return ""
 
 
 class _Args(NamedTuple):
@@ -236,6 +247,7 @@ def float8_grouped_mm(
     Raises:
         ValueError: shapes, dtypes or ends that do not fit, or a config with delayed or static scaling. Ends on a GPU
             are not checked.
+        NotImplementedError: a config with 4-bit codes, or whose casts have no `ScalingGranularity.layout`.
     """
     config = resolve_config(config)
     if config.has_persistent_scales:

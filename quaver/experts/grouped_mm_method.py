@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
-from quaver.experts.grouped_mm import DYNAMIC_ONLY, float8_grouped_mm
+from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
 from quaver.linear.class_change import float8_class
 from quaver.linear.last_run import LastRun
 from quaver.recipes.config import Float8LinearConfig
@@ -62,12 +62,12 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
     """Convert `module` in place, so that its `_grouped_mm` runs in float8. Parameters and attributes stay.
 
     Raises:
-        ValueError: unknown arguments of `_grouped_mm`, or a config with delayed or static scaling.
+        ValueError: unknown arguments of `_grouped_mm`, or a config that `float8_grouped_mm` refuses.
     """
     converted_from = type(module)
     arguments = match_arguments(converted_from)
-    if config.has_persistent_scales:
-        raise ValueError(DYNAMIC_ONLY)
+    if obstacle := find_config_obstacle(config):
+        raise ValueError(obstacle)
     module.__class__ = float8_class(converted_from, Float8GroupedMM)
     experts = typing.cast(Float8GroupedMM, module)
     experts.float8_config, experts._converted_from, experts._arguments = config, converted_from, arguments

@@ -29,7 +29,12 @@ from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
-from quaver.experts.grouped_mm import DYNAMIC_ONLY, get_frozen_operands, get_quantized_operands, multiply_by_weight
+from quaver.experts.grouped_mm import (
+    find_config_obstacle,
+    get_frozen_operands,
+    get_quantized_operands,
+    multiply_by_weight,
+)
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import LastRun
@@ -218,11 +223,7 @@ def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
         )
     if "forward" in vars(module) and not is_planned:
         return "their forward was replaced on the instance (by an Accelerate hook, say): convert before that"
-    if config.has_persistent_scales:
-        return DYNAMIC_ONLY
-    casts = [cast for operand in config.casts for cast in operand[:2]]
-    unknown = next((cast.granularity for cast in casts if cast.layout is None and not cast.is_disabled), "")
-    return f"which elements of a {unknown} cast share a scale is not known" if unknown else ""
+    return find_config_obstacle(config)
 
 
 def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Experts:

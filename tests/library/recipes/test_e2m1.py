@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver import Float8LinearConfig, conversion_report, convert_to_float8_training
+from quaver.experts.grouped_mm_method import to_float8_grouped_mm
+from quaver.experts.module import Float8Experts
 from quaver.kernels.cast import cast_blockwise
 from quaver.linear.gemm import mm
 from quaver.linear.tensor import Float8Tensor
@@ -13,6 +15,7 @@ from quaver.recipes.cast_config import CastConfig, ScalingGranularity
 from quaver.recipes.formats import E2M1, E4M3
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ScaleLayout
+from tests.mixture import GroupedExperts, make_mixture
 from tests.ranks import on_ranks
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -168,6 +171,12 @@ def test_other_configs_are_refused(options, message):
 def test_what_does_not_take_four_bits_says_so():
     with pytest.raises(NotImplementedError, match="export: expected codes of eight bits"):
         ALONG.known_layout("export")
+    experts = make_mixture(layers=1)
+    convert_to_float8_training(experts, config=config_of())
+    assert not any(isinstance(each, Float8Experts) for each in experts.modules())
+    assert "experts: expected codes of eight bits" in str(conversion_report(experts))
+    with pytest.raises(ValueError, match="experts: expected codes of eight bits"):
+        to_float8_grouped_mm(GroupedExperts(), config_of())
     with pytest.raises(ValueError, match=r"rows of an even length, got \[2, 5\]"):
         cast(torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"rows of an even length, got \[4, 3\]"):  # a shard's, on every rank
