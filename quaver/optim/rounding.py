@@ -6,7 +6,7 @@ Values are float32 [B, 256], whose rows are blocks of one or more parameters. cs
     block_key  = mix(key + block * 0x9E3779B1)                   `block` counts the blocks of the whole parameter
     key        = step_key(seed, step, position)                  `position` is the parameter's index in the optimizer
 
-    e4m3       quant_scale = min(RN32(448 / amax), 2^120), scale = RN32(1 / quant_scale).
+    e4m3       quant_scale = min(RN32(448 / amax), 2^120), dequant_scale = RN32(1 / quant_scale).
                code = |x| * quant_scale, rounded up or down so that its expected value is exact; at most 448.
     bfloat16   x, rounded the same way.
     root       e4m3 stores the square root of the second moment, and never rounds a positive root to 0.
@@ -51,7 +51,7 @@ def mix(bits: Tensor) -> Tensor:
 
 
 def mix_int(bits: int) -> int:
-    """The same as `mix` for an int from 0 to 2^32 - 1."""
+    """Compute `mix` for an int from 0 to 2^32 - 1."""
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 15) * 0x846CA68B) & 0xFFFFFFFF
     return bits ^ bits >> 16
@@ -92,12 +92,12 @@ def high16(bits: Tensor) -> Tensor:
 
 
 def compute_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute quant_scale and scale from the amaxes of blocks, all float32 of one shape.
+    """Compute quant_scale and dequant_scale from the amaxes of blocks, all float32 of one shape.
 
     The divisions are in float64, which all devices round alike.
     """
-    quant = (E4M3.max / amax.double()).float().clamp(max=LARGEST_QUANT_SCALE)
-    return quant, (1.0 / quant.double()).float()
+    quant_scale = (E4M3.max / amax.double()).float().clamp(max=LARGEST_QUANT_SCALE)
+    return quant_scale, (1.0 / quant_scale.double()).float()
 
 
 def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[
         noise: random bits, int32 [B, 256], 0 to 65535.
         is_root: round positive values to the smallest positive code at least.
     Returns:
-        Codes, uint8 [B, 256], and scales, float32 [B].
+        Codes, uint8 [B, 256], and dequant_scale, float32 [B].
     """
-    quant, scale = compute_scales(amax)
-    magnitude = blocks.abs() * quant[:, None]
+    quant_scale, dequant_scale = compute_scales(amax)
+    magnitude = blocks.abs() * quant_scale[:, None]
     is_subnormal = magnitude < E4M3.smallest_normal
     lifted = torch.where(is_subnormal, magnitude + E4M3.smallest_normal, magnitude)
     code = ((lifted.view(torch.int32) + (noise << (_DROPPED - 16))) >> _DROPPED) - _REBIASED
@@ -119,9 +119,9 @@ def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[
     if is_root:
         code = torch.maximum(code, (magnitude > 0).to(torch.int32))
     sign = (blocks.view(torch.int32) >> 24) & 0x80
-    return (code | sign).to(torch.uint8), scale
+    return (code | sign).to(torch.uint8), dequant_scale
 
 
-def decode(codes: Tensor, scale: Tensor) -> Tensor:
+def decode(codes: Tensor, dequant_scale: Tensor) -> Tensor:
     """Decode codes, uint8 [B, 256], with scales, float32 [B], to float32 [B, 256]."""
-    return codes.view(E4M3.dtype).float() * scale[:, None]
+    return codes.view(E4M3.dtype).float() * dequant_scale[:, None]
