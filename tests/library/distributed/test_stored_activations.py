@@ -1,6 +1,7 @@
 """Stored activations under tensor and sequence parallelism: the codes, and so the gradients, of one process."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from quaver.checkpointing import activation_report, store_activations_in_float8
 from tests.ranks import mesh_of, on_ranks
 from tests.reference import sqnr_db
+
+FLOAT32_SUMS_DB = 20 * math.log10(2**24 / 512)
+"""Adding up to 512 float32 terms in another order may change a sum by 512 x 2^-24 of its terms: 90 dB."""
 
 
 class FeedForward(nn.Module):
@@ -50,7 +54,7 @@ def test_the_report_is_that_of_one_process_where_a_block_is_parallel_in_part():
     parallelize_module(model, mesh_of((2,)), plan)
     got = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
     assert got == pytest.approx(expected, abs=0.01)
-    assert 20 < got["0"] < 60
+    assert got["0"] < FLOAT32_SUMS_DB
 
 
 @on_ranks(2)
@@ -71,8 +75,8 @@ def test_each_rank_stores_its_part_of_what_one_process_stores():
     parallelize_module(parallel, mesh, plan)
     exact, expected, got = gradients(plain), gradients(stored), gradients(parallel)
     for name in exact:
-        assert sqnr_db(expected[name], got[name]) > 60, name
-    assert sqnr_db(exact["0.weight"], expected["0.weight"]) < 45
+        assert sqnr_db(expected[name], got[name]) > FLOAT32_SUMS_DB, name
+    assert sqnr_db(exact["0.weight"], got["0.weight"]) < FLOAT32_SUMS_DB
     reports = [activation_report(model, lambda model=model: gradients(model)) for model in (stored, parallel)]
     stored_in = [[each.module for each in report.saved if each.sqnr_db is not None] for report in reports]
     assert stored_in[0] == stored_in[1] == ["1", "2.activation"]

@@ -1,8 +1,13 @@
 """Peaks of devices, from data sheets and measured."""
 
-import torch
+from itertools import count
+from types import SimpleNamespace
 
-from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec, peak_flops
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quaver.roofline import device_specs
+from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 
 REPORTED = {
     "NVIDIA H200": "H200",
@@ -34,17 +39,25 @@ def test_devices_have_whole_names():
     assert h100.float8_tflops > 1.9 * h100.bfloat16_tflops
 
 
-def test_peak_of_a_cpu_is_that_of_a_linears_matmuls_and_says_so(monkeypatch):
-    """In bfloat16 a CPU takes 10 times as long for row-major operands; a model then "used" 643% of that."""
-    multiply, row_major = torch.mm, set()
+class RecordMatmuls(TorchDispatchMode):
+    """Records for each matmul whether its operands are row-major."""
 
-    def recorded(a, b):
-        row_major.add((a.is_contiguous(), b.is_contiguous()))
-        return multiply(a, b)
+    def __init__(self):
+        super().__init__()
+        self.row_major = set()
 
-    monkeypatch.setattr(torch, "mm", recorded)
-    peak = peak_flops.__wrapped__(torch.device("cpu"))  # another test may have filled the cache
-    assert row_major == {(True, False), (False, True)}
-    assert min(peak.flops_per_s, peak.float32_flops_per_s) > 1e8
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.row_major.add(tuple(operand.is_contiguous() for operand in args))
+        return func(*args, **kwargs or {})
+
+
+def test_the_rate_of_a_cpu_is_that_of_a_linears_matmuls_and_its_source_says_so(monkeypatch):
+    """Two row-major bfloat16 operands take a CPU 10 times as long, and a model then reached 643% of such a rate."""
+    monkeypatch.setattr(device_specs, "time", SimpleNamespace(perf_counter=count().__next__))  # 1 s between two calls
+    with RecordMatmuls() as recorded:
+        peak = device_specs.peak_flops.__wrapped__(torch.device("cpu"))  # bypasses the cache
+    assert recorded.row_major == {(True, False), (False, True)}
+    assert peak.flops_per_s == peak.float32_flops_per_s == 2 * 1024**3
     assert peak.float8_flops_per_s is None
     assert peak.source.startswith("unknown device; measured")
