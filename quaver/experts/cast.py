@@ -89,7 +89,7 @@ def _make_row_blocks(hp: Tensor, columns: int) -> ScaleLayout:
 
 
 def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
-    """`compute_scale_row_amax`, without a scatter if all scales have equal numbers of rows."""
+    """Run `compute_scale_row_amax`, without a scatter if all scales have equal numbers of rows."""
     rows, columns = layout.rows, layout.columns
     is_even = rows == ALL and ends is None and hp.shape[0] > 0
     if rows != 1 and not is_even:
@@ -100,7 +100,10 @@ def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleL
 
 
 def compute_scale_row_amax(hp: Tensor, scale_row: Tensor, count: int, columns: int) -> Tensor:
-    """Return the amax for each row of scales, float32 [count + 1, blocks of columns]; the last is of no group."""
+    """Return the amax for each row of scales, float32 [count + 1, blocks of columns].
+
+    The last row is for rows outside every group.
+    """
     if columns == 1:
         return group_amax(hp, scale_row, count + 1)
     return _largest_by(scale_row, count + 1, scaling.block_amax(hp, _make_row_blocks(hp, columns)))

@@ -5,7 +5,7 @@
     GRAD_INPUT     tokens [T, N]         weights [E * N, K]    [T, K]            a_g [t, N] @ b_g [N, K]
     GRAD_WEIGHT    tokens [T, N]         tokens [T, K]         [E, N, K]         a_g.t() [N, t] @ b_g [t, K]
 
-Rows of the result that belong to no group are 0. With `transposed`, weights and the result of GRAD_WEIGHT are stored
+Rows of the result outside every group are 0. With `transposed`, weights and the result of GRAD_WEIGHT are stored
 [E, K, N]. The device and the operands decide how it runs:
 
     device and operands                                                    runs as
@@ -15,8 +15,8 @@ Rows of the result that belong to no group are 0. With `transposed`, weights and
     GPU: others                                                            a `gemm.mm` per group
 
 torch's grouped matmuls do not synchronize on sm_90 and sm_100. On other GPUs they read the ends on the host, as the
-last row does, which is reported once. Widened operands are exact in bfloat16 (kernels/exact_mm.py), so the second and
-the third row differ only in the order of sums.
+last row of this table does. A slow-path report says so once. Widened operands are exact in bfloat16
+(kernels/exact_mm.py), so the second and the third row differ only in the order of sums.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def _grouped_mm(
                 warn_once(
                     f"torch's grouped matmul on {a.device}",
                     f"torch multiplies experts on {a.device} one by one, and waits for the sizes of their groups: its "
-                    "grouped matmul has kernels for sm_90 and sm_100 alone",
+                    "grouped matmul has kernels for sm_90 and sm_100 only",
                 )
         if out is not None:
             return out.to(out_dtype)
         warn_once(
             f"grouped matmuls on {a.device}",
             f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
-            "matmul takes bfloat16, and float8 in e4m3 with scales of rows or tensors",
+            "matmul supports bfloat16, and e4m3 with row-wise or tensorwise scales",
         )
     return _multiply_groups(a_operand, b_operand, ends, expert_matmul, transposed, options, out_dtype)
 
@@ -104,7 +104,7 @@ def find_grouped_backend(left: CastConfig, right: CastConfig, device: torch.devi
 
 
 def fits_grouped_matmul(left: CastConfig, right: CastConfig) -> bool:
-    """Whether torch's float8 grouped matmul supports operands with these casts."""
+    """Return whether torch's float8 grouped matmul supports operands with these casts."""
     fits = find_cast_kind(left, right) in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
     return fits and left.target_dtype is right.target_dtype is E4M3.dtype
 
@@ -151,7 +151,7 @@ def _multiply_groups(
 
 
 def _multiply(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> None:
-    """`gemm.mm` that writes into rows of the result."""
+    """Run `gemm.mm` and write into rows of the result."""
     is_float8 = a.dequant_scale is not None and b.dequant_scale is not None
     if is_float8 and is_cpu(out) and a.data.numel() and b.data.numel() and not options.pad:
         exact_float8_mm_out(out, a, b, options.scales_are_powers_of_2)
@@ -220,7 +220,7 @@ def _flops(
 
 
 def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
-    """`gemm.probe_native_mm` for torch's scaled grouped matmul, with three groups, one of them empty."""
+    """Run `gemm.probe_native_mm` for torch's scaled grouped matmul, with three groups, one of them empty."""
     numbers = torch.arange(48 * 32, device="cpu").view(48, 32)
     a, b = ((numbers % modulus - modulus // 2).float().to(E4M3.dtype) for modulus in (13, 7))
     a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))

@@ -83,7 +83,7 @@ def _split_scales(operand: Operand, ends: Tensor | None, groups: int) -> _Factor
 def _widen(operand: Operand, ends: Tensor | None, groups: int) -> Tensor:
     if operand.dequant_scale is None:
         return operand.data.to(torch.bfloat16)
-    return widen(operand.data, torch.bfloat16, *expand_row_scales(operand, ends, groups))  # rows of no group: 0, or NaN
+    return widen(operand.data, torch.bfloat16, *expand_row_scales(operand, ends, groups))  # 0 or NaN outside groups
 
 
 def _multiply(
@@ -155,7 +155,7 @@ def _place_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
     """Compute where rows go if each group is padded to a multiple of 16 rows.
 
     Returns each row's place, int64 [rows], the ends of the padded groups, and an upper bound of their rows. The place
-    of rows of no group is one past the last row.
+    of rows outside every group is one past the last row.
     """
     groups = ends.shape[0]
     lengths = torch.diff(ends, prepend=ends.new_zeros(1))

@@ -4,10 +4,10 @@
     grad_a      [T, K]              grad_output_g [t, N] @ b_t[g].t() [N, K]
     grad_b_t    [E, K, N]           a_g.t() [K, t] @ grad_output_g [t, N]
 
-An expert is a linear with the weight [N, K] = b_t[g].t(): the operands and scales of a group are bit-identical to those
-of a float8 linear on its tokens; sums may differ in their order. Saved for backward: the column operand of a, and b_t
-itself, which backward quantizes again. Instead of b_t its column operand, with `keep_float8_weight_for_backward` or if
-the weight was quantized before (an all-gather, `cast_weights_once`).
+An expert is a linear with the weight [N, K] = b_t[g].t(). Operands and scales of a group are bit-identical to a float8
+linear's on its tokens; sums may differ in their order. The forward saves the column operand of a, and b_t, which the
+backward quantizes again. It saves the column operand of b_t instead with `keep_float8_weight_for_backward`, or if the
+weight was quantized before (an all-gather, `cast_weights_once`).
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def float8_grouped_mm(
     *,
     config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm(a, b_t, offs=offs)` with its matmuls, forward and backward, in float8.
+    """Run `torch.nn.functional.grouped_mm(a, b_t, offs=offs)` with its matmuls, forward and backward, in float8.
 
     Groups may be empty and of any size. Rows past the last end belong to no group: their results and gradients are 0.
 
@@ -269,14 +269,14 @@ def multiply_by_weight(
     combine: Dispatch | None = None,
     probe: MatmulProbe | None = None,
 ) -> Tensor:
-    """`float8_grouped_mm` by a contiguous weight that is stored [E, N, K] or, if `transposed`, [E, K, N].
+    """Run `float8_grouped_mm` with a contiguous weight that is stored [E, N, K] or, if `transposed`, [E, K, N].
 
     Under expert parallelism this rank's experts multiply the tokens of all ranks.
 
     Args:
         offs: int32 [E]: where each group of rows ends, after `dispatch`.
         operands: the weight's operands, if it was quantized before.
-        dispatch: sends the rows of `a` to the ranks of their experts. None if they are there.
+        dispatch: sends the rows of `a` to the ranks of their experts. None if they are there already.
         combine: sends the rows of the output back. None if they stay.
         probe: observes the operands and results. None without a monitor.
     """

@@ -53,7 +53,7 @@ def match_arguments(experts: type[nn.Module]) -> tuple[str, str, str]:
         raise ValueError(
             f"{experts.__qualname__}._grouped_mm: expected the arguments {' or '.join(_TOKENS)}, "
             f"{' or '.join(_WEIGHTS)} and {' or '.join(_ENDS)}, got {', '.join(names) or 'no such method'}; this "
-            "version of quaver does not know these experts, leave them in high precision"
+            "version of quaver does not support these experts; leave them in high precision"
         )
     return matches[0][0], matches[1][0], matches[2][0]
 

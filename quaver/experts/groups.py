@@ -3,8 +3,8 @@
     groups of tokens     ends [E], int32: group g is rows ends[g - 1] to ends[g]; later rows belong to no group
     groups of weights    no ends: E groups of equal size, a weight [E, R, C] as [E * R, C]
 
-Each group is scaled as a separate matrix: it has its own amax if tensorwise, its own column scales if rowwise, and its
-blocks begin at its first row. In this table ALL is all rows of a group, or all columns (recipes/scale_layout.py):
+Each group is scaled as a separate matrix. It has its own amax if tensorwise and its own column scales if rowwise, and
+its blocks begin at its first row. In this table ALL is all rows of a group, or all columns (recipes/scale_layout.py):
 
     granularity       row codes      column codes     scales
     tensorwise        ALL x ALL      the same         [E]
@@ -112,25 +112,25 @@ def get_cast_layout(granularity: str, block_options: Sequence[Any]) -> ScaleLayo
     """Return the layout of row codes; see the table at the top of the file."""
     layout = ScalingGranularity(granularity).layout(typing.cast("tuple[int, int]", tuple(block_options[:2])))
     if layout is None:
-        raise NotImplementedError(f"experts: which elements of a {granularity} cast share a scale is not known")
+        raise NotImplementedError(f"experts: {granularity} casts do not say which elements share a scale")
     return layout
 
 
 def expand_row_scales(operand: Operand, ends: Tensor | None, groups: int) -> tuple[Tensor, ScaleLayout]:
     """Return the dequant_scale of each row, [rows, blocks of columns], and its layout.
 
-    The scales of rows of no group are 0, except with a scale per row.
+    The scales of rows outside every group are 0, except with a scale per row.
     """
     scale, layout, rows = expect(operand.dequant_scale), operand.layout, operand.data.shape[0]
     scale_row = find_scale_rows(ends, groups, rows, layout.rows, operand.data.device)
-    padded = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # the last row is for rows of no group
+    padded = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # the last row is for rows outside every group
     return padded[scale_row], ScaleLayout(1, layout.columns)
 
 
 def find_scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
-    """Return the row of the scales for each row, int64 [rows].
+    """Return, for each row, the index of its row of scales, int64 [rows].
 
-    It is `count_scale_rows` for rows of no group, unless every row has its own scale (`block_rows` is 1).
+    Rows outside every group get `count_scale_rows`, unless every row has its own scale (`block_rows` is 1).
     """
     numbers = torch.arange(rows, device=device)
     if block_rows == 1:

@@ -10,8 +10,9 @@ Experts are recognized by the attributes that transformers gives them (`use_expe
     post_expert_norm                   after them, with `has_post_expert_norm`
     forward(hidden_states, top_k_index, top_k_weights)    [T, D], [T, k], [T, k] -> [T, D]
 
-An index of E or more is an expert of another rank (`_is_expert_parallel`) and adds nothing here. Llama 4's experts
-have only the weights. They take [E * T, D]: T tokens of the first expert, then T of the second, and so on.
+An index of E or more refers to an expert of another rank (`_is_expert_parallel`) and contributes nothing on this rank.
+Llama 4's experts have only the weights. Their input is [E * T, D]: T tokens of the first expert, then T of the second,
+and so on.
 
 A conversion changes the class of the module, as for a linear (class_change.py). It ignores the name of an experts
 implementation in transformers' config, which is for the whole model: it cannot describe the recipe of one layer, and
@@ -72,14 +73,14 @@ class RoutedExperts(nn.Module):
         if not routing:
             if self.dispatcher is not None:
                 raise NotImplementedError(
-                    "expert parallelism expects experts that are called with top_k_index; got none"
+                    "expert parallelism expects a call with top_k_index and top_k_weights, got hidden_states only"
                 )
             tokens = hidden_states.view(-1, hidden_states.shape[-1])
             height, rest = divmod(tokens.shape[0], experts.num_experts)
             if rest:
                 raise ValueError(
-                    f"expected as many tokens for each of {experts.num_experts} experts, one expert's after the "
-                    f"other's; got {tokens.shape[0]} rows"
+                    f"expected the same number of tokens for each of {experts.num_experts} experts, grouped by expert; "
+                    f"got {tokens.shape[0]} rows"
                 )
             ends = torch.arange(1, experts.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
             return self._run_sorted(tokens, ends, None)
@@ -101,7 +102,7 @@ class RoutedExperts(nn.Module):
 
     @disable_compile
     def _run_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: Dispatcher) -> Tensor:
-        """`_run_sorted` with the experts of all ranks, whose `ends` these are. A collective."""
+        """Run `_run_sorted` with the experts of all ranks, where `ends` counts them all. A collective."""
         trained = {name: tensor.requires_grad for name, tensor in {"tokens": tokens, **weights_of(self)}.items()}
         gradients = trained if torch.is_grad_enabled() else "none"
         precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
@@ -114,7 +115,7 @@ class RoutedExperts(nn.Module):
     ) -> Tensor:
         """Run the experts on sorted tokens.
 
-        `expert`: the expert of each token, of each received one with a `dispatch`; None for experts without biases.
+        `expert`: the expert of each token, with a `dispatch` of each received token; None for experts without biases.
         """
         experts: Any = self
         has_gate = getattr(experts, "has_gate", True)
@@ -190,7 +191,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
 
 
 def is_transposed(experts: nn.Module) -> bool:
-    """Whether weights are stored [E, inputs, outputs]. Llama 4's are, without the attribute `is_transposed`."""
+    """Return whether weights are stored [E, inputs, outputs]. Llama 4's are, without the attribute `is_transposed`."""
     return bool(getattr(experts, "is_transposed", not hasattr(experts, "_apply_gate")))
 
 
@@ -200,7 +201,7 @@ def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether `module` is experts that this file can run; see the top of the file."""
+    """Return whether `module` is experts that this file can run; see the top of the file."""
     if isinstance(module, Float8Experts):
         return True
     if not isinstance(getattr(module, "num_experts", None), int):
@@ -222,7 +223,7 @@ def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
             'with DistributedConfig(ep_implementation="float8")'
         )
     if "forward" in vars(module) and not is_planned:
-        return "their forward was replaced on the instance (by an Accelerate hook, say): convert before that"
+        return "their forward was replaced on the instance, for example by an Accelerate hook: convert before that"
     return find_config_obstacle(config)
 
 
@@ -240,13 +241,13 @@ def check_whole(module: Float8Experts) -> None:
     """Raise ValueError if `Float8ExpertParallel` split the experts, which the original class does not support."""
     if module.dispatcher is not module.planned_dispatcher:
         raise ValueError(
-            "expected experts that are whole on this rank, got ones that Float8ExpertParallel split; convert a model "
-            "back before it is parallelized"
+            "expected all experts on this rank, got experts that Float8ExpertParallel split; convert a model back "
+            "before it is parallelized"
         )
 
 
 def to_plain_experts(module: Float8Experts) -> nn.Module:
-    """Convert `module`, whose experts are whole, back in place to its original class."""
+    """Convert `module`, whose experts are all on this rank, back in place to its original class."""
     module.__class__ = module._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(module, name)

@@ -12,7 +12,7 @@ uint8 tensor for each cast of the weight, in forward and backward:
     two bytes per element    each matmul reads its own cast: rowwise, rowwise_with_gw_hp
     one byte per element     both matmuls read one cast: all other recipes
 
-The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an unsharded weight in high
+The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded. An unsharded weight in high
 precision exists only while `high_precision_matmuls` includes a matmul that reads the weight. The 3-D weights of experts
 are gathered in the same way.
 
@@ -20,16 +20,16 @@ are gathered in the same way.
 Scales are stored with the shard that they were computed from and dropped at the first write to it. There are two
 kinds of writes:
 
-    through dispatch    Every op on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, the multi-tensor kernels
-                        of optimizers included, which move no version counters. These ops run on all ranks alike, so all
-                        ranks find a scale missing together and join the collective that computes it. An optimizer must
+    through dispatch    Every op on a shard passes `Float8AllGatherWeight.__torch_dispatch__`. This includes the
+                        multi-tensor kernels of optimizers, which move no version counters. All ranks run these ops, so
+                        they find a scale missing together and join the collective that computes it. An optimizer must
                         therefore step empty shards too, and no rank may skip a step that the others make.
     past dispatch       A write into a tensor of a state_dict may happen on some ranks only, since shards can be empty.
-                        A rank sees it in a version counter, but cannot know what the other ranks see. It raises, since
-                        they may not join a collective.
+                        A rank sees it in a version counter, but cannot know what the other ranks see. It raises,
+                        because they may not join a collective.
 
 [Note: padding]
-FSDP2 pads shorter shards to the length of the others: at its first unshard and after load_state_dict it allocates
+FSDP2 pads shorter shards to the length of the others. At its first unshard and after load_state_dict it allocates
 zeros and copies the shard to their beginning. This write happens on some ranks only and does not change the weight. So
 the zeros share the weight's scales from the start, and the one copy of the shard into them keeps the scales.
 """
@@ -83,7 +83,7 @@ class ScaleBox:
         """The name of the module's parameter."""
         self.scales: WholeScales | None = None
         self.computed_from: tuple[Tensor, int, int] | None = None
-        """The plain tensor that the scales were computed from, and the versions of it and of the parameter then."""
+        """The plain tensor that the scales were computed from, and its version and the parameter's at that time."""
         self.observed: Tensor | None = None
         """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced only after a write:
         forwards that read it may be queued on another stream, and all-gathers wait for that stream after an optimizer
@@ -145,7 +145,7 @@ class Float8AllGatherWeight(WrapperWeight):
         self.box.computed_from = self.wrapped, version_of(self.wrapped), version_of(parameter)
 
     def scales(self, parameter: Tensor) -> WholeScales | None:
-        """The stored scales of the whole weight `parameter`, or None if there are none since the last write.
+        """Return the stored scales of the whole weight `parameter`, or None if there are none since the last write.
 
         Raises:
             RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
@@ -174,7 +174,7 @@ class Float8AllGatherWeight(WrapperWeight):
         module: Float8Linear | Float8Experts,
         mp_policy: MixedPrecisionPolicy,
     ) -> AllGatherInputs:
-        """The payloads: one uint8 tensor of the padded shard's codes for each cast of the weight.
+        """Return the payloads: one uint8 tensor of the padded shard's codes for each cast of the weight.
 
         While `high_precision_matmuls` includes a matmul that reads the weight, one tensor in high precision instead.
         """
@@ -227,7 +227,7 @@ class Float8AllGatherWeight(WrapperWeight):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The unsharded weight, a `Float8Tensor` over the memory that FSDP2 all-gathers into.
+        """Return the unsharded weight, a `Float8Tensor` over the memory that FSDP2 all-gathers into.
 
         Its dequant_scales are views of one vector, allocated once, which FSDP2 frees and reallocates with the codes.
         """
@@ -316,7 +316,7 @@ torch.serialization.add_safe_globals([Float8AllGatherWeight])
 
 
 def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether this op copies a shard into its padded buffer, which happens once; see [Note: padding]."""
+    """Return whether this op copies a shard into its padded buffer, which happens once; see [Note: padding]."""
     if func is not aten.copy_.default:
         return False
     to, source = args[0], args[1]
@@ -343,7 +343,7 @@ def _pad_to_chunk(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> 
 
 
 def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
-    """The codes of a shard under the `quant_scale` of the whole weight (`WholeScales`)."""
+    """Quantize a shard with the `quant_scale` of the whole weight (`WholeScales`)."""
     if len(shard.size) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(layout)
         scale, row_layout = expand_quant_scales(rows, quant_scale, scale_row, layout.columns)
@@ -380,7 +380,7 @@ def make_all_gather_weights(named: NamedWeights) -> None:
 
 
 def is_all_gather_weight(weight: ModuleWeight) -> bool:
-    """Whether the weight was prepared for a float8 all-gather, be it sharded, unsharded or not wrapped by FSDP2 yet."""
+    """Return whether `weight` was prepared for a float8 all-gather: sharded, unsharded or not wrapped by FSDP2 yet."""
     local = weight.local
     return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
 

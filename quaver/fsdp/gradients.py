@@ -8,9 +8,9 @@ A rank sends and rounds:
     FSDP2    (n - 1) / n * 1.016         0.51                    one, before the sum
     DDP      2 * (n - 1) / n * 1.016     0.51                    two: the sum is all-gathered as codes too
 
-Under DDP every rank decodes the same codes of the sum, its own part included, so replicas stay bit-identical.
-A block with an inf or a NaN has such a scale and arrives as NaN in all its elements. Under HSDP, FSDP2 all-reduces over
-the replicas in high precision as before.
+Under DDP every rank decodes the same codes of the sum, including its own part, so replicas stay bit-identical.
+A block with an inf or a NaN has a non-finite scale and arrives as NaN in all its elements. Under HSDP, FSDP2
+all-reduces over the replicas in high precision as before.
 
 FSDP2 calls the collectives on its communication stream. DDP calls them on the stream of the backward, so its buckets
 get a stream here.
@@ -47,14 +47,14 @@ _DECODED_ROWS = 8
 
 
 def reduce_gradients_in_float8(model: nn.Module) -> None:
-    """Let FSDP2 or DDP send the gradients of `model` as float8 codes from now on.
+    """Make FSDP2 or DDP send the gradients of `model` as float8 codes from now on.
 
     Call it on every rank, after `fully_shard` of all modules or `DistributedDataParallel`, before the first backward.
     Under FSDP2 it replaces the reduce-scatter of `model` and its submodules, for sums and means; groups of one rank
     send nothing. The codes are cast from FSDP2's buffers in `reduce_dtype`, for which float32 is best.
 
     Raises:
-        ValueError: the model is neither, or a rank has fewer than `LEAST_ELEMENTS` of a group's gradients.
+        ValueError: the model uses neither, or a rank has fewer than `LEAST_ELEMENTS` of a group's gradients.
     """
     fsdp_class = fsdp_module_class()
     sharded: list[Any] = []
@@ -98,7 +98,7 @@ class Float8ReduceScatter:
     """A reduce-scatter that sends float8 codes, for `FSDPModule.set_custom_reduce_scatter`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for FSDP2 to copy gradients into, or for their sum."""
+        """Allocate a buffer for FSDP2 to copy gradients into, or for their sum."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -112,7 +112,7 @@ class Float8ReduceScatter:
         """Write this rank's chunk of the sum or mean over `group` of `input_tensor` [ranks * chunk]."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or async_op:
             raise NotImplementedError(
-                f"expected the sum or the mean of gradients in float8, in order; got {op}, async_op={async_op}. With "
+                f"float8 gradients: expected a synchronous SUM or AVG, got {op}, async_op={async_op}. With "
                 "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True)"
             )
         ranks = group.size()
@@ -140,14 +140,14 @@ class _BucketStream:
         self._stream: torch.Stream | None = None
 
     def stream_for(self, device: torch.device) -> torch.Stream | None:
-        """The stream, created on first use; None on a CPU, which has none."""
+        """Return the stream, created on first use; None on a CPU, which has none."""
         if device.type != "cpu" and self._stream is None:
             self._stream = torch.Stream(device)
         return self._stream
 
 
 def _average_bucket(state: _BucketStream, bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's communication hook: the mean of the bucket over the ranks."""
+    """Average the bucket over the ranks, as DDP's communication hook."""
     buffer = bucket.buffer()
     stream = state.stream_for(buffer.device)
     if stream is None:
@@ -180,7 +180,7 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks of `group` the row that each has for this rank. Rows are sent as float8 codes.
+    """Sum the rows that the ranks of `group` hold for this rank. Rows are sent as float8 codes.
 
     Args:
         rows: [ranks, chunk], high precision: row r is this rank's summand for rank r.

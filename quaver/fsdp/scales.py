@@ -1,8 +1,8 @@
 """Scales of sharded weights, bit-identical to the scales that one rank computes from the whole weight.
 
 A scale belongs to the whole tensor. Each rank computes the amaxes of its shards, one all-reduce takes their maximum
-over the ranks, and the scales of all weights are computed from that vector at once. So there is one collective and, for
-tensorwise scales, a fixed number of kernels, whatever the number of weights.
+over the ranks, and the scales of all weights are computed from that vector at once. So the number of collectives, and
+with tensorwise scales the number of kernels, does not depend on the number of weights.
 
 [Note: cut blocks] A shard may begin inside a block. It then computes the amaxes of the parts of blocks that it holds,
 and the maximum over the ranks completes them. Each row of a shard is quantized with its blocks' scales.
@@ -51,7 +51,7 @@ def _get_scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, .
 
 
 def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
-    """The layout of the weight's cast, or of the row and the column cast if they differ."""
+    """Return the layout of the weight's cast, or of the row and the column cast if they differ."""
     if isinstance(weight.module, Float8Experts):
         row, column = get_stored_layouts(weight.config, is_transposed(weight.module))
     else:
@@ -64,7 +64,7 @@ def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
 
 
 def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:
-    """The scales of every weight. A collective: all ranks that hold the shards must call it.
+    """Compute the scales of every weight. A collective: all ranks that hold the shards must call it.
 
     Args:
         shards: shards of weights over the same groups, in the same order on every rank.
@@ -72,7 +72,7 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
     """
 
     def is_over_tp(cast: WeightCast) -> bool:
-        """Whether tensor parallelism sharded the dim that the scales of a cast reduce."""
+        """Return whether tensor parallelism sharded the dim that the scales of a cast reduce."""
         i, layout = cast
         tp_dim = shards[i].tp_dim
         return tp_dim is not None and layout[tp_dim] == ALL
@@ -97,7 +97,7 @@ def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, b
 
 
 def _compute_local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) -> Tensor:
-    """This rank's amaxes for `casts`, concatenated, float32; 0 for the elements of other ranks."""
+    """Compute this rank's amaxes for `casts`, concatenated, float32; 0 for the elements of other ranks."""
     tensorwise = [(i, layout) for i, layout in casts if layout.is_tensorwise and len(shards[i].size) == 2]
     amax_of = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
     with_elements = [cast for cast in tensorwise if shards[cast[0]].local.numel()]
@@ -109,7 +109,7 @@ def _compute_local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) 
 
 
 def _compute_local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
-    """The amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
+    """Compute the amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
     if len(shard.size) == 3:
         return _compute_scale_row_amaxes(shard, layout).flatten()
     if layout.is_blockwise:
@@ -124,7 +124,7 @@ def _compute_local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
 
 
 def _compute_block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
-    """The amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
+    """Compute the amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
     amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.size))
     if shard.local.numel() == 0:
         return amaxes
@@ -134,13 +134,13 @@ def _compute_block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
 
 
 def _compute_scale_row_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
-    """The amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
+    """Compute the amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
     count = count_scale_rows(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
     return compute_scale_row_amax(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
 
 
 def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: Shard) -> Tensor:
-    """The maximum over FSDP2's ranks; from index `tp_start` on also over the ranks of tensor parallelism."""
+    """Take the maximum over FSDP2's ranks; from index `tp_start` on also over the ranks of tensor parallelism."""
     if shard.tp_group is not None and tp_start == 0:
         world = dist.group.WORLD
         if world is not None and world.size() == shard.fsdp_group.size() * shard.tp_group.size():

@@ -52,7 +52,7 @@ class Shard(NamedTuple):
     """The global ranks of `fsdp_group` and of `tp_group`."""
 
     def narrow_scales(self, whole_scales: Tensor) -> Tensor:
-        """This shard's part of the whole weight's scales: (), [N, 1] or [1, K]."""
+        """Return this shard's part of the whole weight's scales: (), [N, 1] or [1, K]."""
         if whole_scales.dim() == 0 or whole_scales.shape[self.dim] == 1 != self.size[self.dim]:
             return whole_scales
         return whole_scales.narrow(self.dim, self.offset, self.local.shape[self.dim])
@@ -63,14 +63,14 @@ class Shard(NamedTuple):
         return (self.offset, 0) if self.dim == 0 else (0, self.offset)
 
     def scale_rows(self, layout: ScaleLayout) -> Tensor:
-        """The index of each row of a shard of experts among the whole weight's rows of scales, int64."""
+        """Return the index of each row of a shard of experts among the whole weight's rows of scales, int64."""
         experts, rows, _ = self.size
         whole = find_scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
         return whole.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 
 def shard_of(weight: Tensor, local: Tensor) -> Shard:
-    """The `Shard` for `local`, this rank's shard of a DTensor that FSDP2 holds sharded.
+    """Locate `local`, this rank's shard of a DTensor that FSDP2 holds sharded.
 
     FSDP2 shards over one mesh axis, and tensor parallelism over the axis after it.
     """
@@ -88,8 +88,8 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
     are_experts = len(size) == 3
     if are_experts and (dims[0] == 2 or dims[1:] not in ([], [0])):
         raise NotImplementedError(
-            "expected weights of experts that FSDP2 shards along dim 0 or 1, and expert parallelism alone before; got "
-            f"{placements} on {mesh}; turn enable_fsdp_float8_all_gather off"
+            "expected weights of experts that FSDP2 shards along dim 0 or 1 and that only expert parallelism sharded "
+            f"before; got {placements} on {mesh}; turn enable_fsdp_float8_all_gather off"
         )
     tp_group = tp_dim = None
     if len(axes) == 2:
@@ -109,6 +109,6 @@ def _list_ranks(group: ProcessGroup | None) -> Ranks:
 
 
 def _locate_chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
-    """The offset of this rank's chunk of `length`, and the chunks' length. As in torch.chunk, the last may be short."""
+    """Return the offset of this rank's chunk of `length`, and the chunks' length. The last one may be shorter."""
     chunk = -(-length // mesh.size(axis))
     return min(mesh.get_local_rank(axis) * chunk, length), chunk

@@ -1,7 +1,8 @@
-"""Siblings: the weights of a model whose dynamic scales are computed in one collective, and when it runs.
+"""Computes the dynamic scales of all weights of a model in one collective: the weights are `Siblings`.
 
 Every rank must enter the collective with the same weights. So the ranks compare their lists of weights before the first
-one (runtime/agreement.py). If an all-gather finds no scales, it computes those of all siblings that have none.
+collective (runtime/agreement.py). `precompute_float8_dynamic_scale_for_fsdp` runs it after an optimizer step. An
+all-gather that finds no scales computes the scales of every sibling that lacks them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PreparedInputs(Protocol):
     """The caller that opened the scope; "" for a `with` statement of the user."""
 
     def all_gather_inputs(self, quantize: Callable[[], Any]) -> Any:
-        """The result of the first call's `quantize`."""
+        """Return the result of the first call's `quantize`."""
 
     def check(self) -> None:
         """Raise RuntimeError if the shard was changed since it was quantized."""
@@ -71,7 +72,7 @@ class AllGatherState:
     siblings: Siblings
     hooks: tuple[RemovableHandle, ...] = ()
     shards: dict[str, tuple[Tensor, Shard]] = field(default_factory=dict)
-    """Caches, by name, a sharded weight and its `Shard` with an empty `local`, since DTensor's queries are slow."""
+    """Caches, by name, a sharded weight and its `Shard` with an empty `local`, because DTensor's queries are slow."""
     prepared: dict[str, PreparedInputs] = field(default_factory=dict)
     """Payloads by name, filled while a `cast_weights_once` is open."""
 
@@ -80,20 +81,20 @@ def _get_all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
     if not isinstance(weight.local, WrapperWeight):
         raise RuntimeError(
             f"a weight {list(weight.parameter.shape)} that FSDP2 all-gathers in float8 was replaced after fully_shard, "
-            "which keeps the one that it had; write values with copy_ or load_state_dict"
+            "but FSDP2 still holds the original; write values with copy_ or load_state_dict"
         )
     return typing.cast(AllGatherWeight, weight.local)
 
 
 def all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
-    """`module.gathering`, which is created for a copy of a module."""
+    """Return `module.gathering`, which is created for a copy of a module."""
     if module.gathering is None:
         module.gathering = AllGatherState(Siblings([("", weight) for weight in weights_of_module(module)]))
     return typing.cast(AllGatherState, module.gathering)
 
 
 def current_shard(weight: ModuleWeight) -> Shard:
-    """This rank's `Shard` of `weight`; all but `local` is cached until the module has another parameter."""
+    """Return this rank's `Shard` of `weight`. All but `local` is cached until the module has another parameter."""
     shards, parameter, local = all_gather_state(weight.module).shards, weight.parameter, _get_all_gather_weight(weight)
     if weight.name not in shards or shards[weight.name][0] is not parameter:
         shards[weight.name] = parameter, shard_of(parameter, local.wrapped.new_empty(0))  # keep no memory alive
@@ -101,7 +102,7 @@ def current_shard(weight: ModuleWeight) -> Shard:
 
 
 def _is_sharded(weight: ModuleWeight) -> bool:
-    """Whether FSDP2 holds `weight` sharded and the next all-gather is in float8."""
+    """Return whether FSDP2 holds `weight` sharded and the next all-gather is in float8."""
     parameter = weight.parameter
     if not weight.config.casts.weight.is_float8:  # `high_precision_matmuls` covers it at this step
         return False
@@ -112,7 +113,7 @@ def _is_sharded(weight: ModuleWeight) -> bool:
 
 
 def _needs_scales(weight: ModuleWeight) -> bool:
-    """Whether the next float8 all-gather of `weight` computes scales: it has no persistent one that is initialized."""
+    """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is initialized."""
     if not _is_sharded(weight):
         return False
     if isinstance(weight.module, Float8Experts) or weight.module.scaling is None:
@@ -124,9 +125,9 @@ def _needs_scales(weight: ModuleWeight) -> bool:
 
 
 def whole_scales(weight: ModuleWeight) -> WholeScales:
-    """The dynamic scales of `weight`.
+    """Return the dynamic scales of `weight`.
 
-    If they are unknown, one collective computes the scales of all siblings that have none.
+    If they are unknown, one collective computes the scales of every sibling that lacks them.
     """
     known = _get_all_gather_weight(weight).scales(weight.parameter)
     if known is not None:
@@ -147,7 +148,7 @@ def whole_scales(weight: ModuleWeight) -> WholeScales:
 
 
 def _make_collective_key(weight: ModuleWeight, shard: Shard) -> tuple[Any, ...]:
-    """Equal for weights whose scales one collective computes; see [Note: equal groups] in shard.py."""
+    """Make a key, equal for weights that share the collective of scales; see [Note: equal groups] in shard.py."""
     return *shard.ranks, *rounding_rule(weight.config)
 
 
@@ -187,9 +188,9 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     skipped. If no config under `module` sets `enable_fsdp_float8_all_gather`, a message says so once.
 
     The number of collectives does not depend on the number of weights. There is one all-reduce over the ranks that
-    shard the weights, for all configs with the same float8 dtype and rounding of scales. With tensor parallelism it
-    spans those ranks too if both together are all ranks; otherwise there is a second all-reduce. The first call for a
-    module also checks, in a collective of 16 bytes, that the ranks agree about the weights.
+    shard the weights, for all configs with the same float8 dtype and rounding of scales. With tensor parallelism, it
+    also spans the tensor-parallel ranks if both groups together are all ranks; otherwise there is a second all-reduce.
+    The first call for a module also checks, in a collective of 16 bytes, that the ranks agree about the weights.
 
     Raises:
         RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
@@ -205,7 +206,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
 
 def precompute_scales(module: nn.Module) -> None:
-    """`precompute_float8_dynamic_scale_for_fsdp` without its message."""
+    """Run `precompute_float8_dynamic_scale_for_fsdp` without its message."""
     named = [(name, weight) for name, weight in weights_under(module) if _is_sharded(weight)]
     _check_once(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]

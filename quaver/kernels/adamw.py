@@ -73,7 +73,7 @@ def _adamw(
 def _check(
     name: str, tensor: Tensor, elements: int, dtypes: Collection[torch.dtype], *, is_read: bool = False
 ) -> Tensor:
-    """Return `tensor`, or a contiguous copy if it is only read. Raises if C would access memory out of bounds."""
+    """Return `tensor`, or a contiguous copy if it is only read. Raises ValueError if C would exceed its memory."""
     if tensor.numel() != elements or tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {elements} elements, got {tensor.dtype} {list(tensor.shape)}")
     check_memory(tensor)
@@ -89,7 +89,7 @@ torch.library.register_fake("quaver::adamw_", lambda *arguments: None, lib=libra
 
 
 def supports(param: Tensor, grad: Tensor) -> bool:
-    """Whether `adamw_` supports these contiguous tensors in this process and outside of compiled code."""
+    """Return whether `adamw_` supports these contiguous tensors in this process and outside of compiled code."""
     return AVAILABLE and is_cpu(param) and is_cpu(grad) and not torch.compiler.is_compiling()
 
 

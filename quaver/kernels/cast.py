@@ -12,9 +12,9 @@
 persistent_cast.py has the casts with the scale of an earlier step.
 
 A matrix hp [R, C] is the operand of two matmuls (linear/quantize.py). `row` requests the operand of the matmul along
-its rows, `column` the operand of the matmul along its columns. Tensors that the C extension or Triton does not take
-(other dtypes, strides, devices) are cast in PyTorch. scaling.py is the oracle: all codes and scales are bit-identical
-to it.
+its rows, `column` the operand of the matmul along its columns. Tensors that neither the C extension nor Triton
+supports (other dtypes, strides, devices) are cast in PyTorch. scaling.py is the oracle: all codes and scales are
+bit-identical to it.
 
 Results. A dynamic cast returns `Operands` (operands.py). With tensorwise scales or square blocks, both operands have
 the same scales; on a CPU both are one object. `CASTS` lists the dynamic casts by granularity. To add one, add its
@@ -85,7 +85,7 @@ def _cast_tensorwise(
 def cast_row_codes(
     hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
 ) -> Tensor:
-    """`scaling.cast_to_float8` of a matrix, in the layout of row codes."""
+    """Run `scaling.cast_to_float8` on a matrix, in the layout of row codes."""
     codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, division=division)
     return codes if is_cpu(hp) else codes.contiguous()
 
@@ -93,7 +93,7 @@ def cast_row_codes(
 def cast_column_codes(
     hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
 ) -> Tensor:
-    """`scaling.cast_to_float8` of a matrix, in the layout of column codes.
+    """Run `scaling.cast_to_float8` on a matrix, in the layout of column codes.
 
     Compiled code converts the transpose, so that the two conversions share no node of the graph. Otherwise, with a
     collective between an amax and the cast, the partitioner would save what both read, hp in float32, for backward.
@@ -106,7 +106,7 @@ def cast_column_codes(
 
 
 def _to_column_major(codes: Tensor) -> Tensor:
-    """`column_major` for codes with no other reader, which compiled code converts directly into this layout."""
+    """Run `column_major` on codes with no other reader, which compiled code converts directly into this layout."""
     return codes.t().contiguous().t() if torch.compiler.is_dynamo_compiling() else column_major(codes)
 
 
@@ -183,7 +183,7 @@ def _cast_blockwise(
 def _cpu_blockwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, *blocks: Any
 ) -> Operands | None:
-    """C computes the amaxes and the codes; PyTorch computes the scales in between."""
+    """Compute the amaxes and the codes in C, and the scales in between in PyTorch."""
     dot_products, length, mode = blocks
 
     def cast(layout: ScaleLayout) -> Operand:
@@ -207,7 +207,7 @@ def _cpu_by_scales(
 def _fake_blockwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, dot_products: int, length: int, __: str
 ) -> Operands:
-    """Shapes only: the reference branches on whether blocks are cut, which would specialize a dynamic shape."""
+    """Compute shapes only: the reference branches on whether blocks are cut, which would specialize a dynamic shape."""
     scaling.check_hp(hp)
 
     def cast(layout: ScaleLayout) -> Operand:
@@ -225,19 +225,19 @@ def _fake_blockwise(
 
 
 def _make_operands(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, column: bool) -> Operands:
-    """One set of codes in the requested layouts; on a CPU the same memory serves both."""
+    """Return one set of codes in the requested layouts; on a CPU the same memory serves both."""
     if is_cpu(codes):
         return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)
     return pair_codes(*lay_out_codes(codes, row, column), quant, dequant)
 
 
 def lay_out_codes(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
-    """`codes` in the requested layouts, of row codes and of column codes."""
+    """Lay out `codes` in the requested layouts, of row codes and of column codes."""
     return codes.contiguous() if row else None, column_major(codes) if column else None
 
 
 def _column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [..., R, C] in which each matrix has strides (1, R)."""
+    """Copy `codes` [..., R, C] so that each matrix has strides (1, R)."""
     return codes.new_empty(codes.mT.shape).copy_(codes.mT).mT
 
 
@@ -245,7 +245,7 @@ column_major = operation(_column_major, results=1, gpu="column_major", in_graphs
 
 
 def row_major(codes: Tensor) -> Tensor:
-    """`codes` [..., R, C] if they are contiguous, else a contiguous copy."""
+    """Return `codes` [..., R, C] if they are contiguous, else a contiguous copy."""
     return codes if codes.is_contiguous() else column_major(codes.mT).mT
 
 
@@ -269,7 +269,7 @@ def _cpu_dynamic(
 def _cpu_by_rule(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, mode: str
 ) -> Operands | None:
-    """PyTorch computes amaxes and scales, C the codes."""
+    """Compute amaxes and scales in PyTorch, and the codes in C."""
     if not (cpu.supports(hp, float8_dtype) and has_kernel(mode)):
         return None
 
@@ -293,7 +293,7 @@ def _cpu_rowwise(
 
 
 def _fake_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = "") -> Operands:
-    """Shapes only: computing scales on fake tensors took a sixth of the compile time."""
+    """Compute shapes only: computing scales on fake tensors took a sixth of the compile time."""
     scaling.check_hp(hp)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     return _make_operands(torch.empty_like(hp, dtype=float8_dtype), quant, dequant, row, column)
@@ -367,7 +367,7 @@ def _cast_materialized_tensorwise(
 
 
 def _reduce_runs(hp: Tensor) -> Tensor:
-    """The matrix [R, C], or the amaxes of runs of rows.
+    """Return the matrix [R, C], or the amaxes of runs of its rows.
 
     Inductor reduces a matrix in runs whose number of elements is a power of two. It fuses the reduction into the kernel
     that computes the matrix if runs are whole rows, that is, if C is a power of two. For other C, this function reduces
@@ -408,7 +408,8 @@ def _cast_with_scale(
     Returns:
         Row codes, column codes.
     Raises:
-        ValueError: hp does not have a high-precision dtype, as a weight whose `.data` was replaced under compiled code.
+        ValueError: hp is not in a high-precision dtype, for example because a weight's `.data` was replaced under
+            compiled code.
     """
     scaling.check_hp(hp)
     cpu.check_memory(hp, row_scale, column_scale)
@@ -450,7 +451,7 @@ cast_blocks_with_scale = phase(CAST)(scaling.cast_blocks)
 
 @phase("quaver::amax")
 def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
-    """`scaling.amax` of a matrix as float32, for amaxes that ranks reduce before they quantize.
+    """Run `scaling.amax` on a matrix and return float32, for amaxes that ranks reduce before they quantize.
 
     Under a dispatch mode it runs in PyTorch, so that a selective-checkpoint policy can save the amax.
     """
@@ -461,7 +462,7 @@ def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
 
 
 def _column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
-    """`column_major` in the backward, for codes that an all-gather or `cast_weights_once` made before the graph.
+    """Run `column_major` in the backward, on codes that an all-gather or `cast_weights_once` made before the graph.
 
     A compiler may copy a graph's input in the forward and save the copy for backward. Reading a gradient prevents it.
     """

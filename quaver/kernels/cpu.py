@@ -9,8 +9,8 @@ Casts. Every matrix is [rows, columns] and contiguous. hp is float32, bfloat16 o
 [1, columns]. A `ScaleLayout` describes blocks. Scales are float32 and contiguous. Results have no autograd history.
 Large matrices are split between torch.get_num_threads() threads, in PyTorch's OpenMP pool on Linux.
 
-[Note: addresses] C gets addresses, so a function here returns None for a matrix that it does not take: other dtypes and
-strides, and tensors that may have no memory (`is_plain`). It also returns None while a mode may replace PyTorch's
+[Note: addresses] C gets addresses, so a function here returns None for a matrix that it does not support: other dtypes
+and strides, and tensors that may have no memory (`is_plain`). It also returns None while a mode may replace PyTorch's
 functions (`runs_directly`). Then call the registered operation, whose implementation runs without modes. Scales of
 other shapes and dtypes raise ValueError.
 """
@@ -52,7 +52,7 @@ def _load() -> tuple[Any, str | None]:
 
 
 extension, UNAVAILABLE_BECAUSE = _load()
-"""Why the C extension is not available; None if it is."""
+"""UNAVAILABLE_BECAUSE: the reason why the C extension is unavailable, or None."""
 AVAILABLE = UNAVAILABLE_BECAUSE is None
 HAS_MM = AVAILABLE and bool(extension.has_mm())
 """Whether this CPU has bfloat16 dot products in AVX-512 and no AMX; with AMX, oneDNN is faster than `mm`."""
@@ -80,7 +80,7 @@ _PLAIN_KEYS = {_INFERENCE_KEYS.raw_repr(), (_INFERENCE_KEYS | _AUTOGRAD_KEYS).ra
 
 
 def runs_directly() -> bool:
-    """Whether no dispatch or function mode, functorch transform or tracer is active."""
+    """Return whether no dispatch or function mode, functorch transform or tracer is active."""
     return (
         count_dispatch_modes() == 0
         and count_function_modes() == 0
@@ -90,12 +90,12 @@ def runs_directly() -> bool:
 
 
 def has_plain_keys(tensor: Tensor) -> bool:
-    """Whether `tensor` has the dispatch keys of an ordinary CPU tensor."""
+    """Return whether `tensor` has the dispatch keys of an ordinary CPU tensor."""
     return dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the storage of a strided tensor holds all of its elements.
+    """Return whether the storage of a strided tensor holds all of its elements.
 
     FSDP2 frees gathered weights by resizing their storages to zero; then `data_ptr()` is not an address.
     """
@@ -109,7 +109,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is an ordinary strided CPU tensor with all of its memory. Call `runs_directly` first.
+    """Return whether `tensor` is an ordinary strided CPU tensor with all of its memory. Call `runs_directly` first.
 
     The dispatch keys exclude fake, sparse, quantized, nested, meta and zero tensors, negated and conjugated views, and
     functorch wrappers.
@@ -140,7 +140,7 @@ def say_unavailable() -> None:
 
 
 def supports(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the extension converts `matrix`, hp or float8, to `dtype`. Do not call it while compiling.
+    """Return whether the extension converts `matrix`, hp or float8, to `dtype`. Do not call it while compiling.
 
     hp must be contiguous; codes need contiguous rows only.
     """
@@ -183,7 +183,7 @@ def _call(
 
 
 def _new_codes(hp: Tensor, float8_dtype: torch.dtype) -> Tensor | None:
-    """Allocate the codes of `hp`; None if the extension does not take it."""
+    """Allocate the codes of `hp`; None if the extension does not support it."""
     return empty_like(hp, dtype=float8_dtype) if hp.dtype in HP_KIND and supports(hp, float8_dtype) else None
 
 
@@ -193,7 +193,7 @@ def _new_scales(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def _granularity_of(scale: Tensor, layout: ScaleLayout, rows: int, columns: int) -> dict[str, Any]:
-    """The arguments `dim` and `block_size` of `_call` for a scale."""
+    """Return the arguments `dim` and `block_size` of `_call` for a scale."""
     if is_plain(scale) and scale.dtype is torch.float32 and scale.is_contiguous():
         if scale.numel() == 1:
             return {"dim": _TENSORWISE}
@@ -215,7 +215,7 @@ def dynamic_cast(
     power_of_2: bool = False,
     codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`recipes.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
+    """Run `recipes.scaling.dynamic_cast` on `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
 
     `codes`: rows of a float8 matrix to write to, for an `hp` that `supports` accepts; None to allocate them.
     """
@@ -234,7 +234,7 @@ def dynamic_cast(
 def dynamic_cast_axes(
     hp: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    """`dynamic_cast` with dim 1 and with dim 0, in two reads of `hp` [rows, columns] instead of three.
+    """Run `dynamic_cast` with dim 1 and with dim 0, in two reads of `hp` [rows, columns] instead of three.
 
     Returns float8 [rows, columns], quant_scale and dequant_scale [rows, 1]; then the same with scales [1, columns].
     """
@@ -257,9 +257,10 @@ def cast_with_scale(
     *,
     divides: bool = False,
 ) -> Tensor | None:
-    """`recipes.scaling.cast_to_float8` of `hp` [rows, columns] with scales of `layout`, of rows or of columns.
+    """Run `recipes.scaling.cast_to_float8` on `hp` [rows, columns] with the scales `factor`.
 
-    `divides`: whether to divide by `factor`, a dequant_scale, instead of multiplying.
+    `factor`: one number, one per row, one per column, or the shape that `layout` gives. `divides`: whether to divide by
+    `factor`, a dequant_scale, instead of multiplying.
     """
     codes = _new_codes(hp, float8_dtype)
     if codes is None:
@@ -272,7 +273,7 @@ def cast_with_scale(
 
 
 def block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
-    """`quaver.recipes.scaling.block_amax` of `hp` [rows, columns]."""
+    """Run `quaver.recipes.scaling.block_amax` on `hp` [rows, columns]."""
     if hp.dtype not in HP_KIND or not supports(hp, torch.float8_e4m3fn):
         return None
     amax = hp.new_empty(layout.scale_shape(hp.shape[0], hp.shape[1]))
@@ -284,7 +285,7 @@ def block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
 def cast_and_observe(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, observed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`recipes.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass if the scale is initialized.
+    """Run `scaling.cast_with_persistent_scale` on `hp` [rows, columns], in one pass if the scale is initialized.
 
     Args:
         quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: hp is then scaled by its own amax.
@@ -312,7 +313,7 @@ def use_avx512(enabled: bool) -> bool:
 
 
 def elements_read() -> int:
-    """The number of high-precision elements that casts have read so far, for tests and profiles."""
+    """Return the number of high-precision elements that casts have read so far, for tests and profiles."""
     return int(extension.elements_read())
 
 
@@ -321,8 +322,9 @@ def widen(
 ) -> Tensor | None:
     """Convert float8 [rows, columns] to bfloat16 or float32, exactly, NaN and inf included, and multiply by a scale.
 
-    The scale is of `layout`, of rows or of columns. For bfloat16 its values must be powers of two of at least 2^-110
-    (or 0, inf, NaN), so that products are exact. For float32 any values are allowed, and products are rounded once.
+    `scale`: one number, one per row, one per column, or the shape that `layout` gives. For bfloat16 its values must be
+    powers of two of at least 2^-110 (or 0, inf, NaN), so that products are exact. For float32 any values are allowed,
+    and products are rounded once.
     """
     if dtype not in _WIDER or not supports(codes, dtype):
         return None
@@ -336,7 +338,7 @@ def widen(
 def mm(
     a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor | None:
-    """The scaled product of two float8 matrices.
+    """Multiply two float8 matrices and apply their scales.
 
         mm = RN(RN(RN(sum) * RN(a_dequant_scale * b_dequant_scale)) + bias)      a [M, K], b [K, N] -> [M, N]
 
@@ -385,7 +387,7 @@ def mm(
 def observe(
     hp: Tensor, codes: Tensor | None, quant_scale: Tensor, dequant_scale: Tensor, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Statistics of `hp` [rows, columns] and its cast, in one read; numerics/statistics.py is the oracle.
+    """Measure `hp` [rows, columns] and its cast, in one read; numerics/statistics.py is the oracle.
 
     Args:
         codes: float8 [rows, columns], or None.
@@ -393,7 +395,7 @@ def observe(
     Returns:
         signal and noise, float64, one number for each block; float64 [7]: zeros, non-finite elements, underflow,
         saturated elements; amax, smallest nonzero magnitude and sum of fourth powers of the finite elements. None for
-        tensors that the extension does not take.
+        tensors that the extension does not support.
     """
     if hp.dtype not in HP_KIND or not supports(hp, torch.float8_e4m3fn) or not hp.is_contiguous():
         return None

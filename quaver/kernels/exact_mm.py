@@ -6,8 +6,8 @@
     a [M, K], b [K, N] -> [M, N] in out_dtype
 
 Every float8 value is a bfloat16 value, and the product of two bfloat16 numbers is exact in float32. So the operands are
-widened exactly and multiplied on the machine's bfloat16 units, with sums in float32. Some CPUs use `cpu.mm` instead;
-the rest of this file is about all other devices.
+widened exactly and multiplied on the machine's bfloat16 units, with sums in float32. CPUs with bfloat16 dot products in
+AVX-512 and without AMX use `cpu.mm` instead; this file serves all other devices.
 
 A compiler sees one operation, like the hardware's float8 matmul. It then saves the float8 operand for backward. If it
 saw the widening, it would save the widened operand, which is twice the size.
@@ -58,7 +58,7 @@ PANEL_ELEMENTS = 1 << 19
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 numbers and accumulates in float32 in hardware."""
+    """Return whether the device multiplies bfloat16 numbers and accumulates in float32 in hardware."""
     if is_cuda_device(device):
         return torch.version.hip is not None or compute_capability(device.index) >= (8, 0)
     return device.type == "cpu" and _cpu_has_bfloat16_units()
@@ -85,7 +85,7 @@ def _exact_float8_mm(
     a_outer_scale: Tensor | None = None,
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
-    """The equation at the top of the file, on plain tensors only. `linear.gemm.float8_mm` describes the arguments."""
+    """Compute the equation at the top of the file on plain tensors. Arguments as in `linear.gemm.float8_mm`."""
     a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout), None, a_outer_scale)
     b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout), None, b_outer_scale)
     return _multiply(unpack_codes(a_operand), unpack_codes(b_operand), bias, out_dtype, scales_are_powers_of_2, None)
@@ -110,7 +110,7 @@ def _multiply(
     scales_are_powers_of_2: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """The product of two operands, written to `out` if it is given."""
+    """Multiply two operands, and write the product to `out` if it is given."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
     varies = a_operand.varies_along(1), b_operand.varies_along(0)
     if is_cpu(a) and _count_largest(a, b) < CALLS_WEIGH_BELOW:
@@ -139,12 +139,12 @@ def _multiply(
 
 
 def _count_largest(a: Tensor, b: Tensor) -> int:
-    """Elements of the largest matrix: an expert's grad_weight is large even if the expert has few rows."""
+    """Count the elements of the largest matrix: an expert's grad_weight is large even if the expert has few rows."""
     return max(a.numel(), b.numel(), a.shape[0] * b.shape[1])
 
 
 def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether bfloat16 operands give a result in `out_dtype`, and faster than float32 operands."""
+    """Return whether bfloat16 operands give a result in `out_dtype`, and do so faster than float32 operands."""
     if not has_bfloat16_units(a.device):
         return False
     return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_largest(a, b) >= UNITS_PAY_FROM)
@@ -176,7 +176,7 @@ def _widen_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2:
 
 
 def split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Start and length of the panels ([Note: panels]), nearly equal; starts are multiples of `multiple`."""
+    """List start and length of the panels ([Note: panels]), nearly equal; starts are multiples of `multiple`."""
     length = codes.shape[dim]
     longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // max(codes.numel(), 1))
     if length <= longest or not is_cpu(codes):
@@ -187,7 +187,7 @@ def split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, 
 
 
 def _scales_of_sums(a_scale: Tensor | None, b_scale: Tensor | None) -> list[Tensor]:
-    """The factors of the sums: the product of two tensorwise scales, else each scale.
+    """Return the factors of the sums: the product of two tensorwise scales, else each scale.
 
     A sum times one tensorwise scale may overflow although the result is finite, for example with an amax of 1e36.
     """
@@ -204,7 +204,7 @@ def _multiply_scales(first: Tensor | None, second: Tensor | None) -> Tensor | No
 
 # The matmuls below write to `out`, because autocast would cast the operands of a plain torch.mm.
 def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
-    """out = RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha is the product of result_scales."""
+    """Compute RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha: product of result_scales."""
     alpha = _multiply_scales(a.result_scale, b.result_scale)
     if is_cpu(out):  # out is bfloat16 (`_bfloat16_pays`), and oneDNN applies alpha to its float32 sums
         torch.addmm(out, a.data, b.data, beta=0, alpha=1 if alpha is None else alpha.item(), out=out)
@@ -217,7 +217,7 @@ def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor
 
 
 def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
-    """out = RN(scales * (a @ b) + bias), in float32 up to the last rounding."""
+    """Compute out = RN(scales * (a @ b) + bias), in float32 up to the last rounding."""
     sums = out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty_like(out, dtype=torch.float32)
     torch.mm(a.data, b.data, out=sums)
     for scale in _scales_of_sums(a.result_scale, b.result_scale):
@@ -269,5 +269,5 @@ exact_float8_mm = operation(_exact_float8_mm, results=1, cpu=_cpu_mm, fake=_fake
 
 @register_flop_formula(torch.ops.quaver.exact_float8_mm)
 def flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
-    """The count of torch's aten._scaled_mm, for FlopCounterMode and the compiler's activation memory budget."""
+    """Count FLOPs as torch's aten._scaled_mm, for FlopCounterMode and the compiler's activation memory budget."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]

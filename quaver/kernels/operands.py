@@ -30,30 +30,30 @@ class Operand(NamedTuple):
         return self.layout.size_of(self.data)
 
     def varies_along(self, dim: int) -> bool:
-        """`ScaleLayout.varies_along`; always True with an outer_scale."""
+        """Return `ScaleLayout.varies_along`; always True with an outer_scale."""
         return self.outer_scale is not None or self.layout.varies_along(dim, self.size)
 
     def t(self) -> Operand:
-        """The transposed operand, with transposed scales and without its quant_scale."""
+        """Return the transposed operand, with transposed scales and without its quant_scale."""
         dequant = self.dequant_scale
         dequant = dequant if dequant is None or dequant.dim() == 0 else dequant.t()
         return Operand(self.data.t(), dequant, self.layout.t(), None, self.outer_scale)
 
     def to(self, device: torch.device) -> Operand:
-        """The operand on `device`."""
+        """Return the operand on `device`."""
         scale = self.dequant_scale
         outer = None if self.outer_scale is None else self.outer_scale.to(device)
         return Operand(self.data.to(device), None if scale is None else scale.to(device), self.layout, None, outer)
 
     def part(self, dim: int, start: int, length: int) -> Operand:
-        """A view of `length` rows (dim 0) or columns (dim 1). `start` is the beginning of a block."""
+        """Return a view of `length` rows (dim 0) or columns (dim 1). `start` is the beginning of a block."""
         scale, block = self.dequant_scale, self.layout[dim]
         if scale is not None and block != ALL:
             scale = scale.narrow(dim, start // block, -(-length // block))
         return Operand(self.data.narrow(dim, start, length), scale, self.layout, None, self.outer_scale)
 
     def rows(self, indices: Tensor) -> Operand:
-        """A copy of some rows, each with its own scales unless all rows share one."""
+        """Copy some rows, each with its own scales unless all rows share one."""
         scale, layout = self.dequant_scale, self.layout
         if scale is not None and layout.rows != ALL:
             scale, layout = scale[indices // layout.rows], layout._replace(rows=1)
@@ -81,7 +81,7 @@ def expect(value: Value | None) -> Value:
 
 
 def select_directions(operand: Operand, row: bool, column: bool) -> Operands:
-    """`operand` for each requested direction: one set of codes serves both."""
+    """Return `operand` for each requested direction: one set of codes serves both."""
     return Operands(operand if row else None, operand if column else None)
 
 
@@ -92,7 +92,7 @@ def pair_codes(
     dequant: Tensor,
     layout: ScaleLayout = TENSORWISE,
 ) -> Operands:
-    """Operands of codes in two layouts with one set of scales; None for a layout that was not requested."""
+    """Pair codes in two layouts with one set of scales; None for a layout that was not requested."""
     row = None if row_codes is None else Operand(row_codes, dequant, layout, quant)
     return Operands(row, None if column_codes is None else Operand(column_codes, dequant, layout, quant))
 
@@ -108,7 +108,7 @@ def cast_by_layout(cast: Callable[[ScaleLayout], Operand], row: bool, column: bo
 
 
 def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
-    """Whether a GPU cast of blocks writes the dequant_scale column-major, as the hardware's matmul reads it.
+    """Return whether a GPU cast of blocks writes the dequant_scale column-major, as the hardware's matmul reads it.
 
     True for row codes in blocks of 1 x n, and for square blocks without row codes.
     """
@@ -132,7 +132,7 @@ FLAT_TENSORS = FIRST_OUTER_SCALE + 2
 
 
 def flatten_operands(operands: Operands) -> list[Tensor | None]:
-    """Codes, quant_scale and dequant_scale of the row and of the column operand, then both outer_scales.
+    """List codes, quant_scale and dequant_scale of the row and of the column operand, then both outer_scales.
 
     None for tensors that were not requested. An operation must return a tensor only once, so it is also None for
     tensors that the column operand shares with the row operand.
@@ -151,7 +151,7 @@ def flatten_operands(operands: Operands) -> list[Tensor | None]:
 
 
 def unflatten_operands(flat: Sequence[Any], row: bool, column: bool, layout: ScaleLayout) -> Operands:
-    """The inverse of `flatten_operands`, for an operation that returns tensors of shape (0,) instead of None.
+    """Invert `flatten_operands`, for an operation that returns tensors of shape (0,) instead of None.
 
     `layout`: the layout of row codes.
     """

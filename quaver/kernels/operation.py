@@ -3,8 +3,8 @@
     cast_tensorwise = operation(reference, cpu=..., gpu="cast_tensorwise", phase="quaver::cast")
 
 registers `torch.ops.quaver.cast_tensorwise`, with a schema from the reference's annotations, and returns a function of
-the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, and runs where no kernel takes
-the tensor because of its dtype, strides or device. It is also the fake kernel, unless `fake` is given.
+the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, and runs if no kernel supports
+the dtype, strides or device of the tensor. It is also the fake kernel, unless `fake` is given.
 
                         eager                 under a dispatch mode, fake      compiled
     CPU                 kernel or reference   the operation                    the operation
@@ -64,7 +64,7 @@ def operation(
         results: the number of tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
             Results have no autograd history. None for a cast: the operation returns the tensors of `flatten_operands`,
             and its function `Operands`.
-        cpu: the kernel for CPUs, with the arguments of `reference`; it returns None for tensors that it does not take.
+        cpu: the kernel for CPUs, with the arguments of `reference`; it returns None for unsupported tensors.
         gpu: the name of the kernel for GPUs in triton_cast.py, which also returns None for such tensors.
         fake: computes results on fake tensors; None to use the reference.
         in_graphs: whether code compiled for a GPU calls the operation instead of the reference.
@@ -93,7 +93,7 @@ def operation(
 
 
 def _with_kernels(reference: Callable[..., Any], cpu: Callable[..., Any] | None, gpu: str | None) -> Callable[..., Any]:
-    """The function that runs the kernel for a tensor's device, or the reference where no kernel takes the tensor."""
+    """Return a function that runs the kernel for a tensor's device, or the reference if none supports the tensor."""
 
     def run(first: Tensor, *args: Any) -> Any:
         kernel = cpu
@@ -107,7 +107,7 @@ def _with_kernels(reference: Callable[..., Any], cpu: Callable[..., Any] | None,
 
 
 def _implementation(function: Callable[..., Any], results: int | None) -> Callable[..., Any]:
-    """`function` with the results of the operation's schema, which has neither `Operands` nor None."""
+    """Convert the results of `function` to those of the operation's schema, which has neither `Operands` nor None."""
 
     @torch.no_grad()
     def implementation(first: Tensor, *args: Any) -> Any:
@@ -143,14 +143,14 @@ def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) ->
 
 
 def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
-    """Whether a call on `tensor` goes through the registered operation; see the notes at the top."""
+    """Return whether a call on `tensor` goes through the registered operation; see the notes at the top."""
     if torch.compiler.is_dynamo_compiling():
         return in_graphs or is_cpu(tensor)
     return not runs_directly() or type(tensor) not in PLAIN_TYPES
 
 
 def triton_kernels(hp: Tensor) -> Any:
-    """The module of the Triton kernels if the GPU of `hp` runs them, else None, which is reported once."""
+    """Return the module of the Triton kernels if the GPU of `hp` runs them, else None, which is reported once."""
     if not is_cuda(hp) or torch.compiler.is_dynamo_compiling():
         return None
     from quaver.kernels import triton_blocks, triton_cast  # they import triton, which PyTorch for CPUs lacks

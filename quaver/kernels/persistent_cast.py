@@ -4,7 +4,8 @@
     cast_with_persistent_scale    C extension    Triton    PyTorch; codes of a materialized matrix by an operation
 
 A kernel checks on the device whether the scale is initialized, and if so reads the matrix once. Code compiled for a GPU
-reads the matrix twice until the host knows that the scale is ([Note: known scales] in linear/scale_state.py).
+reads the matrix twice until the host knows that the scale is initialized ([Note: known scales] in
+linear/scale_state.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from quaver.runtime.phases import phase
 def _cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Row codes, quant_scale, dequant_scale, column codes; float32 [2]: amax and number of saturated elements."""
+    """Return row codes, quant_scale, dequant_scale, column codes; float32 [2]: amax and saturated count."""
     cpu.check_memory(hp, quant_scale)
     codes, quant, dequant, observed = scaling.cast_with_persistent_scale(
         hp, quant_scale, float8_dtype, power_of_2=power_of_2
@@ -113,10 +114,10 @@ def _traced_with_persistent_scale(
     power_of_2: bool,
     is_materialized: bool,
 ) -> Operands:
-    """`cast_with_persistent_scale` for code compiled for a GPU.
+    """Run `cast_with_persistent_scale` in code compiled for a GPU.
 
     The codes under a known scale do not depend on the amax, but the returned scales do: Inductor then computes them in
-    the kernel that updates the buffer. If a scale is wrongly taken for known, every result is inf or NaN.
+    the kernel that updates the buffer. If a scale is wrongly assumed to be known, every result is inf or NaN.
     """
     cpu.check_memory(hp, scale.quant_scale)
     given = scale.quant_scale
@@ -148,11 +149,11 @@ _ROWS_AT_ONCE = 4
 
 
 def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The amax of a matrix, and the number of elements that saturate under a quant_scale; both float32 ().
+    """Compute the amax of a matrix, and how many elements saturate under a quant_scale; both float32 ().
 
     Rows are reduced first, so that Inductor fuses this into the kernel that computes the matrix. A row whose amax does
-    not saturate counts 0; because counts read the amaxes, one more kernel reduces both over all rows. Inductor would
-    split that kernel for more than 8,192 values, so a few rows are reduced together first.
+    not saturate counts 0. Counts therefore read the amaxes, and one more kernel reduces both over all rows. Inductor
+    would split that kernel for more than 8,192 values, so a few rows are reduced together first.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
 

@@ -33,7 +33,7 @@ with contextlib.suppress(ImportError):  # PyTorch for CPUs lacks it
 
 @accepts(supports_matrix)
 def amax(hp: Tensor, dim: int | None) -> Tensor:
-    """`recipes.scaling.amax` of `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
+    """Run `recipes.scaling.amax` on `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
     if dim is None:
         return amax_unless_known(hp, None)[0]
     row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
@@ -41,7 +41,7 @@ def amax(hp: Tensor, dim: int | None) -> Tensor:
 
 
 def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
-    """float32 [2]: the amax of `hp`, or 0 if a persistent `quant_scale` () is above 0; and 0.
+    """Compute float32 [2]: the amax of `hp`, or 0 if a persistent `quant_scale` () is above 0; and 0.
 
     If the scale is above 0, no program reads `hp`. Only the device can check it, so the kernel is always launched.
     """
@@ -51,7 +51,7 @@ def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
 
 
 def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The amaxes of rows, float32 [R, 1], and of columns, [1, C]; None if not requested."""
+    """Compute the amaxes of rows, float32 [R, 1], and of columns, [1, C]; None if not requested."""
     height, width = hp.shape
     zeros = hp.new_zeros(height * rows + width * columns, dtype=torch.float32)  # one fill kernel for both
     row_amax = zeros[:height].view(height, 1) if rows else None
@@ -62,7 +62,7 @@ def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None
 
 @accepts(supports_matrix)
 def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
-    """float32 [groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
+    """Compute float32 [groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
 
     Args:
         group: int64 [R], the group of each row. A program loops from the smallest to the largest group of its rows, so

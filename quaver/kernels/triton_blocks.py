@@ -1,4 +1,4 @@
-"""Code shared by the Triton kernels: which tensors they take, the arithmetic of a cast, and tiles of a matrix [R, C].
+"""Code shared by the Triton kernels: supported tensors, the arithmetic of a cast, and tiles of a matrix [R, C].
 
 The device functions are bit-identical to quaver/recipes/scaling.py, including NaN, inf, zero and subnormal numbers.
 Nothing is flushed to zero.
@@ -64,7 +64,7 @@ def jit(kernel: Callable[..., Any]) -> Any:
 
 
 def accepts(is_supported: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the launcher of a kernel to return None if `is_supported`, called with the same arguments, is False.
+    """Make a launcher of a kernel return None if `is_supported`, called with the same arguments, is False.
 
     Kernels differ in the dtypes and layouts that they read. Do not call a launcher while compiling.
     """
@@ -80,7 +80,7 @@ def accepts(is_supported: Callable[..., bool]) -> Callable[[Callable[..., Any]],
 
 
 def supports(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
-    """Whether `hp` [R, C] can be cast to `float8_dtype`: plain, contiguous, not empty, on a GPU of sm_90 or newer.
+    """Return whether the kernels cast `hp` [R, C]: plain, contiguous, not empty, on a GPU of sm_90 or newer.
 
     Under TRITON_INTERPRET the tensor is on the CPU. If the last of `options` is a mode, it must have a kernel.
     """
@@ -89,12 +89,12 @@ def supports(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
 
 
 def supports_matrix(hp: Tensor, *_: object) -> bool:
-    """`supports` for a kernel that writes no codes."""
+    """Return `supports` for a kernel that writes no codes."""
     return hp.dtype in HP_DTYPES and hp.dim() == 2 and has_kernels(hp)
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """The device, stride and class checks of `supports`."""
+    """Return whether the device, strides and class of `tensor` pass the checks of `supports`."""
     return (
         triton is not None
         and type(tensor) in PLAIN_TYPES
@@ -105,7 +105,7 @@ def has_kernels(tensor: Tensor) -> bool:
 
 
 def obstacle_of(device_index: int | None) -> str | None:
-    """Why the kernels do not run on this GPU; None if they do."""
+    """Return why the kernels do not run on this GPU, or None if they do."""
     if UNAVAILABLE_BECAUSE is not None:
         return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
     if torch.version.hip is not None:
@@ -185,7 +185,7 @@ class CastTarget(NamedTuple):
 
 @functools.cache
 def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> CastTarget:
-    """The constants of a cast to `float8_dtype` with the argument `mode` of a cast."""
+    """Make the constants of a cast to `float8_dtype` with the argument `mode` of a cast."""
     fmt = format_of(float8_dtype)
     pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
     statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
@@ -223,13 +223,13 @@ def widen(hp: tl.tensor) -> tl.tensor:
 
 @jit
 def magnitude_bits(hp: tl.tensor) -> tl.tensor:
-    """The bits of |hp| (float32) as int32, which order like |hp| with NaNs on top."""
+    """Return the bits of |hp| (float32) as int32, which order like |hp| with NaNs on top."""
     return hp.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def largest_magnitude_bits(hp: tl.tensor, axis: tl.constexpr = None) -> tl.tensor:
-    """The maximum of `magnitude_bits(widen(hp))`, of all elements or along an axis, computed before widening.
+    """Compute the maximum of `magnitude_bits(widen(hp))`, of all elements or along an axis, before widening.
 
     A GPU compares two 16-bit integers at once, but `tl.max` would widen them.
     """
@@ -256,13 +256,13 @@ def hide_from_cse(hp: tl.tensor) -> tl.tensor:
 
 @jit
 def as_bits(amax_ptr: tl.tensor) -> tl.tensor:
-    """A pointer to the same float32 numbers as int32, which order like non-negative float32 numbers."""
+    """Return a pointer to the same float32 numbers as int32, which order like non-negative float32 numbers."""
     return amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @jit
 def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """`quaver.recipes.scaling.amax_to_quant_scale` of float32 numbers."""
+    """Compute `quaver.recipes.scaling.amax_to_quant_scale` of float32 numbers."""
     if CAST.power_of_2:  # see `_power_of_2_below` in scaling.py
         bits = amax.to(tl.int32, bitcast=True)
         exponent = tl.minimum((CAST.max_bits - bits) >> 23, CAST.largest_exponent)
@@ -274,7 +274,7 @@ def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """`quaver.recipes.scaling.to_dequant_scale` of the result of `to_quant_scale`.
+    """Compute `quaver.recipes.scaling.to_dequant_scale` of the result of `to_quant_scale`.
 
     An integer subtraction inverts a power of two. 0, which stands for an amax of inf, and NaN are handled separately.
     """
@@ -286,7 +286,7 @@ def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def scales_of_amax(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """`quaver.recipes.scaling.compute_scales` of float32 numbers; without a rule it returns the quant_scales twice."""
+    """Run `quaver.recipes.scaling.compute_scales` on float32 numbers; without a rule, return the quant_scales twice."""
     if not CAST.by_rule:
         quant = to_quant_scale(amax, CAST)
         return quant, quant
@@ -345,10 +345,10 @@ def store_scales(
 
 @jit
 def to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """RNE8(clamp(scaled, -max, max)). The hardware converts two numbers at once, saturates, and keeps NaN.
+    """Compute RNE8(clamp(scaled, -max, max)). The hardware converts two numbers at once, saturates, and keeps NaN.
 
     [Note: ptxas before 13] With Triton's own conversion, ptxas 12.8 and 12.9 miscompile a pair of codes that is stored
-    twice, as row codes and as column codes: the second code is read from an undefined register
+    twice, as row codes and as column codes. The second code is read from an undefined register
     (triton-lang/triton#11111). Here the assembly returns four codes in one register, so no pair is used twice.
     """
     if _INTERPRETED:
@@ -359,7 +359,7 @@ def to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def spread(hp_ptr: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """0 to SIZE - 1, with a hint of 16 bytes of hp per thread, so that a warp loads 512 consecutive bytes.
+    """Return 0 to SIZE - 1, with a hint of 16 bytes of hp per thread, so that a warp loads 512 consecutive bytes.
 
     Without the hint the compiler gives each thread 16 codes, for the widest stores, and a warp's loads have gaps.
     """
@@ -379,7 +379,7 @@ def load_tile(
 def load_bits(
     hp_ptr: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`load_tile` in the dtype of hp."""
+    """Run `load_tile` in the dtype of hp."""
     across = tl.cdiv(columns, TILE.columns)
     order = tl.arange(0, TILE.rows)
     STRIPES: tl.constexpr = TILE.rows // TILE.rows_of_thread
@@ -390,7 +390,7 @@ def load_bits(
 
 @jit
 def inside(i: tl.tensor, i_end: tl.tensor, j: tl.tensor, j_end: tl.tensor) -> tl.tensor:
-    """The mask of a block: i < i_end and j < j_end."""
+    """Return the mask of a block: i < i_end and j < j_end."""
     return (i < i_end)[:, None] & (j < j_end)[None, :]
 
 

@@ -91,7 +91,7 @@ WIDEST_ROW = 32768
 def cast_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
-    """`quaver.recipes.scaling.dynamic_cast` of `hp` [R, C] with one scale, float32 ()."""
+    """Run `quaver.recipes.scaling.dynamic_cast` on `hp` [R, C] with one scale, float32 ()."""
     cast = cast_to(float8_dtype, power_of_2, mode)
     row_codes, quant, dequant, column_codes, _ = _cast_with_one_scale(hp, float8_dtype, row, column, cast, None)
     return pair_codes(row_codes, column_codes, quant, dequant)
@@ -101,7 +101,7 @@ def cast_tensorwise(
 def cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
-    """`quaver.recipes.scaling.cast_with_persistent_scale` of `hp` [R, C].
+    """Run `quaver.recipes.scaling.cast_with_persistent_scale` on `hp` [R, C].
 
     Args:
         quant_scale: float32 ().
@@ -115,7 +115,7 @@ def cast_with_persistent_scale(
 def _cast_with_one_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: CastTarget, quant_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
-    """`cast_with_persistent_scale`, or with None for quant_scale a dynamic cast, which counts no saturation."""
+    """Run `cast_with_persistent_scale`, or with None for quant_scale a dynamic cast, which counts no saturation."""
     observed = amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
@@ -129,7 +129,7 @@ def _cast_with_one_scale(
 def cast_rowwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
-    """`quaver.recipes.scaling.dynamic_cast` of `hp` [R, C] along dim 1 and dim 0, with scales [R, 1] and [1, C]."""
+    """Run `quaver.recipes.scaling.dynamic_cast` on `hp` [R, C] along dim 1 and dim 0, with scales [R, 1] and [1, C]."""
     cast = cast_to(float8_dtype, power_of_2, mode)
     if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
@@ -150,7 +150,7 @@ def cast_with_scale(
     column_scale: Tensor | None,
     division: str = "",
 ) -> Codes:
-    """`quaver.recipes.scaling.cast_to_float8` of `hp` [R, C].
+    """Run `quaver.recipes.scaling.cast_to_float8` on `hp` [R, C].
 
     Args:
         row_scale: float32 () or [R, 1], the `factor` of row codes; None for no row codes.
@@ -175,7 +175,7 @@ def _cast_by_dim(
 
 
 def tile_of_whole_rows(width: int) -> Tile:
-    """A tile of 4096 elements, or of one row if a row is wider, with 32 elements per thread."""
+    """Return a tile of 4096 elements, or of one row if a row is wider, with 32 elements per thread."""
     columns = max(triton.next_power_of_2(width), 16)
     rows = max(4096 // columns, 1)
     return Tile(rows, columns, warps=rows * columns // (32 * 32))

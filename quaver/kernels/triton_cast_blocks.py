@@ -5,8 +5,8 @@ blocks along rows and along columns at once, a tile has as many rows as a block 
 Elements outside the matrix are read as 0 and not written. Column codes have strides (1, R). A tile with column codes is
 one column block high, so the permutation of its rows does not matter ([Note: transposing a tile] in triton_blocks.py).
 
-Both directions of 1 x n take two casts, which read the matrix twice, if R, C or the address in bytes is not a multiple
-of 16: a tile for both directions with narrow accesses needs more registers than a thread has.
+If R, C or the address in bytes is not a multiple of 16, both directions of 1 x n take two casts, which read the matrix
+twice. A tile for both directions with narrow accesses would need more registers than a thread has.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def cast_blockwise(
     length: int,
     mode: str,
 ) -> Operands:
-    """`recipes.scaling.dynamic_cast_blocks` of `hp` [R, C] along rows and columns. Square blocks are cast once."""
+    """Run `recipes.scaling.dynamic_cast_blocks` on `hp` [R, C] along rows and columns. Square blocks are cast once."""
 
     def cast(layout: ScaleLayout, row: bool, column: bool) -> Operands:
         return _cast(hp, float8_dtype, power_of_2, layout, mode, row, column)
@@ -93,7 +93,7 @@ def cast_blockwise(
 
 
 def casts_both_at_once(rows: int, columns: int) -> bool:
-    """Whether one kernel casts an aligned matrix [rows, columns] in blocks of 1 x n in both directions."""
+    """Return whether one kernel casts an aligned matrix [rows, columns] in blocks of 1 x n in both directions."""
     return rows % 16 == columns % 16 == 0
 
 
@@ -102,7 +102,7 @@ def _tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile:
 
 
 def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Operands:
-    """Operands with blocks [1, length] for row codes and [length, 1] for column codes.
+    """Quantize blocks [1, length] for row codes and [length, 1] for column codes.
 
     A thread has 64 elements. With at most 128 registers, two programs of 256 threads share a multiprocessor, so that
     one computes while the other waits for memory. Programs of 64 threads need no limit.
@@ -129,7 +129,7 @@ def _cast(
     row: bool,
     column: bool,
 ) -> Operands:
-    """Operands with blocks of one shape, in one read of the matrix."""
+    """Quantize blocks of one shape, in one read of the matrix."""
     codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
     rows, columns = (max(size, 32) for size in layout[:2])

@@ -31,14 +31,14 @@ except ImportError:  # PyTorch for CPUs lacks it
 
 
 def supports_codes(codes: Tensor) -> bool:
-    """Whether the kernel copies `codes` [..., R, C], which must be float8 and pass `has_kernels`."""
+    """Return whether the kernel copies `codes` [..., R, C], which must be float8 and pass `has_kernels`."""
     is_matrices = codes.dim() >= 2 and math.prod(codes.shape[:-2]) <= MOST_MATRICES
     return codes.dtype in FLOAT8_DTYPES and is_matrices and has_kernels(codes)
 
 
 @accepts(supports_codes)
 def column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [..., R, C] in which each matrix has strides (1, R)."""
+    """Copy `codes` [..., R, C] so that each matrix has strides (1, R)."""
     height, width = codes.shape[-2:]
     copy = codes.new_empty(codes.mT.shape)
     is_aligned = height % 16 == width % 16 == codes.data_ptr() % 16 == 0

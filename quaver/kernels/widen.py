@@ -1,7 +1,7 @@
 """Converts float8 to bfloat16 or float32 exactly, and multiplies by a scale, which is exact for powers of two.
 
-On a CPU the C extension is faster than the reference, `codes.to(dtype) * scale.to(dtype)`, and so is a table of all
-pairs of codes without the extension.
+The reference is `codes.to(dtype) * scale.to(dtype)`. On a CPU the C extension is faster. Without the extension, a table
+of all pairs of codes is faster, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PAIR_STORAGE = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 
 def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout: ScaleLayout = TENSORWISE) -> Tensor:
-    """The values of float8 `codes` [rows, columns], any strides, in bfloat16 or float32, NaN and inf included.
+    """Convert float8 `codes` [rows, columns], any strides, to bfloat16 or float32, NaN and inf included.
 
-    `scale`: float32 of `layout`, a factor of the result; for bfloat16 powers of two, so that products are exact. The
+    `scale`: float32 of `layout`, a factor of the result. For bfloat16, powers of two, so that products are exact. The
     result is column-major if `codes` is, or is a view of a column-major matrix.
     """
     if is_cpu(codes):
@@ -42,7 +42,7 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout
 
 
 def _may_lose_bits(scale: Tensor) -> bool:
-    """Whether products with these scales may be subnormal in bfloat16, which C would truncate."""
+    """Return whether products with these scales may be subnormal in bfloat16, which C would truncate."""
     return scale.numel() > 0 and scale.amin().item() < _SMALLEST_EXACT_SCALE
 
 
@@ -53,7 +53,7 @@ def _widen_by_table(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def pair_table(float8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """A table whose entry i holds the values of bytes i % 256 and i // 256, in memory order, as one integer."""
+    """Make a table whose entry i holds the values of bytes i % 256 and i // 256, in memory order, as one integer."""
     value = torch.arange(256, dtype=torch.uint8, device="cpu").view(float8_dtype).to(dtype)
     second, first = torch.meshgrid(value, value, indexing="ij")
     return torch.stack([first, second], dim=-1).view(_PAIR_STORAGE[dtype]).view(-1)

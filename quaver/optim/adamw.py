@@ -81,7 +81,7 @@ class Float8AdamW(Float8Optimizer):
         """Load a state dict of torch.optim.AdamW and round its moments. Options that AdamW lacks do not change.
 
         Raises:
-            ValueError: a moment is missing or has another shape than its parameter.
+            ValueError: a moment is missing, or its shape differs from its parameter's.
         """
         self._load_torch_state_dict(state_dict)
 
@@ -139,7 +139,7 @@ def _check_pair(group: dict[str, Any]) -> None:
 
     A spike in a block makes the block's codes coarse. Stochastic rounding then sometimes rounds a small mean up, to
     many times its size. The root of the second moment in float8 is as coarse and never rounds to 0, which keeps such a
-    step below 2.5 times the learning rate. With an exact root, as small as the element's gradients, a step reached
+    step below 2.5 times the learning rate. An exact root is as small as the element's gradients: a step then reached
     4,550 times the learning rate.
     """
     if group["exp_avg"] == "float8" and group["exp_avg_sq"] != "float8":

@@ -87,7 +87,7 @@ class Float8Optimizer(Optimizer):
         """Make one step of all parameters that have gradients.
 
         Raises:
-            ValueError: a gradient is sparse or has other placements than its parameter. No parameter changes.
+            ValueError: a gradient is sparse, or its placements differ from its parameter's. No parameter changes.
             RuntimeError: a CUDA graph is being captured.
         """
         _check_no_capture(type(self).__name__)
@@ -135,13 +135,13 @@ class Float8Optimizer(Optimizer):
         return sum(int(count) for count in self._skipped.values())
 
     def _report_skipped(self) -> None:
-        """Log how many parts this step skipped. On a GPU only the counter says so, because reading it synchronizes."""
+        """Log how many parts this step skipped. On a GPU log nothing, because reading the counter synchronizes."""
         counter = self._skipped.get(torch.device("cpu"))
         if counter is None or fake_mode_is_on() or int(counter) == self._warned:
             return
         count, self._warned = int(counter) - self._warned, int(counter)
         logger.warning(
-            "gradients are not finite in %d %s: their parameters and moments stay as they are",
+            "gradients are not finite in %d %s: their parameters and moments are unchanged",
             count,
             self.skipped_things,
         )
@@ -223,7 +223,7 @@ class Float8Optimizer(Optimizer):
         """Load a state dict of torch's optimizer and round its moments. Options that it lacks do not change.
 
         Raises:
-            ValueError: the algorithm differs, or a moment is missing or has another shape than its parameter.
+            ValueError: the algorithm differs, a moment is missing, or its shape differs from its parameter's.
         """
         torch_name = self.torch_optimizer.__name__
         if [len(group["params"]) for group in self.param_groups] != [
@@ -279,7 +279,7 @@ def get_local_gradient(parameter: Tensor) -> Tensor:
 
 
 def check_gradient(parameter: Tensor) -> None:
-    """Raise ValueError for a gradient that is sparse or has other placements than its parameter."""
+    """Raise ValueError for a gradient that is sparse, or whose placements differ from its parameter's."""
     grad = parameter.grad
     if grad is None:
         return
@@ -315,12 +315,12 @@ def _wants_float8(parameter: Tensor, group: dict[str, Any]) -> bool:
 
 
 def _warn_of_float32(name: str, parameter: Tensor) -> None:
-    """Say why requested float8 moments are float32, unless float8 would save little."""
+    """Warn why requested float8 moments are float32, unless float8 would save little."""
     if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
         warn_once(
             "float32 moments of flat parameters",
-            f"moments of {name} {list(parameter.shape)} stay in float32, 4 bytes per element each, because it is no "
-            "matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",
+            f"moments of {name} {list(parameter.shape)} stay in float32, 4 bytes per element each, because it is not "
+            "a matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",
         )
     elif not is_small(parameter) and (obstacle := find_obstacle(parameter)):
         if dist.is_initialized() and dist.get_rank():

@@ -1,4 +1,5 @@
-"""Runs `update_blocks` on buckets of many parameters, so that the number of operations depends on elements only.
+"""Runs `update_blocks` on buckets of many parameters, so that the number of operations depends on the number of
+elements, not of parameters.
 
     gather      rows of parameters, gradients and moments -> one matrix of blocks each
     update      in PyTorch, or compiled once for all buckets
@@ -52,7 +53,7 @@ def run_updates(
 
     Args:
         skipped: returns the int64 () counter of a device, to which the number of skipped blocks is added.
-        compile: compile the arithmetic of parameters that the C extension does not take.
+        compile: compile the arithmetic of parameters that the C extension does not support.
     """
     values = torch.tensor(scalars, dtype=torch.float32)
     in_buckets = []

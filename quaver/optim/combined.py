@@ -157,9 +157,9 @@ def list_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 def load_states_of(target: Optimizer, source: Optimizer) -> None:
     """Give `target` the states of `source`, an optimizer of the same parameters, and the options that both have.
 
-    Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments are converted by way
-    of float32, which temporarily takes 8 bytes per parameter. Param groups may differ. torch's Muon counts no steps, so
-    Float8Muon starts again at step 0.
+    Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments are converted
+    through float32, which temporarily takes 8 bytes per parameter. Param groups may differ. torch's Muon counts no
+    steps, so Float8Muon starts again at step 0.
 
     Raises:
         ValueError: a parameter has Muon in one optimizer and AdamW in the other, is missing in `source`, or uses an

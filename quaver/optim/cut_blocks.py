@@ -4,7 +4,7 @@
     2. all ranks     take the maximum over the ranks that share a block: an all-reduce of 4 bytes per block and moment
     3. each rank     encodes its shard with these amaxes, and stores the new scales of whole rows
 
-States are therefore bit-identical to those on one rank. A rank without columns takes part.
+States are therefore bit-identical to those on one rank. A rank without columns joins the collective.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from quaver.torch_private.dtensor import is_dtensor
 
 
 class CutPart(NamedTuple):
-    """The amaxes of a parameter's blocks: of this rank's elements, or after `reduce_amaxes` of whole blocks."""
+    """The amaxes of a parameter's blocks: over this rank's elements, or after `reduce_amaxes` over whole blocks."""
 
     parameter: Tensor
     grid: BlockGrid
     amaxes: Tensor
-    """float32 [moments, rows, blocks of a whole row]; 0 for blocks that this rank has no elements of."""
+    """float32 [moments, rows, blocks of a whole row]; 0 for blocks without elements on this rank."""
 
     @classmethod
     def zeros(cls, parameter: Tensor, moments: int) -> CutPart:

@@ -91,7 +91,7 @@ class Float8Muon(Float8Optimizer):
         Steps are counted from 0 again, with the random bits of a new optimizer.
 
         Raises:
-            ValueError: momentum is missing or has another shape than its parameter.
+            ValueError: momentum is missing, or its shape differs from its parameter's.
         """
         self._load_torch_state_dict(state_dict)
 

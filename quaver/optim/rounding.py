@@ -11,7 +11,7 @@ Values are float32 [B, 256], whose rows are blocks of one or more parameters. cs
     bfloat16   x, rounded the same way.
     root       e4m3 stores the square root of the second moment, and never rounds a positive root to 0.
 
-e4m3 has 3 mantissa bits and bfloat16 has 7. 16 random bits are added below the mantissa. They carry into it with a
+e4m3 has 3 mantissa bits, bfloat16 has 7. Rounding adds 16 random bits below the mantissa. They carry into it with a
 probability equal to the fraction that the lower bits represent, and representable values do not change. Below 2^-6,
 e4m3 values are 2^-9 apart. Adding 2^-6 first moves them to where float32's mantissa has this spacing.
 """
@@ -106,7 +106,7 @@ def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[
     Args:
         amax: the largest magnitude of each block, float32 [B], finite.
         noise: random bits, int32 [B, 256], 0 to 65535.
-        is_root: round positive values to the smallest positive code at least.
+        is_root: round positive values to at least the smallest positive code.
     Returns:
         Codes, uint8 [B, 256], and dequant_scale, float32 [B].
     """

@@ -8,8 +8,8 @@ one of its experts to the expert's rank (dispatch) and the result back (combine)
     backward    dispatch    grad_output of the last matmul    codes or high precision
                 combine     grad_input of the first matmul    high precision
 
-[Note: what travels as codes] A matrix travels as codes only if they give all its readers on the receiving rank the
-operands of a single process. Casts of rows commute with sending rows, since a row's codes depend on that row alone:
+[Note: what travels as codes] A matrix travels as codes only if all its readers on the receiving rank get the operands
+of a single process from them. Casts of rows commute with sending rows, because a row's codes depend only on that row:
 
     row and column cast are one (tensorwise)     always: the ranks agree on each expert's amax before they cast
     scales of rows, or of blocks along rows      if only the row operand is read: no weight is trained, or gradients
@@ -77,11 +77,11 @@ class TokenDispatch:
         self.ends = counts.sum(0).cumsum(0).to(torch.int32)
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Rows sorted by expert, [pairs, columns] -> [local rows, columns]. Rows past the last end are not sent."""
+        """Send rows sorted by expert, [pairs, columns] -> [local rows, columns], except rows past the last end."""
         return all_to_all(rows[: sum(self._sent)], self._received, self._sent, self._group)[self._by_expert]
 
     def combine(self, rows: Tensor) -> Tensor:
-        """[local rows, columns] -> [pairs, columns], 0 past the last end."""
+        """Send rows back, [local rows, columns] -> [pairs, columns], 0 past the last end."""
         by_rank = torch.empty_like(rows)
         by_rank[self._by_expert] = rows
         combined = all_to_all(by_rank, self._sent, self._received, self._group)
@@ -89,7 +89,7 @@ class TokenDispatch:
         return F.pad(combined, (0, 0, 0, missing)) if missing else combined
 
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
-        """The operands of `dispatch(hp)`; see [Note: what travels as codes]."""
+        """Return the operands of `dispatch(hp)`; see [Note: what travels as codes]."""
         if not _travels_as_codes(casts, row, column, self._grad_weight_from_codes):
             return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
         cast = casts.row if row else casts.column_source
@@ -128,7 +128,7 @@ class TokenDispatch:
 
 
 def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
-    """Whether a matrix travels as codes if these operands of it are read; see [Note: what travels as codes]."""
+    """Return whether a matrix travels as codes if these operands of it are read; see [Note: what travels as codes]."""
     if casts.is_dequantized:
         row, column = True, False
     cast = casts.row if row else casts.column
@@ -249,11 +249,14 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
     count = next(iter(weights_of(module).values())).shape[0]
     if count != module.num_experts:
         raise ValueError(
-            f"expected whole experts, got a module of {module.num_experts} with weights of {count}; load the model "
-            'without another expert parallelism, or with transformers\' ep_implementation="float8"'
+            f"expected a module with all its experts, got num_experts {module.num_experts} with weights of {count} "
+            "experts; load the model without another expert parallelism, or with transformers' "
+            'ep_implementation="float8"'
         )
     if count % mesh.size():
-        raise ValueError(f"expert parallelism expects as many experts on each rank, got {count} on {mesh.size()} ranks")
+        raise ValueError(
+            f"expert parallelism expects the same number of experts on each rank, got {count} on {mesh.size()} ranks"
+        )
 
 
 def check_backend(mesh: DeviceMesh, device: torch.device) -> None:
@@ -263,6 +266,6 @@ def check_backend(mesh: DeviceMesh, device: torch.device) -> None:
         all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), one_each, one_each, group)
     except RuntimeError as error:
         raise NotImplementedError(
-            "expert parallelism sends codes by all_to_all_single of uint8, which the backend "
-            f"{dist.get_backend(group)} cannot on {device.type} ({error}); use gloo or nccl"
+            "expert parallelism sends codes by all_to_all_single of uint8, which the "
+            f"{dist.get_backend(group)} backend does not support on {device.type} ({error}); use gloo or nccl"
         ) from error

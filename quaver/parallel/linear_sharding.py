@@ -213,7 +213,7 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
     """Raise ValueError if sharding the weight along `weight_dim` over `ranks` would split blocks that share a scale."""
     casts = linear.config.casts
     sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
-    # Configs give the layout of row codes; in column codes blocks are turned.
+    # Configs give the layout of row codes; in column codes blocks are transposed.
     cast_dims = [(operand.row, dim) for operand, dim in sharded]
     cast_dims += [(operand.column, 1 - dim) for operand, dim in sharded]
     lengths = [cast.known_layout("tensor parallelism")[dim] for cast, dim in cast_dims if not cast.is_disabled]
@@ -229,7 +229,7 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
 
 
 def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | PartialSumSharding | ReplicatedSharding:
-    """The sharding of a linear whose weight other code made a DTensor, for example torch's ColwiseParallel.
+    """Derive the sharding of a linear whose weight other code made a DTensor, for example torch's ColwiseParallel.
 
     The output has the placement that nn.Linear gives it: Shard(-1), Partial(), or the input's for a replicated weight.
     """
@@ -252,7 +252,7 @@ def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | P
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """`to_local()` of a DTensor, which is differentiable; other tensors are returned unchanged."""
+    """Return `to_local()` of a DTensor, which is differentiable, and other tensors unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -344,7 +344,7 @@ class PartialGrad(torch.autograd.Function):
 
 
 def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
-    """Whether the input is all-gathered as codes: both its matmuls read float8, and blocks are not square.
+    """Return whether the input is all-gathered as codes: both its matmuls read float8, and blocks are not square.
 
     The scale of a square block belongs to several tokens, so leading dims could not be flattened and split.
     """
@@ -362,10 +362,10 @@ class AllGatherInput:
         self._calls: dict[Float8LinearConfig, Any] = {}
         self.follow_config()
         if self.is_used and self._dim == -1:
-            raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
+            raise ValueError(f"expected a replicated input or one sharded along its tokens, got {layout} (features)")
 
     def follow_config(self) -> None:
-        """Cast by the linear's current config from now on, and set `is_used`: whether it gathers codes."""
+        """Cast by the linear's current config from now on, and set `is_used`, which says whether codes are gathered."""
         dim, mesh, config, as_dtensor = self._dim, self._mesh, self._linear.config, self._as_dtensor
         self.is_used = is_all_gathered_in_float8(config)
 
@@ -384,7 +384,7 @@ class AllGatherInput:
         """All-gather this rank's part of the input.
 
         `for_grad_weight`: whether a linear that reads the input trains its weight. `linear`: the linear whose
-        persistent scale to use; the copy of a module passes its linear.
+        persistent scale is used; the copy of a module passes its own linear.
         """
         scale = (linear or self._linear).persistent_scales(local.device).input or (None, None, None)
         return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])

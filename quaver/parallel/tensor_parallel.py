@@ -13,8 +13,8 @@ The payloads over T ranks, for an activation of M tokens by K features:
                  another cast than output does (rowwise, blocks), both casts are sent: two bytes per element, as in
                  bfloat16.
     backward     The same for a sequence-sharded grad_output of Float8RowwiseParallel.
-    in bfloat16  Inputs that a recipe reads in high precision (those with _gw_hp). Sequences of a rank that are no
-                 multiple of the rows of a block (128 or 32). Every sum over ranks.
+    in bfloat16  Inputs that a recipe reads in high precision (those with _gw_hp). Sequences of a rank that are not
+                 a multiple of the rows of a block (128 or 32). Every sum over ranks.
 """
 
 from __future__ import annotations
@@ -140,9 +140,10 @@ class Float8RowwiseParallel(RowwiseParallel):
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """torch's `PrepareModuleInput` for Float8Linears that share inputs: quantized once, all-gathered once as codes.
 
-    In place of a sequence-sharded input, the module's forward gets a `Float8Tensor` of the whole input's shape (in a
+    Instead of a sequence-sharded input, the module's forward gets a `Float8Tensor` of the whole input's shape (in a
     DTensor unless `use_local_output`). It can be passed to column-wise parallel Float8Linears and viewed with other
-    leading dims; any other op raises. If the recipe reads the input in high precision too, torch all-gathers it so.
+    leading dims; any other op raises. If the recipe also reads the input in high precision, torch all-gathers it in
+    high precision.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: see

@@ -96,7 +96,7 @@ class TensorParallelQuantizer(Quantizer):
         return Operands(agreed.row or own.row, agreed.column or own.column)
 
     def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
-        """The scales of the whole matrix that reduce `dim`, or both dims for None. A collective."""
+        """Return the whole matrix's scales, computed over `dim`, or over both dims for None. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
         amax = amax.to(hp.dtype) if cast.mode else amax  # exact: an amax is an element of `hp`; see `compute_scales`
         power_of_2 = self.casts.power_of_2
@@ -104,7 +104,7 @@ class TensorParallelQuantizer(Quantizer):
 
 
 class GatheringQuantizer(TensorParallelQuantizer):
-    """Quantizes this rank's tokens of an activation [..., K] and all-gathers the codes into operands of the whole.
+    """Quantizes this rank's tokens of an activation [..., K] and all-gathers the codes of the whole activation.
 
     Args:
         token_dim: the sharded dim.
@@ -124,11 +124,11 @@ class GatheringQuantizer(TensorParallelQuantizer):
         self.token_dim = token_dim
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
-        """See `Quantizer`. `hp` is this rank's part [..., tokens, ..., K]; the operands are the whole's."""
+        """See `Quantizer`. `hp` is this rank's part [..., tokens, ..., K]; operands are of the whole activation."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
         row_tokens = _count_tokens_per_scale(casts.row, 0)
         column_tokens = row_tokens if casts.is_dequantized else _count_tokens_per_scale(casts.column, 1)
-        consecutive = math.prod(hp.shape[token_dim:-1])  # this rank's neighboring tokens in the whole
+        consecutive = math.prod(hp.shape[token_dim:-1])  # this rank's neighboring tokens in the whole activation
         needs_hp = (row and casts.row.is_disabled) or (column and casts.column_source.is_disabled)
         cuts_blocks = (row and consecutive % (row_tokens or 1)) or (column and consecutive % (column_tokens or 1))
         if needs_hp or cuts_blocks:
@@ -162,7 +162,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
 
 
 def _lay_out_columns(codes: Tensor) -> Tensor:
-    """`lay_out_columns` in eager code.
+    """Run `lay_out_columns` in eager code.
 
     Inductor would lose column-major strides in the views to [..., K] and back, so there the backward's matmul copies.
     """
@@ -170,7 +170,7 @@ def _lay_out_columns(codes: Tensor) -> Tensor:
 
 
 def _count_tokens_per_scale(cast: CastConfig, direction: int) -> int:
-    """The number of tokens that share a scale in row (0) or column (1) codes; 0 if all tokens do."""
+    """Count the tokens that share a scale in row (0) or column (1) codes; 0 if all tokens do."""
     return cast.known_layout("tensor parallelism")[direction]
 
 
@@ -190,7 +190,7 @@ def _cast_with_agreed_scale(
     power_of_2: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row codes, quant_scale, dequant_scale, and what `PersistentScale.amax_buffer` records of this rank's part."""
+    """Return row codes, quant_scale, dequant_scale, and this rank's update of `PersistentScale.amax_buffer`."""
     check_memory(hp, quant_scale, is_initialized)
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, observed, is_initialized)

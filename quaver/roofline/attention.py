@@ -46,7 +46,7 @@ class Rate(NamedTuple):
     half: float
 
     def tflops(self, seq_len: int) -> float:
-        """The TFLOP/s for sequences of this length."""
+        """Return the TFLOP/s for sequences of this length."""
         return self.best * seq_len / (seq_len + self.half)
 
 
@@ -67,7 +67,7 @@ RATES = {
 
 
 def kernel_of(compute_capability: int | None) -> str:
-    """The kernel of torch's attention for heads of at most 128 features: FLASH or CUDNN.
+    """Return the kernel of torch's attention for heads of at most 128 features: FLASH or CUDNN.
 
     Args:
         compute_capability: 90 for 9.0; None for GPUs of other vendors.
@@ -76,7 +76,7 @@ def kernel_of(compute_capability: int | None) -> str:
 
 
 def rates_of(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
-    """The rates of the forward and of the backward.
+    """Return the rates of the forward and of the backward.
 
     Args:
         kernel: FLASH or CUDNN; None for torch's choice.
@@ -88,7 +88,7 @@ def rates_of(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
 def attention_seconds(
     queries: int, tokens: float, seq_len: int, spec: DeviceSpec, kernel: str | None = None
 ) -> PerPass:
-    """The seconds of causal attention, which skips the masked half, for `tokens` in sequences of `seq_len`.
+    """Predict the seconds of causal attention, which skips the masked half, for `tokens` in sequences of `seq_len`.
 
     Args:
         queries: the features of all query heads.

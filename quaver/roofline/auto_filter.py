@@ -29,7 +29,7 @@ def auto_filter_for_recipe(
     skip: tuple[str, ...] = (),
     min_speedup: float = 1.05,
 ) -> Callable[[nn.Module, str], FilterDecision]:
-    """A filter for `convert_to_float8_training` that skips linears too small to gain, and reports its estimate.
+    """Make a filter for `convert_to_float8_training` that skips linears too small to gain, and reports its estimate.
 
     It skips experts of any size, because no grouped matmul of a GPU was measured. To convert experts too, use
     `lambda module, name: is_experts(module) or estimate(module, name)`, with `is_experts` from `quaver.experts.module`
@@ -78,5 +78,5 @@ def _spec_of(device: str | torch.device | None) -> DeviceSpec:
         return spec_of_this_machine() or require_device_spec("H100", "device")
     spec = device_spec(device)
     if spec is None:
-        raise ValueError(f"no data about device {str(device)!r}: name one of {DEVICE_NAMES}")
+        raise ValueError(f"device: unknown device {str(device)!r}: expected the full name of one of {DEVICE_NAMES}")
     return spec

@@ -14,7 +14,7 @@ keys, and H of the feed-forward, in bfloat16. A kernel reads and writes each ten
 
 These are the bytes of compiled code; eager code moves more. Compiled casts are fused with the norm or SwiGLU, which
 saves a read and computes amaxes in the same kernel, but computes the input again. `quaver bench ledger` counts both.
-tests/library/roofline/test_block.py holds the bytes of this table and of casts within 13% of its counts
+tests/library/roofline/test_block.py checks that the bytes of this table and of casts are within 13% of its counts
 (rowwise_with_gw_hp: 20%, blockwise: 30%).
 """
 
@@ -50,7 +50,7 @@ class PerPass(NamedTuple):
 
 
 def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> PerPass:
-    """The bytes per token that a block moves outside of its matmuls, attention and casts.
+    """Count the bytes per token that a block moves outside of its matmuls, attention and casts.
 
     Args:
         residual_bytes: bytes per element of the residual stream: 2, or 4 in float32.
@@ -64,6 +64,6 @@ def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> PerPass
 
 
 def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2) -> PerPass:
-    """The seconds to move `bytes_between_matmuls` for `tokens`, including kernel launches."""
+    """Predict the seconds to move `bytes_between_matmuls` for `tokens`, including kernel launches."""
     passes = zip(bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
     return PerPass(*(moved_s(tokens * moved, spec) + kernels * KERNEL_LAUNCH_S for moved, kernels in passes))

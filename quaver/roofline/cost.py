@@ -23,9 +23,13 @@ each operand of each matmul) and multiplies in bfloat16. The rate of native matm
 (quaver/roofline/scaled_matmul.py). With backward="dequantized" the row codes of input and weight are widened in the
 same way, after the weight is cast again.
 
-Not included: fusion of casts with other kernels (a compiler can save a read); the host's time, which counts if it is
-slower than the GPU; L2 cache; power limits in long runs; communication; the state of delayed scaling (once a step for
-the whole model); biases; padding to 16.
+Not included:
+    fusion of casts with other kernels, by which a compiler can save a read
+    the host's time, which counts if it is slower than the GPU
+    L2 cache, and power limits in long runs
+    communication
+    the state of delayed scaling, updated once a step for the whole model
+    biases, and padding to 16
 """
 
 from __future__ import annotations
@@ -140,7 +144,7 @@ def linear_cost(
 def recipe_casts(
     recipe: Float8LinearRecipeName | str, *, microbatches: int | None = None, input_readers: int = 1
 ) -> tuple[Casts, Casts, Casts]:
-    """The casts of (input, weight, grad_output) in one forward and backward; the arguments are `linear_cost`'s."""
+    """Return the casts of (input, weight, grad_output) in one forward and backward; arguments as in `linear_cost`."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     input = _divide(_operand_casts(casts.input), input_readers)
     weight = _divide(_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
@@ -153,7 +157,7 @@ def recipe_casts(
 
 
 def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
-    """The casts of one operand for its two matmuls: both at once, or `apart` if the first one's codes are not saved."""
+    """Return the casts of an operand for its two matmuls: both at once, or `apart` if the first codes are not saved."""
     row, column = casts.row, casts.column
     in_float8 = [cast for cast in (row, column) if not cast.is_disabled]
     if not in_float8:
@@ -185,25 +189,25 @@ def _divide(casts: Casts, sharers: int) -> Casts:
 
 
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
-    """The kinds of scales in a recipe's float8 matmuls that `spec` does not multiply; None: no hardware does."""
+    """Return the kinds of scales in a recipe's float8 matmuls that `spec` does not multiply; None: no hardware does."""
     kinds = set(kinds_of_matmuls(canonical_recipe(recipe)).values())
     return {kind for kind in kinds if kind is None or obstacle_to(spec, kind)}
 
 
 def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
-    """Why `spec` does not multiply float8 with this kind of scales; None if it does."""
+    """Return why `spec` does not multiply float8 with this kind of scales, or None if it does."""
     if spec.float8_tflops is None:
         return f"{spec.name} does not multiply float8"
     if kind is ScaleKind.GROUPS and (spec.compute_capability or 0) // 10 not in GROUPED_ON:
-        return f"no grouped matmul of {spec.name} takes scales"
+        return f"no grouped matmul of {spec.name} supports scales"
     if kind.block_length not in (0, spec.block_length):
-        return f"no matmul of {spec.name} takes {kind.value} scales"
+        return f"no matmul of {spec.name} supports {kind.value} scales"
     return None
 
 
 @functools.cache
 def _float8_matmuls(recipe: str) -> tuple[bool, bool, bool]:
-    """Whether output, grad_input and grad_weight are float8 matmuls, with both operands in float8."""
+    """Return whether output, grad_input and grad_weight are float8 matmuls, with both operands in float8."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     output, grad_input, grad_weight = (not casts.get(*left).is_disabled for left, _ in MATMULS.values())
     return output, grad_input, grad_weight
@@ -219,7 +223,7 @@ def _linear_time(
     native: bool,
     by_shape: bool,
 ) -> LinearTime:
-    """The time of one linear with the `casts` of input, weight and grad_output; see `linear_cost`.
+    """Predict the time of one linear with the `casts` of input, weight and grad_output; see `linear_cost`.
 
     `in_float8`: which of output, grad_input and grad_weight are in float8. `native`: whether the hardware does them.
     """

@@ -60,7 +60,7 @@ DEVICE_NAMES = ", ".join(spec.name for spec in DEVICE_SPECS)
 
 
 def find_device_spec(name: str) -> DeviceSpec | None:
-    """The spec of a device by its full name ("H100", "a100-40gb") or the driver's ("NVIDIA H100 80GB HBM3").
+    """Return the spec of a device by its full name ("H100", "a100-40gb") or the driver's ("NVIDIA H100 80GB HBM3").
 
     None for all other names. A longer name is a different card, such as an H100 with HBM2e or a slice of a GPU.
     """
@@ -68,7 +68,7 @@ def find_device_spec(name: str) -> DeviceSpec | None:
 
 
 def require_device_spec(name: str, option: str) -> DeviceSpec:
-    """`find_device_spec`, which raises for an unknown name.
+    """Run `find_device_spec`, and raise for an unknown name.
 
     Args:
         option: the option that named the device, for the error.
@@ -77,17 +77,17 @@ def require_device_spec(name: str, option: str) -> DeviceSpec:
     """
     spec = find_device_spec(name)
     if spec is None:
-        raise ValueError(f"{option}: no data about {name!r}: name one of {DEVICE_NAMES}, whole")
+        raise ValueError(f"{option}: unknown device {name!r}: expected the full name of one of {DEVICE_NAMES}")
     return spec
 
 
 def device_spec(device: torch.device) -> DeviceSpec | None:
-    """The spec of a device of this machine; None for CPUs and unknown devices."""
+    """Return the spec of a device of this machine; None for CPUs and unknown devices."""
     return find_device_spec(torch.cuda.get_device_name(device)) if is_cuda_device(device) else None
 
 
 def spec_of_this_machine() -> DeviceSpec | None:
-    """The spec of the current GPU; None if there is no GPU or it is unknown."""
+    """Return the spec of the current GPU; None if there is no GPU or it is unknown."""
     return device_spec(cuda_device()) if has_cuda() else None
 
 
@@ -105,7 +105,7 @@ class PeakFlops:
     float32_flops_per_s: float | None = None
 
     def seconds(self, flops: dict[str, int]) -> float | None:
-        """The least time for the FLOPs of each precision; None if a peak is not known."""
+        """Return the least time for the FLOPs of each precision; None if a peak is not known."""
         rates = {
             "bfloat16": self.flops_per_s,
             "float8": self.float8_flops_per_s,
@@ -119,10 +119,10 @@ class PeakFlops:
 
 @functools.cache
 def peak_flops(device: torch.device) -> PeakFlops:
-    """The peaks of `device` from its data sheet; for an unknown device, the measured rate of a linear's fastest matmul.
+    """Return the peaks of `device` from its data sheet, or the measured rate of a linear's fastest matmul.
 
-    A measured rate is not a peak: `source` says "unknown device", and a share of it compares the model with a plain
-    matmul.
+    Unknown devices are measured. A measured rate is not a peak: `source` says "unknown device", and a share of the rate
+    compares the model with a plain matmul.
     """
     spec = device_spec(device)
     if spec is not None:
@@ -134,7 +134,7 @@ def peak_flops(device: torch.device) -> PeakFlops:
 
 
 def _fastest_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """The FLOP/s of a linear's fastest matmul, of forward and grad_weight, in a size for caches and a size for GPUs.
+    """Measure a linear's fastest matmul, of forward and grad_weight, in a size for caches and a size for GPUs.
 
     grad_input is not measured: a CPU without bfloat16 instructions takes 10 times as long for two row-major matrices.
     """

@@ -54,23 +54,23 @@ kernels have these sizes. The rates are assumed, and compared with bfloat16 rate
 """
 
 HALF_SPEED = {False: 250, True: 400}
-"""The contracted dim at which a bfloat16 (False) or float8 (True) matmul has half of the rate of a long one. Fitted:
-bfloat16 to XLA's table for sm_90, 392 TFLOP/s at 4096 x 4096 x 256 and 783 at 4096^3 (xla/service/gpu/model/
-matmul_interpolator_data.h); float8 to tilelang's 8192 x 8192 x K on an H800: 569 at K = 256, 1129 at 1024, 1541 at
-16384 (github.com/tile-ai/tilelang, benchmark/matmul_fp8)."""
+"""The contracted dim at which a bfloat16 (False) or float8 (True) matmul has half of the rate of a long one.
+bfloat16 is fitted to XLA's table for sm_90, 392 TFLOP/s at 4096 x 4096 x 256 and 783 at 4096^3 (xla/service/gpu/model/
+matmul_interpolator_data.h). float8 is fitted to tilelang's 8192 x 8192 x K on an H800: 569 TFLOP/s at K = 256, 1129 at
+1024, 1541 at 16384 (github.com/tile-ai/tilelang, benchmark/matmul_fp8)."""
 
 BEST_SHAPE = 0.95
 """`filled * pipelined` of the shapes at which MATMUL_SHARES were measured, such as 2048 x 2048 x 13312."""
 
 
 def moved_s(moved_bytes: float, spec: DeviceSpec) -> float:
-    """The time of a kernel that only moves bytes, without its launch."""
+    """Predict the seconds of a kernel that only moves bytes, without its launch."""
     return moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
 
 
 @functools.cache
 def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multiprocessors: int) -> float:
-    """The share of the best rate that a matmul of this shape reaches."""
+    """Return the share of the best rate that a matmul of this shape reaches."""
     filled = 0.0
     for height, width, rate in TILES:
         tiles = ceil(rows / height) * ceil(columns / width)
@@ -81,7 +81,7 @@ def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multi
 
 
 def best_tflops(float8: bool, spec: DeviceSpec) -> float:
-    """The rate of the best matmuls; the bfloat16 rate if the device does not multiply float8."""
+    """Return the rate of the best matmuls; the bfloat16 rate if the device does not multiply float8."""
     shares = MATMUL_SHARES.get(spec.name, OTHER_SHARES)
     if float8 and spec.float8_tflops is not None:
         return spec.float8_tflops * shares.float8
@@ -98,7 +98,7 @@ def matmul_seconds(
     by_shape: bool = True,
     share_of_scales: float = 1.0,
 ) -> float:
-    """The seconds of one matmul [rows, contracted] x [contracted, columns] -> bfloat16, without its launch.
+    """Predict the seconds of one matmul [rows, contracted] x [contracted, columns] -> bfloat16, without its launch.
 
     Args:
         by_shape: use the rate of its shape; else the best rate.

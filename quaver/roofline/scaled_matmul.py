@@ -1,21 +1,21 @@
 """The rate of float8 matmuls with each kind of scales, as a share of the rate with one scale per operand.
 
-torch has two kernels for operands with a scale per row (`_scaled_mm`, aten/src/ATen/native/cuda/ScaledBlas.cpp):
-cuBLAS's on compute capability 9.x with a cuBLAS of CUDA 12.9 or later, which PyTorch 2.11's default wheels have, and
-CUTLASS's on others (8.9, 10.x). PyTorch 2.8 and older have only CUTLASS's.
+torch has two kernels for operands with a scale per row (`_scaled_mm`, aten/src/ATen/native/cuda/ScaledBlas.cpp).
+cuBLAS's runs on compute capability 9.x with cuBLAS of CUDA 12.9 or later, which PyTorch 2.11's default wheels have.
+CUTLASS's runs on others (8.9, 10.x). PyTorch 2.8 and older have only CUTLASS's.
 
 row-wise, cuBLAS       1/1.07: the matmuls of Llama 3 8B on an H200 with PyTorch 2.11 and 16,384 tokens took 18.6 ms
-                       in place of 17.4 (benchmarks/results/gpu_gemm.json; single rounds beside other work). By weight
-                       1.05 to 1.06, and 1.41 for k and v, 1,024 wide
-row-wise, CUTLASS      0.8: fitted to torchao's Llama 3 8B on 8 H100s (torchao/float8/README.md, March 2025), whose
-                       forward it multiplies. With fast accumulation most shapes have 0.9 to 1.0 of a tensor-wise one's
-                       rate, some 0.5; without it it is slower (pytorch/pytorch#147971)
-the same, B200         0.6: fitted to torchao's on 8 B200s (August 2025), power-limited; its "template is not optimal"
-                       (pytorch/pytorch#153555)
+                       instead of 17.4 (benchmarks/results/gpu_gemm.json; single rounds beside other work). The ratio
+                       of one weight was 1.05 to 1.06, except 1.41 for k and v, which are 1,024 wide
+row-wise, CUTLASS      0.8: fitted to torchao's Llama 3 8B on 8 H100s (torchao/float8/README.md, March 2025), which
+                       uses it in the forward. With fast accumulation most shapes reach 0.9 to 1.0 of the tensor-wise
+                       rate and some 0.5; without fast accumulation it is slower (pytorch/pytorch#147971)
+the same, B200         0.6: fitted to torchao's Llama 3 8B on 8 B200s (August 2025), power-limited. The kernel's
+                       "template is not optimal" (pytorch/pytorch#153555)
 1 x 128                0.95: DeepGEMM's best against cuBLAS's with one scale, on H800s and H100s at 4,096 tokens: 1,168
                        of 1,197 TFLOP/s (7168 x 2048), 1,265 of 1,364 (4096 x 7168), 1,009 of 1,180 (2112 x 7168).
-                       Assumed for cuBLAS's kernel, for which no rate was found
-1 x 32                 0.9: fitted to torchao's on 8 B200s, where mxfp8 has 0.96 of tensorwise's tokens/s
+                       No rate of cuBLAS's kernel was found; it is assumed to be the same
+1 x 32                 0.9: fitted to torchao's Llama 3 8B on 8 B200s: mxfp8 has 0.96 of tensorwise's tokens/s
 
 Assumed: CUTLASS's rate for an L40S; cuBLAS's for GPUs of other vendors.
 """
@@ -38,12 +38,12 @@ _SHARES = {ScaleKind.TENSORWISE: 1.0, ScaleKind.BLOCKS_OF_128: 0.95, ScaleKind.B
 
 
 def cutlass_rowwise_share(spec: DeviceSpec) -> float:
-    """The share of CUTLASS's kernel for row-wise scales."""
+    """Return the share of CUTLASS's kernel for row-wise scales."""
     return _CUTLASS_BLACKWELL_SHARE if (spec.compute_capability or 0) >= 100 else CUTLASS_ROWWISE_SHARE
 
 
 def share_of_scales(kind: ScaleKind | None, spec: DeviceSpec) -> float:
-    """The share of the rate with one scale per operand; 1 for scales that no hardware multiplies (None)."""
+    """Return the share of the rate with one scale per operand; 1 for scales that no hardware multiplies (None)."""
     if kind in (ScaleKind.ROWWISE, ScaleKind.GROUPS):
         takes_cublas = spec.compute_capability is None or spec.compute_capability // 10 == 9
         return CUBLAS_ROWWISE_SHARE if takes_cublas else cutlass_rowwise_share(spec)
@@ -51,14 +51,14 @@ def share_of_scales(kind: ScaleKind | None, spec: DeviceSpec) -> float:
 
 
 def shares_of_matmuls(recipe: Float8LinearRecipeName | str, spec: DeviceSpec) -> Mapping[str, float]:
-    """`share_of_scales` of a recipe's float8 matmuls, by their names in MATMULS."""
+    """Return `share_of_scales` of a recipe's float8 matmuls, by their names in MATMULS."""
     kinds = kinds_of_matmuls(canonical_recipe(recipe))
     return {name: share_of_scales(kind, spec) for name, kind in kinds.items()}
 
 
 @functools.cache
 def kinds_of_matmuls(recipe: str) -> Mapping[str, ScaleKind | None]:
-    """The kinds of scales of a recipe's float8 matmuls, by name in MATMULS; None if no hardware multiplies them."""
+    """Return the kinds of scales of a recipe's float8 matmuls, by name in MATMULS; None if no hardware has them."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     pairs = {name: (casts.get(*left), casts.get(*right)) for name, (left, right) in MATMULS.items()}
     return {name: find_cast_kind(*pair) for name, pair in pairs.items() if not pair[0].is_disabled}

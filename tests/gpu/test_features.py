@@ -25,7 +25,7 @@ ALL = (*RECIPES, *BLOCK_RECIPES)
 @pytest.mark.parametrize("k_n", [(96, 160), (70, 33)], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_experts_agree_with_the_cpu(recipe, k_n, compiled):
-    """NaN in rows of no group would fail this, and in the weight gradient of the empty one."""
+    """NaN in rows outside every group would fail this, and in the weight gradient of the empty one."""
     a, b_t, ends = operands(k=k_n[0], n=k_n[1])
     grad_output = torch.randn(310, k_n[1], dtype=torch.bfloat16)
     with host():

@@ -173,8 +173,11 @@ def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequ
     [
         ("--recipes tensorwise --memory 3GiB", "needs about 5.0 GiB, 2.0 more; add GPUs with --gpus"),
         ("--gpus 7 --training.global_batch_size 16", "expected a layout of so many GPUs that the trainer accepts"),
-        ("--gpu h300", "--gpu: no data about 'h300': name one of GB200, B200, H200, H100, H100-NVL, H100-PCIe, A100, "),
-        ("--gpu h100-sxm", "--gpu: no data about 'h100-sxm': name one of GB200, B200, "),
+        (
+            "--gpu h300",
+            "--gpu: unknown device 'h300': expected the full name of one of GB200, B200, H200, H100, H100-NVL, ",
+        ),
+        ("--gpu h100-sxm", "--gpu: unknown device 'h100-sxm': expected the full name of one of GB200, B200, "),
         ("--spec no.toml", "no.toml"),
         ("--network fast", "--network must be a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for"),
         ("--network 50gb/s", "--network must be a rate above 0 with its unit"),

@@ -337,18 +337,19 @@ def test_ranks_that_disagree(grad_enabled):
 
 @on_ranks(4)
 def test_experts_that_cannot_be_split():
-    assert "as many experts on each rank, got 6 on 4 ranks" in refusal(parallel, converted("rowwise", experts=6))
+    message = refusal(parallel, converted("rowwise", experts=6))
+    assert "the same number of experts on each rank, got 6 on 4 ranks" in message
     assert "expects a Float8Experts, got Experts; call convert_to" in refusal(parallel, Experts())
     local = converted("rowwise")
     local.num_experts = EXPERTS // 4  # as transformers' own expert parallelism leaves it
-    assert "whole experts, got a module of 2 with weights of 8" in refusal(parallel, local)
+    assert "all its experts, got num_experts 2 with weights of 8 experts" in refusal(parallel, local)
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError("no alltoall")):
         message = refusal(parallel, converted("rowwise"))
     assert message.startswith("NotImplementedError: expert parallelism sends codes by all_to_all_single of uint8")
     message = refusal(parallel, freeze_to_float8(Experts(), config="rowwise"))
     assert "expected weights in high precision, got gate_up_proj stored in float8" in message
     split = parallel(converted("rowwise"))
-    assert "called with top_k_index" in refusal(split, torch.randn(8, DIM))
+    assert "a call with top_k_index" in refusal(split, torch.randn(8, DIM))
     assert "convert a model back before it is parallelized" in refusal(convert_to_high_precision, split)
 
 

@@ -121,7 +121,7 @@ def test_what_is_refused():
     assert "the model has 55 gradients for each of 2 ranks" in refusal(reduce_gradients_in_float8, tiny)
     rows = torch.ones(4)
     maximum = refusal(Float8ReduceScatter(), rows[:2], rows, dist.group.WORLD, dist.ReduceOp.MAX)
-    assert "NotImplementedError: expected the sum or the mean" in maximum
+    assert "NotImplementedError: float8 gradients: expected a synchronous SUM or AVG" in maximum
     model = sharded(make_model(), mesh)
     model.set_gradient_divide_factor(3.0)
     model.set_force_sum_reduction_for_comms(True)

@@ -132,7 +132,7 @@ def test_gradients_of_llama_4_against_float32(recipe):
 
 def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
     experts = convert_to_float8_training(experts_of(Llama4TextExperts), config="rowwise")
-    with pytest.raises(ValueError, match="as many tokens for each of .* experts.*got 7 rows"):
+    with pytest.raises(ValueError, match="the same number of tokens for each of .* experts.*got 7 rows"):
         experts(torch.randn(7, 64))
 
 

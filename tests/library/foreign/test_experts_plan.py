@@ -141,7 +141,7 @@ def with_what_is_refused(folder):
     assert "QuaverConfig with a distributed_config trains folders in high precision, and no frozen" in message
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError):
         message = refusal(lambda: load(folder, **layout))
-    assert "which the backend gloo cannot on cpu" in message
+    assert "which the gloo backend does not support on cpu" in message
 
 
 def test_what_is_refused(folder):

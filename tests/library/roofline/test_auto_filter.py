@@ -26,8 +26,8 @@ def test_auto_filter_skips_small_layers_and_says_its_estimate():
     [
         ("rowise", {}, "unknown recipe 'rowise': expected one of tensorwise"),
         ("rowwise", {"device": "A100"}, "A100 does not multiply float8"),
-        ("rowwise", {"device": "abacus"}, "device: no data about 'abacus'"),
-        ("rowwise", {"device": torch.device("cpu")}, "no data about device 'cpu'"),
+        ("rowwise", {"device": "abacus"}, "device: unknown device 'abacus'"),
+        ("rowwise", {"device": torch.device("cpu")}, "device: unknown device 'cpu'"),
         ("rowwise", {"skip": "head"}, r"skip: expected a tuple of names, got 'head'; give \('head',\)"),
     ],
 )
