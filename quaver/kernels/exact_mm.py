@@ -16,10 +16,10 @@ saw the widening, it would save the widened operand, which is twice the size.
 between the terms of a sum. They are multiplied into the widened operand. If they are powers of two, this is exact in
 bfloat16. Otherwise the operand is float32, with one rounding per element, and so is the matmul.
 
-[Note: panels] Native float8 matmuls widen nothing, so widened operands are memory that only exact matmuls take. On a
-CPU, therefore, only the smaller operand is widened as a whole. The larger operand is widened in panels of about a
-thousand rows (or columns of b), and each panel is multiplied into its part of the result. No sum is split, so results
-equal one matmul's. Where sums are float32, only the sums of one panel are alive at a time.
+[Note: panels] Native float8 matmuls widen nothing, so the widened operands are extra memory. On a CPU, therefore, only
+the smaller operand is widened at once. The larger operand is widened in panels of about a thousand rows (or columns of
+b), and each panel is multiplied into its part of the result. No sum is split, so results equal one matmul's. If sums
+are float32, only the sums of one panel are alive at a time.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def _native_block_mm(
     a = row_major(pad_codes(a, rows, -k % length))
     b = row_major(pad_codes(b, -k % length, columns).t()).t()
     if length == 128:
-        # scaled_mm takes scales of square blocks with a multiple of 4 rows, one per block of K; else a row per column.
+        # Square blocks: scales have a row per block of K, padded to a multiple of 4. Others: a row per column of b.
         more = -b_dequant_scale.shape[0] % 4 if is_square else columns
         b_scale = b_dequant_scale if is_square else b_dequant_scale.t()
         scales = _column_major(a_dequant_scale, rows), _column_major(b_scale, more)

@@ -74,7 +74,7 @@ Value = TypeVar("Value")
 
 
 def expect(value: Value | None) -> Value:
-    """Return `value`, an operand or a scale. Raises RuntimeError for None: the cast was not asked for it."""
+    """Return `value`, an operand or a scale. Raises RuntimeError for None, which the cast was not asked for."""
     if value is None:
         raise RuntimeError("this operand was not quantized for the direction that the matmul reads")
     return value

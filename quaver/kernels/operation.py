@@ -58,8 +58,8 @@ def operation(
     """Register `torch.ops.quaver.<name>` and return the function that calls the kernel, the reference or the operation.
 
     Args:
-        reference: named like the operation, with a leading underscore. It takes a tensor, then other arguments; a cast
-            takes a float8 dtype second. It returns `results` tensors, None for tensors that were not requested; a cast
+        reference: named like the operation, with a leading underscore. Its first argument is a tensor, and a cast's
+            second one a float8 dtype. It returns `results` tensors, None for tensors that were not requested; a cast
             returns `Operands`.
         results: the number of tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
             Results have no autograd history. None for a cast: the operation returns the tensors of `flatten_operands`,

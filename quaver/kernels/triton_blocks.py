@@ -56,7 +56,7 @@ MOST_MATRICES = 65535
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function itself if triton is missing."""
+    """Apply `triton.jit`, or return the function itself if triton is missing."""
     if triton is None:
         return kernel
     # A persistent scale is a view into a larger tensor, so its alignment varies. Do not recompile for it.

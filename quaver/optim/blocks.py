@@ -1,4 +1,4 @@
-"""Divides a parameter into blocks. Blocks are numbered in the whole parameter, also on a rank that has a shard of it.
+"""Divides a parameter into blocks. Blocks are numbered in the whole parameter, also on a rank that holds a shard.
 
 A parameter [D0, ..., Dn] is viewed as a matrix of rows. A row is the shortest run of trailing dims with 256 elements or
 more, and does not include the first dim unless it is the only one. The rows of a linear are [in_features], the rows of

@@ -32,6 +32,7 @@ class CombinedOptimizer(Optimizer):
     """
 
     optimizers: tuple[Optimizer, ...] = ()
+    """The combined optimizers. Groups that are added to one of them appear in `param_groups`."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         """Combine `optimizers`.

@@ -195,7 +195,7 @@ class ExpertDispatcher:
 class Float8ExpertParallel(ParallelStyle):
     """Splits the experts of a `Float8Experts` over a mesh whose ranks have different tokens.
 
-    It also splits the trainer's experts in high precision. Parameters become DTensors in `Shard(0)`, and a state_dict
+    It also splits `RoutedExperts` in high precision. Parameters become DTensors in `Shard(0)`, and a state_dict
     has all experts. Every rank must call the experts and run their backward in each step, even without tokens. Results
     and gradients are bit-identical to one process with the tokens of all ranks and the sum of the ranks' losses. A norm
     after the experts is replicated, and its gradient on a rank covers that rank's tokens.

@@ -6,8 +6,8 @@
     compute capability 9.0, 10.x   cuDNN newer than 9.15. The default wheels of PyTorch 2.11 have 9.19, 2.13 9.20 and
                                    2.14 9.24; 2.15 has the same rule; 2.10 has the rule and an older cuDNN
     others (8.0, 8.9, 12.x)        FlashAttention-2
-    cuDNN takes                    heads of at most 128 features, a multiple of 8, fewer heads of keys, masks; nothing
-                                   with deterministic algorithms, which use FlashAttention-2
+    cuDNN supports                 heads of at most 128 features, a multiple of 8, fewer heads of keys, and masks;
+                                   deterministic algorithms use FlashAttention-2
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1 gives FlashAttention-2, and so do wheels for CUDA 12, whose cuDNN is older.
 
 A kernel's rate is `best * seq_len / (seq_len + half)`, because short sequences leave multiprocessors idle. FLOPs are

@@ -1,10 +1,13 @@
 """Speeds of devices: peaks from data sheets, or the measured rate of matmuls.
 
-Data sheets, dense rates without sparsity: NVIDIA A100 (SXM of 80 and of 40 GB, PCIe of 80 GB), L40S, H100 (SXM5, PCIe,
-NVL), H200 SXM, B200 (HGX, per GPU), GB200 (half of a superchip); AMD Instinct MI300X. Multiprocessors, and links
-between GPUs of a machine in one direction: data sheets and "Machine Learning Engineering" (github.com/stas00/
-ml-engineering, network); chipsandcheese.com for B200; CUDA's report of 152 multiprocessors for GB200. Memory: the
-report of nvidia-smi, in 10^9 bytes; for example 189,471 MiB for a GB200 and 95,830 MiB for an H100 NVL.
+Sources:
+    matmul rates, bandwidth    data sheets, dense rates without sparsity: NVIDIA A100 (SXM of 80 and of 40 GB, PCIe of
+                               80 GB), L40S, H100 (SXM5, PCIe, NVL), H200 SXM, B200 (HGX, per GPU), GB200 (half of a
+                               superchip); AMD Instinct MI300X
+    multiprocessors, links     data sheets and "Machine Learning Engineering" (github.com/stas00/ml-engineering,
+                               network); chipsandcheese.com for B200; CUDA's report of 152 multiprocessors for GB200
+    memory                     the report of nvidia-smi, in 10^9 bytes: for example 189,471 MiB for a GB200 and 95,830
+                               MiB for an H100 NVL
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class DeviceSpec:
     block_length: int | None = None
     """The block length for which its matmuls take scales (kernels/native_blocks.py; cuBLAS's scaling modes)."""
     compute_capability: int | None = None
-    """NVIDIA's, 90 for 9.0; None for other vendors. It decides which kernel torch's attention takes."""
+    """NVIDIA's, 90 for 9.0; None for other vendors. It decides which kernel torch's attention uses."""
 
 
 _REPORTED = {

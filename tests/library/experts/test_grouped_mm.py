@@ -1,4 +1,4 @@
-"""float8_grouped_mm: every expert is the float8 linear of its tokens, to the bit, on every path."""
+"""float8_grouped_mm: every expert is bit-identical to a float8 linear on its tokens, on every path."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Experts that multiply through `_grouped_mm`: torchtitan's three signatures, and one that is not known."""
+"""Experts that multiply through `_grouped_mm`: torchtitan's three signatures, and unknown ones."""
 
 import pytest
 import torch

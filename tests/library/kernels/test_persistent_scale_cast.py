@@ -1,4 +1,4 @@
-"""The cast with a kept scale: every path against its oracle written out in float64, and one read of the data."""
+"""Casts with a persistent scale: every path equals its definition in float64, and reads the data once."""
 
 import functools
 import itertools
