@@ -11,8 +11,8 @@ the slots of all weights on the first rank, which writes them as one line of a r
 part, even if nothing ran on it.
 
 [Note: a sink that fails] A monitor must not end a training. If the header cannot be written, the constructor raises on
-all ranks. If a later line cannot be written, the monitor closes on all ranks with one warning. The ranks agree on this
-at the end of each sampled step.
+all ranks. If a later line cannot be written, the monitor closes on all ranks with one warning. What the callback of an
+`AlarmSink` raises ends the step on all ranks. The ranks agree on this at the end of each sampled step.
 
 Without a probe nothing is called. With a probe, a step that is not sampled costs one call per cast and result.
 """
@@ -86,8 +86,8 @@ class Monitor:
         ValueError: `every` or `extras_every` is out of range, `hardware` is unknown or is given without `extras_every`,
             or the model has no float8 linears.
         TypeError: `sink` is not one of the above.
-        RuntimeError: another monitor watches this model; or, on other ranks, the first rank's sink raised.
-        Exception: what `sink` raises for the header. All ranks raise.
+        RuntimeError: another monitor watches this model; or another rank raised one of these errors.
+        Exception: what `sink` raises for the header.
     """
 
     def __init__(
@@ -113,33 +113,45 @@ class Monitor:
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
         self.samples: deque[dict[str, Any]] = deque(maxlen=history_len)
         """The last samples, on the first rank only."""
-        self._weights = {plain_name(name): weight for name, weight in weights_under(model)}
-        if not self._weights:
-            raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training first")
-        if any(_is_watched(weight) for weight in self._weights.values()):
-            raise RuntimeError("another monitor watches this model; close it first")
+        self._weights: dict[str, ModuleWeight] = {}
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
         self._mismatch: Mismatch | None = None
         self._hook: RemovableHandle | None = None
         self._is_in_hook = False
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-        self._sink = _make_sink(sink) if self._is_first else None
+        self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        parameters = [weight.parameter for _, weight in weights_under(model)] or list(model.parameters())
+        self._device = parameters[0].device if parameters else CPU
+        self._sink: Sink | None = None
         self._sampling = Sampling(rule)
         self._is_open = True
-        try:
-            self._rows = self._attach_probes()
-            self.header = self._make_header()
-            error = self._write(self.header)
-            if self._on_any_rank(error is not None):
-                raise error or RuntimeError("the first rank cannot write the record of its monitor")
-        except BaseException:
+        error = self._start(model, sink)
+        if self._on_any_rank(error is not None):
             self.close()
-            raise
+            raise error or RuntimeError("the monitor did not start: another rank raised an error")
         self._plan_next()
         self._ends = StepEnds(model, self._on_any_rank)
         if not steps_by_hand:
             self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+
+    def _start(self, model: nn.Module, sink: Any) -> BaseException | None:
+        """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
+        try:
+            weights = {plain_name(name): weight for name, weight in weights_under(model)}
+            if not weights:
+                raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
+            if any(_is_watched(weight) for weight in weights.values()):
+                raise RuntimeError("another monitor watches this model; close it first")
+            self._weights = weights
+            self._rows = self._attach_probes()
+            self.header = self._make_header()
+            self._sink = _make_sink(sink) if self._is_first else None
+            if self._sink is not None:
+                self._sink.write(self.header)
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            return error
+        return None
 
     def _attach_probes(self) -> list[_MonitoredTensor]:
         rows = []
@@ -160,7 +172,7 @@ class Monitor:
             "recipe": recipes.pop() if len(recipes) == 1 else "mixed",
             "every": self.every,
             "step": self.completed_steps + 1,
-            "ranks": dist.get_world_size(self._group) if dist.is_initialized() else 1,
+            "ranks": self._ranks,
             "statistics": list(STATISTICS),
             "tensors": [self._describe(row) for row in self._rows],
             **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
@@ -201,11 +213,14 @@ class Monitor:
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Return whether `condition` holds on any rank. A collective."""
-        if self.header["ranks"] == 1:
-            return condition
-        holds = torch.tensor(int(condition), dtype=torch.int32, device=self._rows[0].probe.forward.device)
-        dist.all_reduce(holds, dist.ReduceOp.MAX, self._group)
-        return bool(holds)
+        return bool(self._max_over_ranks(int(condition)))
+
+    def _max_over_ranks(self, number: int) -> int:
+        if self._ranks == 1:
+            return number
+        largest = torch.tensor(number, dtype=torch.int32, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        return int(largest)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -232,7 +247,7 @@ class Monitor:
         is_sampled, turn = step == 1 or step % self.every == 0, step // self.every
         names = list(self._weights) if is_sampled and self.extras_every else []
         chosen = {name for i, name in enumerate(names) if step == 1 or (i + turn) % self.extras_every == 0}
-        if self.header["ranks"] == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
+        if self._ranks == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
             chosen |= self._sink.alarms.suspects & set(names)
         numbers = {row.name: int(row.probe.number) for row in self._rows if row.name in chosen}
         emulated = {name for name in numbers if self._weights[name].config.emulate}
@@ -256,10 +271,12 @@ class Monitor:
             extras = torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
         gathered = gather(slots, extras, self._group)
         self._clear()
-        error = None
-        if gathered is not None and not gathered.slots.equal(new_slots(len(self._rows), CPU)):  # something ran
-            error = self._write(self._make_sample(gathered))
-        if self._on_any_rank(error is not None):
+        error = None if gathered is None else self._write(gathered)
+        is_stop = error is not None and self._is_stop(error)
+        worst = self._max_over_ranks(2 * is_stop or int(error is not None))
+        if worst == 2:
+            raise error or RuntimeError("a callback of an alarm ended the step on the first rank")
+        if worst:
             if error is not None:
                 logger.warning(
                     "the monitor ends after step %s: %s", f"{self.completed_steps:,}", _describe_error(error)
@@ -296,16 +313,21 @@ class Monitor:
         for probe in {row.probe for row in self._rows}:
             probe.clear()
 
-    def _write(self, line: dict[str, Any]) -> Exception | None:
-        """Write a line and return the sink's error. An error of an alarm's callback is raised, to end the step."""
+    def _write(self, gathered: Gathered) -> BaseException | None:
+        """Write the line of this step, unless nothing ran. Returns an error, so that the ranks can agree on it."""
         try:
-            if self._sink is not None:
-                self._sink.write(line)
-        except Exception as error:
-            if isinstance(self._sink, AlarmSink) and error is self._sink.raised_by_callback:
-                raise
+            if not gathered.slots.equal(new_slots(len(self._rows), CPU)):
+                sample = self._make_sample(gathered)
+                if self._sink is not None:
+                    self._sink.write(sample)
+        except BaseException as error:  # noqa: BLE001 - raised, or logged, in `_sample`
             return error
         return None
+
+    def _is_stop(self, error: BaseException) -> bool:
+        """Return whether an error ends the step, not the monitor: an alarm's callback raised it, or the user quits."""
+        is_of_callback = isinstance(self._sink, AlarmSink) and error is self._sink.raised_by_callback
+        return is_of_callback or not isinstance(error, Exception)
 
     def close(self) -> None:
         """Stop sampling and remove the probes from the model. Compiled code is recompiled without them."""
@@ -355,7 +377,7 @@ def _make_sink(sink: Any) -> Sink | None:
     raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
     return f"its sink raised {type(error).__name__}: {line}"
 

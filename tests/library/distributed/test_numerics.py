@@ -14,10 +14,11 @@ from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
+from quaver.numerics.watch import AlarmSink
 from tests.library.distributed.models import config_of
 from tests.library.distributed.test_experts_dispatch import converted, parallel, step, tokens_of
 from tests.library.distributed.test_fsdp import part_of, world_mesh
-from tests.ranks import run
+from tests.ranks import on_ranks, refusal, run
 
 EXACT = ("numel", "amax", "smallest", "underflow", "saturated", "scale_min", "scale_median", "scale_max", "nonfinite")
 CLOSE = ("rms", "zeros", "sqnr_db", "kurtosis")
@@ -179,6 +180,39 @@ def of_ranks_with_a_sink_that_fails():
 
 def test_a_sink_that_fails_on_the_first_rank_ends_the_monitor_on_all():
     assert run(2, of_ranks_with_a_sink_that_fails) == [([], 2, [1, 1], True), ([], 2, [], True)]
+
+
+@pytest.mark.parametrize("case", ["sink", "model"])
+@on_ranks(2)
+def test_what_one_rank_refuses_is_raised_on_all(case):
+    rank = dist.get_rank()
+    model = nn.Linear(32, 32) if case == "model" and rank == 1 else make("tensorwise")
+    sink = 5 if case == "sink" and rank == 0 else None
+    expected = "RuntimeError: the monitor did not start"
+    if rank == (1 if case == "model" else 0):
+        expected = "TypeError: sink: expected a path" if case == "sink" else "ValueError: expected a model with float8"
+    assert refusal(lambda: monitor(model, sink=sink)).startswith(expected)
+    with monitor(make("tensorwise")):  # the ranks are still in step
+        pass
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+@on_ranks(2)
+def test_what_a_callback_raises_ends_the_step_on_all_ranks(kind):
+    def stop(event):
+        raise kind("the loss is gone")
+
+    model = make("tensorwise")
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    optimizer, is_first = torch.optim.SGD(model.parameters(), lr=0), dist.get_rank() == 0
+    expected = kind("the loss is gone") if is_first else RuntimeError("a callback of an alarm ended the step")
+    with monitor(model, every=1, sink=AlarmSink(on_event=stop)) as watching:
+        model(batches()[0]).sum().backward()
+        assert refusal(optimizer.step).startswith(f"{type(expected).__name__}: {expected}")
+        model(batches()[0]).sum().backward()  # the alarm is not raised twice
+        optimizer.step()
+        assert watching._is_open
 
 
 def of_expert_parallel_ranks(splits):
