@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -26,7 +27,7 @@ from quaver.export.plan import Plan, frozen_weights
 from quaver.export.unconverted import Recipe
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.scaling import sqnr_db, without_inf
-from quaver.runtime.agreement import on_first_rank
+from quaver.runtime.agreement import on_every_rank, on_first_rank
 from quaver.runtime.names import listed
 
 logger = logging.getLogger(__name__)
@@ -89,24 +90,34 @@ def save_float8(
         measure = None if high_precision_model is None else partial(_measure, high_precision_model, measure_tokens)
         config = _config_of(model) if config is None else config
         target = _new_bundle(path, model, tensors, record, config, dtype, max_shard_bytes, files, measure)
-    _write(model, tensors, target)
+    held = itertools.chain(model.parameters(), (weights or {}).values())
+    _write(any(isinstance(tensor, DTensor) for tensor in held), tensors, target)
     return tensors
 
 
-def _write(model: nn.Module, tensors: Float8Weights, target: AbstractContextManager[SafetensorsWriter]) -> None:
-    """Write the tensors, on the first rank if the model is sharded. Every rank iterates, because it gathers them."""
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    run: Callable[[Callable[[], None]], None] = on_first_rank if is_sharded else (lambda action: action())
+def _write(is_sharded: bool, tensors: Float8Weights, target: AbstractContextManager[SafetensorsWriter]) -> None:
+    """Write the tensors, on the first rank if they are sharded. Every rank iterates, because it gathers them.
+
+    A tensor that is not sharded may be invalid on one rank only, so the ranks agree on every tensor.
+    """
     writers: list[SafetensorsWriter] = []  # empty on all ranks but the first
 
-    def add(name: str, tensor: Tensor) -> None:
-        writers[0].add(name, tensor)
+    def write_next() -> bool:
+        named = next(tensors, None)
+        if named is not None and writers:
+            writers[0].add(*named)
+        return named is not None
 
     with ExitStack() as stack:
-        run(lambda: writers.append(stack.enter_context(target)))
-        for name, tensor in tensors:
-            run(partial(add, name, tensor))
-        run(stack.close)
+        if not is_sharded:
+            writers.append(stack.enter_context(target))
+            while write_next():
+                pass
+            return
+        on_first_rank(lambda: writers.append(stack.enter_context(target)))
+        while all(on_every_rank(write_next)):
+            pass
+        on_first_rank(stack.close)
 
 
 @contextmanager

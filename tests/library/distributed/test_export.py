@@ -272,3 +272,22 @@ def test_all_ranks_raise_what_rank_0_raises(options, error, message, tmp_path):
         save_float8(fully_shard(tiny()), folder, config={}, **(options if dist.get_rank() == 0 else {}))
     dist.barrier()
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_a_tensor_that_is_invalid_on_one_rank_is_an_error_on_all(tmp_path):
+    """A buffer is not sharded."""
+    model = fully_shard(tiny())
+    model.register_buffer("limit", torch.tensor(float("nan") if dist.get_rank() == 1 else 1.0))
+    with pytest.raises(ValueError, match="limit has an inf or a NaN"):
+        save_float8(model, tmp_path / "out", config={})
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_rank_0_writes_sharded_weights_of_a_model_on_meta(tmp_path):
+    weights = fully_shard(tiny()).state_dict()
+    save_float8(tiny().to("meta"), tmp_path / "out", config={}, weights=weights)
+    dist.barrier()
+    assert set(load_float8(tmp_path / "out")) == set(weights)
