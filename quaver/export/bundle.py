@@ -31,7 +31,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of the tokenizer in `folder`. Raises FileNotFoundError if it has none."""
     files = sorted(file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file())
     if not files:
-        raise FileNotFoundError(f"--tokenizer {str(folder)!r} must have files of a tokenizer, such as tokenizer.json")
+        raise FileNotFoundError(f"{str(folder)!r}: expected files of a tokenizer, such as tokenizer.json, got none")
     return files
 
 

@@ -37,9 +37,9 @@ def json_object(name: str, text: bytes | str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} must be a JSON object: {error}") from error
+        raise ValueError(f"{name}: expected a JSON object: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, got a {type(value).__name__}")
+        raise ValueError(f"{name}: expected a JSON object, got a {type(value).__name__}")
     return value
 
 
@@ -197,7 +197,7 @@ def _single_file(folder: Path) -> Path:
     if len(files) != 1:
         names = ", ".join(path.name for path in files[:3] or sorted(folder.glob("*.bin"))[:3]) or "neither"
         raise FileNotFoundError(
-            f"{str(folder)!r} must have {SINGLE}, or shards and {INDEX}, got {names}; download all files of the model, "
+            f"{str(folder)!r}: expected {SINGLE}, or shards and {INDEX}, got {names}; download all files of the model, "
             "or save it with save_pretrained, which writes safetensors"
         )
     return files[0]
@@ -206,7 +206,7 @@ def _single_file(folder: Path) -> Path:
 def _check_file(file: Path) -> None:
     """Raise ValueError for a file of another kind, or one that shares an index with other files."""
     if file.suffix != SUFFIX:
-        raise ValueError(f"{str(file)!r} must be a folder or a {SUFFIX} file")
+        raise ValueError(f"{str(file)!r}: expected a folder or a {SUFFIX} file")
     for index in file.parent.glob(f"*{SUFFIX}.index.json"):
         weight_map = read_json_object(index).get("weight_map")
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []

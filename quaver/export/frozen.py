@@ -256,8 +256,8 @@ def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
     if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or e5m2:
         got = ", ".join(sorted(kinds)) + (f"; {listed(e5m2)} in F8_E5M2" if e5m2 else "")
         raise NotImplementedError(
-            f"frozen weights are F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got {got}; "
-            "use load_float8, which dequantizes them, and freeze_to_float8"
+            f"frozen weights: expected F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got "
+            f"{got}; use load_float8, which dequantizes them, and freeze_to_float8"
         )
     return next(iter(kinds))
 
@@ -342,7 +342,7 @@ def _problems(
         for stored in itertools.chain(*stack):
             frozen.add(stored)
             if not all((scale.values >= 0).all() for scale in checkpoint.scales(stored)):
-                yield f"the scale of {stored} must not be below 0"
+                yield f"the scale of {stored}: expected numbers of 0 or more, got one below"
             checkpoint.codes(stored)
     dequantized = {part for stack in loaded.parts.values() for parts in stack for part in parts} - frozen
     for stored in dequantized.intersection(checkpoint.float8_names):

@@ -64,7 +64,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     if quantization is None:
         return StoredFormat()
     if not isinstance(quantization, dict):
-        raise ValueError(f"quantization_config in config.json must be an object, got a {type(quantization).__name__}")
+        raise ValueError(f"quantization_config in config.json: expected an object, got a {type(quantization).__name__}")
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise NotImplementedError(
@@ -125,7 +125,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
     }
     if foreign:
         names = [f"{name} ({dtype})" for name, dtype in foreign.items()]
-        raise NotImplementedError(f"weights that are no float8: {listed(names)}; {_KNOWN}")
+        raise NotImplementedError(f"expected float8 weights, got {listed(names)}; {_KNOWN}")
     scales_of = {
         name: [scale for scale in _scale_names(name) if scale in dtypes]
         for name, dtype in dtypes.items()
@@ -139,7 +139,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
             module = f"{name.rpartition('.')[0]}."
             neighbours = [tensor for tensor in dtypes if tensor.startswith(module) and tensor != name]
             raise ValueError(
-                f"{name} ({dtypes[name]}) must have one scale, got {listed(scales) or 'none'}"
+                f"{name} ({dtypes[name]}): expected one scale, got {listed(scales) or 'none'}"
                 + (f", next to it {listed(neighbours)}" if neighbours and not scales else "")
                 + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")
                 + f"; {_KNOWN}"

@@ -88,8 +88,10 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         self._scale_of, self._names = tensors.scale_of, dict.fromkeys(tensors.model_tensors)
         if not self._scale_of:
             if self.format.method is None:
-                raise ValueError("no weight is in float8: the model is in high precision already; use it as it is")
-            raise ValueError(f"quant_method in config.json is {self.format.method!r}, and no weight is in float8")
+                raise ValueError("expected float8 weights, got only high precision; use the model unchanged")
+            raise ValueError(
+                f"expected float8 weights for quant_method {self.format.method!r} of config.json, got none"
+            )
         self._cut: dict[str, list[int]] = {}
         for name, shape in self.format.shapes.items():
             self.cut(name, shape)
@@ -342,7 +344,7 @@ def import_float8(
     folder, out = Path(folder), Path(out)
     check_new(out)
     if folder.is_file() and out.suffix != SUFFIX:
-        raise ValueError(f"{str(out)!r} must end in {SUFFIX}, because {str(folder)!r} is a file")
+        raise ValueError(f"{str(out)!r}: expected a name that ends in {SUFFIX}, because {str(folder)!r} is a file")
     weights = Float8Checkpoint(folder, dtype)
     _warn_of_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     if folder.is_file():

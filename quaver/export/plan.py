@@ -139,11 +139,12 @@ def _stacks_of_torchtitan(model: nn.Module) -> list[str]:
 def _common_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8LinearConfig, WeightFormat]:
     configs = {str(weight.config): weight.config for weight in float8.values()}
     if not configs:
-        raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
+        raise ValueError("expected a model with float8 linears, got none; convert it, or give a recipe")
     stored = [weight_format(format, config) for config in configs.values()]
     if any(held != stored[0] for held in stored):
         raise NotImplementedError(
-            f"the float8 linears must have one recipe, got {'; '.join(configs)}; export them alone"
+            f"expected one recipe for all float8 linears, got {'; '.join(configs)}; export the layers of each "
+            "recipe separately"
         )
     return next(iter(configs.values())), stored[0]
 

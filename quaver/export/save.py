@@ -199,7 +199,9 @@ def _warn(plan: Plan) -> None:
 def _config_of(model: nn.Module) -> dict[str, Any]:
     to_dict: Callable[[], dict[str, Any]] | None = getattr(getattr(model, "config", None), "to_dict", None)
     if to_dict is None:
-        raise ValueError("config: expected the content of config.json for a model that is not of transformers")
+        raise ValueError(
+            "config: expected the content of config.json, because the model is not from transformers, got None"
+        )
     config = to_dict()
     if "architectures" in config and not config["architectures"]:  # readers need it, and save_pretrained fills it in
         config["architectures"] = [type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")]

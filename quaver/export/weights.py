@@ -371,8 +371,8 @@ def _check_recipe(plan: Plan, format: str) -> None:
     for weight in plan.float8.values():
         if not plan.format.holds(weight.config.casts.weight.row):
             raise NotImplementedError(
-                f"recipe: the format {format!r} holds weights with a scale per {plan.format.weights}, got "
-                f"{plan.recipe!r} with weights {weight.config.casts.weight.row}; give a recipe that it holds"
+                f"recipe: expected weights with a scale per {plan.format.weights}, which the format {format!r} holds, "
+                f"got {plan.recipe!r} with weights {weight.config.casts.weight.row}; give another recipe or format"
             )
 
 

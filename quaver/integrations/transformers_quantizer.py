@@ -97,9 +97,9 @@ class QuaverConfig(QuantizationConfigMixin):
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"modules_to_not_convert: expected a list of names of modules, got {names!r}")
         if frozen and isinstance(recipe, LayerRecipes):
-            raise TypeError("recipe: frozen weights have one recipe, got LayerRecipes")
+            raise TypeError("recipe: expected one recipe for frozen weights, got LayerRecipes")
         if serving is not None and isinstance(recipe, LayerRecipes):
-            raise TypeError("serving: an engine has one cast for all linears, got LayerRecipes; give one recipe")
+            raise TypeError("recipe: expected one recipe for all linears with serving, got LayerRecipes")
         self.recipe: Any = recipe
         self.serving, self.frozen, self.include_subclasses = serving, frozen, include_subclasses
         self.modules_to_not_convert = list(names)
@@ -189,13 +189,14 @@ class QuaverQuantizer(HfQuantizer):
         config, stored = self.quantization_config, None
         if _is_distributed(model) and (config.frozen or checkpoint is not None):
             raise NotImplementedError(
-                "QuaverConfig with a distributed_config trains folders in high precision, and no frozen weights or "
-                "float8 folders: load the model on each rank and call fully_shard, or quaver import first"
+                "QuaverConfig with a distributed_config: expected a folder in high precision and frozen=False, got "
+                f"{'frozen=True' if config.frozen else 'a float8 folder'}; load the model on each rank and call "
+                "fully_shard, or dequantize the folder with quaver import"
             )
         if checkpoint is not None and not hasattr(HfQuantizer, "update_weight_conversions"):
             raise NotImplementedError(
-                f"QuaverConfig reads float8 folders with transformers 5.8 and newer, got {transformers.__version__}; "
-                "use quaver import, or load_frozen"
+                "QuaverConfig: expected transformers 5.8 or newer for a float8 folder, got "
+                f"{transformers.__version__}; use quaver import, or load_frozen"
             )
         loaded = None if checkpoint is None else ModelTensors(model, checkpoint)
         if checkpoint is not None and loaded is not None and config.frozen and config.recipe is None:
@@ -312,8 +313,8 @@ def _float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
     checkpoint = Float8Checkpoint(folder, torch.float32)
     if set(checkpoint.files) != set(map(Path, files)):
         raise NotImplementedError(
-            f"float8 weights are read from the files {listed([file.name for file in checkpoint.files])}, and "
-            f"transformers reads {listed([Path(file).name for file in files])}: leave variant out"
+            f"expected transformers to read the files {listed([file.name for file in checkpoint.files])}, got "
+            f"{listed([Path(file).name for file in files])}; leave out variant"
         )
     return checkpoint
 

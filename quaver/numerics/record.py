@@ -187,7 +187,7 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     if not path.is_file():
-        raise ValueError(f"expected statistics in {str(path)!r}, which is not a file; train with --numerics.every 100")
+        raise ValueError(f"expected statistics in {str(path)!r}, which is not a file; record them with quaver.monitor")
     try:
         lines = [line for _, line in _iter_lines(path)]
     except OSError as error:

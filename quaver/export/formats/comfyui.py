@@ -101,7 +101,7 @@ class ComfyUI(WeightFormat):
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
         """Refuse a folder, options of a folder, and names of diffusers, which ComfyUI replaces when it loads them."""
         if path.suffix != SUFFIX:
-            raise ValueError(f"{str(path)!r} must end in {SUFFIX}: the format {COMFYUI} is one file")
+            raise ValueError(f"{str(path)!r}: expected a name that ends in {SUFFIX}: the format {COMFYUI} is one file")
         given = [name for name, value in folder_options.items() if value]
         if given:
             raise ValueError(f"{', '.join(given)}: not in the format {COMFYUI}, which is one file")
@@ -149,7 +149,7 @@ class MarkedFormat(StoredFormat):
         unknown = [f"{name} ({mark.format})" for name, mark in layers.items() if mark.format not in _CODES]
         if unknown:
             raise NotImplementedError(
-                f"formats of ComfyUI that are no float8: {listed(unknown)}; known are {', '.join(_CODES)}"
+                f"unsupported formats of ComfyUI: {listed(unknown)}; expected one of {', '.join(_CODES)}"
             )
         for name, mark in layers.items():
             dtype = stored.dtype(name) if name in stored else "no such tensor"
@@ -187,7 +187,7 @@ def _marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
     for text in (metadata[_METADATA] for metadata in stored.metadata if _METADATA in metadata):
         layers = json_object(_METADATA, text).get("layers")
         if not isinstance(layers, dict):
-            raise ValueError(f"{_METADATA} must have an object of layers, got a {type(layers).__name__}")
+            raise ValueError(f"{_METADATA}: expected an object of layers, got a {type(layers).__name__}")
         check_names(layers, stored.path)
         for layer, mark in layers.items():
             names = (f"{prefix}{layer}" for prefix in ("", *PREFIXES))
@@ -197,13 +197,13 @@ def _marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
 def _parse_mark(layer: str, mark: Any) -> _LayerMark:
     format = mark.get("format") if isinstance(mark, dict) else None
     if not isinstance(format, str) or not format.isprintable():
-        raise ValueError(f"the mark of {layer} must name a format, got {str(mark)[:80]!r}")
+        raise ValueError(f"the mark of {layer}: expected a format, got {str(mark)[:80]!r}")
     parameters = mark.get("params")
     size = mark.get("group_size", parameters.get("group_size") if isinstance(parameters, dict) else None)
     block_size = (1, _PADDED) if format == "mxfp8" else None
     if format == "float8_e4m3fn_blockwise":
         if type(size) is not int or size < 1:
-            raise ValueError(f"the mark of {layer} must have a group_size, got {str(size)[:80]!r}")
+            raise ValueError(f"the mark of {layer}: expected a group_size of 1 or more, got {str(size)[:80]!r}")
         block_size = size, size
     shape = mark.get("orig_shape")
     return _LayerMark(format, block_size, (shape[0], shape[1]) if is_block(shape) else None)
@@ -235,7 +235,7 @@ def _from_tiles(name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
     tiles = -(-rows // 128), -(-columns // 4)
     if scales.itemsize != 1 or scales.numel() != tiles[0] * tiles[1] * 512:
         raise ValueError(
-            f"the scale of {name} {list(shape)} must be {[tiles[0] * 128, tiles[1] * 4]} bytes, got "
+            f"the scale of {name} {list(shape)}: expected {[tiles[0] * 128, tiles[1] * 4]} bytes, got "
             f"{list(scales.shape)} in {scales.dtype}"
         )
     parts = scales.view(torch.uint8).reshape(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)

@@ -123,7 +123,7 @@ def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
         )
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
-        raise ValueError(f"config_groups in config.json must be an object of groups, got {type(groups).__name__}")
+        raise ValueError(f"config_groups in config.json: expected an object of groups, got {type(groups).__name__}")
     rows: dict[str, bool] = {}
     for group in groups.values():
         inputs, targets = group.get("input_activations"), group.get("targets")
@@ -140,7 +140,7 @@ def _blocks_of(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
     strategies = ("tensor", "channel", "block", "group")
     if (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
         raise NotImplementedError(
-            f"the weights in config.json must be 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
+            f"the weights in config.json: expected 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
             "dequantize the model with compressed-tensors"
         )
     if got["strategy"] == "block":

@@ -87,7 +87,7 @@ class StoredFormat:
             return [self.scale(name, (1, math.prod(shape)), stored.reshape(()))]
         if len(shape) != 3 or stored.shape[0] != shape[0]:
             raise ValueError(
-                f"{name} {shape} must be a matrix, or a stack with scales of each, got a scale {list(stored.shape)}"
+                f"{name} {shape}: expected a matrix, or a stack with a scale for each, got a scale {list(stored.shape)}"
             )
         return [self.scale(name, shape[1:], scale) for scale in stored]
 
@@ -121,7 +121,7 @@ class StoredFormat:
             blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in known]
             blocks = blocks or ["one a block whose rows and columns are powers of two and divide it"]
             raise ValueError(
-                f"the scale of {name} {[rows, columns]} must be [1], {[rows, 1]}, {[1, columns]} or "
+                f"the scale of {name} {[rows, columns]}: expected [1], {[rows, 1]}, {[1, columns]} or "
                 f"{' or '.join(blocks)}, got {list(stored.shape)}"
                 + ("" if self.block_sizes else "; weight_block_size in config.json says which blocks")
             )
@@ -133,7 +133,7 @@ def _to_float32(name: str, scale: Tensor) -> Tensor:
     if scale.dtype is torch.uint8:  # E8M0 as raw bytes
         scale = scale.contiguous().view(torch.float8_e8m0fnu)
     if scale.dtype is not torch.float8_e8m0fnu and (not scale.is_floating_point() or scale.itemsize == 1):
-        raise NotImplementedError(f"the scale of {name} must be F32, BF16, F16, F8_E8M0 or U8, got {scale.dtype}")
+        raise NotImplementedError(f"the scale of {name}: expected F32, BF16, F16, F8_E8M0 or U8, got {scale.dtype}")
     scale = scale.float()
     if not scale.isfinite().all():
         raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
@@ -167,7 +167,7 @@ def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple
 def block_of(size: Any) -> tuple[int, int]:
     """Return the block size in a config.json. Raises ValueError if it is not [rows, columns]."""
     if not is_block(size):
-        raise ValueError(f"blocks in config.json must be [rows, columns], such as [128, 128], got {size!r}")
+        raise ValueError(f"blocks in config.json: expected [rows, columns], such as [128, 128], got {size!r}")
     return size[0], size[1]
 
 

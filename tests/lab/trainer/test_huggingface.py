@@ -351,7 +351,7 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
     weights.write_bytes(whole[:-100])
     assert "is damaged" in told(folder)
     weights.rename(folder / "pytorch_model.bin")
-    assert "must have model.safetensors, or shards" in told(folder)
+    assert "expected model.safetensors, or shards" in told(folder)
     (folder / "full.safetensors").write_bytes(whole)
     for text, message in {
         "[]": "has no weight_map",
@@ -362,7 +362,10 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
     }.items():
         (folder / "model.safetensors.index.json").write_text(text)
         assert message in told(folder)
-    for text, message in {"[1]": "must be a JSON object, got a list", "{": "must be a JSON object: Expecting"}.items():
+    for text, message in {
+        "[1]": "expected a JSON object, got a list",
+        "{": "expected a JSON object: Expecting",
+    }.items():
         (folder / "config.json").write_text(text)
         assert message in told(folder)
 
@@ -377,7 +380,7 @@ WORDS = {
     "quaver-to-hf {out} {tmp}/back --model=rowwise": "--model must be one of model, the models of",
     "quaver-to-hf {out} {tmp}/back --max-shard-size=5XB": "--max-shard-size: expected a size above 0",
     "quaver-to-hf {out} {tmp}/back --max-shard-size=0GB": "such as 80GiB, 80GB, 512MiB",
-    "quaver-to-hf {out} {tmp}/back --tokenizer={out}": "must have files of a tokenizer",
+    "quaver-to-hf {out} {tmp}/back --tokenizer={out}": "expected files of a tokenizer",
 }
 
 

@@ -154,22 +154,25 @@ def test_mxfp8_in_tiles_and_padded(shape, tmp_path):
 
 IN_HEADER = "_quantization_metadata"
 BAD = {  # the message, the tensors and the header
-    "a.weight (nvfp4); known are float8_e4m3fn, float8_e5m2": (layer("nvfp4"),),
-    "that are no float8: a.weight (int8_tensorwise); known": (SCALED, metadata(format="int8_tensorwise")),
-    "a.weight (F8_E4M3) must have one scale, got none; known": (layer(scale=None),),
-    "c.weight (F8_E4M3) must have one scale, got none; known": ({**SCALED, "c.weight": CODES.clone()},),
+    "a.weight (nvfp4); expected one of float8_e4m3fn, float8_e5m2": (layer("nvfp4"),),
+    "formats of ComfyUI: a.weight (int8_tensorwise); expected": (
+        SCALED,
+        metadata(format="int8_tensorwise"),
+    ),
+    "a.weight (F8_E4M3): expected one scale, got none; known": (layer(scale=None),),
+    "c.weight (F8_E4M3): expected one scale, got none; known": ({**SCALED, "c.weight": CODES.clone()},),
     "a.weight is marked as float8_e4m3fn: expected F8_E4M3, got no such tensor": (layer(weight=None, scale=None),),
     "z.weight is marked as float8_e4m3fn: expected F8_E4M3, got no such tensor": (SCALED, metadata("z")),
     "a.weight is marked as float8_e4m3fn: expected F8_E4M3, got BF16": (layer(weight=CODES.bfloat16()),),
     "scales without a float8 weight: b.scale_weight": ({**OLDER, "b.scale_weight": torch.ones(())},),
-    "weights that are no float8: a.pre_quant_scale": ({**layer(), "a.pre_quant_scale": torch.ones(64)},),
-    "a.comfy_quant must be a JSON object: Expecting": ({**SCALED, "a.comfy_quant": as_mark("{no")},),
-    "a.comfy_quant must be a JSON object, got a list": ({**SCALED, "a.comfy_quant": as_mark("[]")},),
-    "the mark of a must name a format, got '{}'": ({**SCALED, "a.comfy_quant": as_mark("{}")},),
-    "the mark of a must have a group_size, got 'None'": (layer("float8_e4m3fn_blockwise"),),
-    "metadata must have an object of layers, got a NoneType": (SCALED, {IN_HEADER: "{}"}),
-    "metadata must be a JSON object: maximum recursion": (SCALED, {IN_HEADER: "[" * 10**5}),
-    "a.weight [32, 64] must be [128, 4] bytes, got [32, 2] in torch.float32": (
+    "expected float8 weights, got a.pre_quant_scale": ({**layer(), "a.pre_quant_scale": torch.ones(64)},),
+    "a.comfy_quant: expected a JSON object: Expecting": ({**SCALED, "a.comfy_quant": as_mark("{no")},),
+    "a.comfy_quant: expected a JSON object, got a list": ({**SCALED, "a.comfy_quant": as_mark("[]")},),
+    "the mark of a: expected a format, got '{}'": ({**SCALED, "a.comfy_quant": as_mark("{}")},),
+    "the mark of a: expected a group_size of 1 or more, got 'None'": (layer("float8_e4m3fn_blockwise"),),
+    "metadata: expected an object of layers, got a NoneType": (SCALED, {IN_HEADER: "{}"}),
+    "metadata: expected a JSON object: maximum recursion": (SCALED, {IN_HEADER: "[" * 10**5}),
+    "a.weight [32, 64]: expected [128, 4] bytes, got [32, 2] in torch.float32": (
         layer("mxfp8", scale=torch.ones(32, 2)),
     ),
     "marked as mxfp8: expected a matrix, or a stack of them": (layer("mxfp8", weight=CODES.view(1, 2, 16, 64)),),
@@ -191,8 +194,8 @@ def test_a_file_becomes_a_file(tmp_path, refused):
     (tmp_path / "other.bin").touch()
     (tmp_path / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file.name, "b": "more"}}))
     for words, message in {
-        (file, tmp_path / "x"): "x' must end in .safetensors, because ",
-        (tmp_path / "other.bin", tmp_path / "x.safetensors"): "other.bin' must be a folder or a .safetensors file",
+        (file, tmp_path / "x"): "x': expected a name that ends in .safetensors, because ",
+        (tmp_path / "other.bin", tmp_path / "x.safetensors"): "other.bin': expected a folder or a .safetensors file",
         (file, tmp_path / "x.safetensors"): "is one of the files of x.safetensors.index.json; give their folder",
     }.items():
         assert message in refused("import", *words)
@@ -203,7 +206,7 @@ def test_a_folder_with_marks(tmp_path):
     write(tmp_path, layer())
     assert_same(dict(load_float8(tmp_path, dtype=torch.float32)), {**FLOAT, "a.weight": CODES.float() * 0.3})
     write(tmp_path, {"a.weight": CODES})
-    with pytest.raises(ValueError, match="must have one scale, got none; give the file and not its folder"):
+    with pytest.raises(ValueError, match="expected one scale, got none; give the file and not its folder"):
         load_float8(tmp_path)
 
 
@@ -263,7 +266,7 @@ def test_a_file_is_frozen_and_written_again(tmp_path):
 def test_what_is_refused(tmp_path):
     file = tmp_path / "out.safetensors"
     for path, options, message in (
-        (tmp_path / "out", {}, "out' must end in .safetensors: the format comfyui is one file"),
+        (tmp_path / "out", {}, "out': expected a name that ends in .safetensors: the format comfyui is one file"),
         (file, {"files": [tmp_path]}, "files: not in the format comfyui"),
         (file, {"high_precision_model": tiny}, "high_precision_model: not in the format comfyui"),
     ):

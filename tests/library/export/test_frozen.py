@@ -356,7 +356,7 @@ def test_a_checkpoint_that_does_not_fit(exported, tmp_path):
                 {"layer.v_proj.weight_scale": torch.full((128, 1), -1.0)},
                 None,
                 ValueError,
-                "layer.v_proj.weight must not be below 0",
+                "layer.v_proj.weight: expected numbers of 0 or more, got one below",
             ),
             (
                 {"layer.v_proj.weight_scale": torch.ones(1, 128)},

@@ -76,26 +76,26 @@ BAD = {
     ),
     "int8": (
         lambda f: change_config(f, config_groups={"a": {"weights": {"type": "int", "num_bits": 8}}}),
-        "must be 8-bit floats with one scale per tensor, channel, block, group, got {'type': 'int'",
+        "expected 8-bit floats with one scale per tensor, channel, block, group, got {'type': 'int'",
     ),
-    "no groups": (lambda f: change_config(f, config_groups=None), "config_groups in config.json must be an object"),
+    "no groups": (lambda f: change_config(f, config_groups=None), "config_groups in config.json: expected an object"),
     "plain": (
         lambda f: (f / "config.json").write_text("{}") and save_file({"a": torch.ones(2)}, f / "model.safetensors"),
-        "no weight is in float8: the model is in high precision already",
+        "expected float8 weights, got only high precision",
     ),
     "nothing in float8": (
         lambda f: save_file({"a": torch.ones(2)}, f / "model.safetensors"),
-        "quant_method in config.json is 'compressed-tensors', and no weight is in float8",
+        "expected float8 weights for quant_method 'compressed-tensors' of config.json, got none",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "no scale": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=None),
-        "q_proj.weight (F8_E4M3) must have one scale, got none",
+        "q_proj.weight (F8_E4M3): expected one scale, got none",
     ),
     "scale shape": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1)),
-        "the scale of layer.q_proj.weight [32, 32] must be [1], [32, 1], [1, 32] or one a block whose rows and columns "
-        "are powers of two and divide it, got [31, 1]; weight_block_size in config.json says which blocks",
+        "the scale of layer.q_proj.weight [32, 32]: expected [1], [32, 1], [1, 32] or one a block whose rows and "
+        "columns are powers of two and divide it, got [31, 1]; weight_block_size in config.json says which blocks",
     ),
     "scale NaN": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.full((32, 1), torch.nan)),
@@ -107,23 +107,23 @@ BAD = {
             change_config(f, quant_method="fp8", weight_block_size=[128, 128])
             or change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1))
         ),
-        "weight [32, 32] must be [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]",
+        "weight [32, 32]: expected [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]",
     ),
     "block size": (
         lambda f: change_config(f, quant_method="fp8", weight_block_size=[0, 64]),
-        "blocks in config.json must be [rows, columns], such as [128, 128], got [0, 64]",
+        "blocks in config.json: expected [rows, columns], such as [128, 128], got [0, 64]",
     ),
     "two scales": (
         lambda f: change_tensors(f, layer__q_proj__scale=torch.ones(1)),
-        "q_proj.weight (F8_E4M3) must have one scale, got layer.q_proj.weight_scale, layer.q_proj.scale",
+        "q_proj.weight (F8_E4M3): expected one scale, got layer.q_proj.weight_scale, layer.q_proj.scale",
     ),
     "4 bits": (
         lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 16, dtype=torch.uint8)),
-        "weights that are no float8: layer.q_proj.weight (U8); known are weights in F8_E4M3 or F8_E5M2",
+        "expected float8 weights, got layer.q_proj.weight (U8); known are weights in F8_E4M3 or F8_E5M2",
     ),
     "dtype of a scale": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(32, 1, dtype=torch.int32)),
-        "the scale of layer.q_proj.weight must be F32, BF16, F16, F8_E8M0 or U8, got torch.int32",
+        "the scale of layer.q_proj.weight: expected F32, BF16, F16, F8_E8M0 or U8, got torch.int32",
     ),
     "rotated": (lambda f: change_config(f, transform_config={"config_groups": {}}), "weights are those of a rotated"),
     "lost scale": (
@@ -133,7 +133,7 @@ BAD = {
     "outside": (point_outside, "../away.safetensors', which is not there"),
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),
-        "must have model.safetensors, or shards and model.saf",
+        "expected model.safetensors, or shards and model.saf",
     ),
     "half": (lambda f: split(f, "b.safetensors"), "b.safetensors', which is not there; download it again"),
     "short": (lambda f: cut(f / "model.safetensors"), "is damaged"),

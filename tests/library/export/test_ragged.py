@@ -87,7 +87,7 @@ def test_scales_of_whole_blocks_alone_are_refused(format, exported, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((exported(format) / "config.json").read_bytes())
     with pytest.raises(
-        ValueError, match=r"0.weight \[192, 200\] must be .* \[2, 2\] \(128 x 128 blocks\), got \[1, 1\]"
+        ValueError, match=r"0.weight \[192, 200\]: expected .* \[2, 2\] \(128 x 128 blocks\), got \[1, 1\]"
     ):
         load_float8(tmp_path)
 

@@ -228,7 +228,7 @@ def test_a_recipe_is_for_layers_that_a_filter_admits_and_a_format_holds():
     assert [name for name in first if "scale" in name] == ["0.weight_scale"]
     for options, error, message in (
         ({"recipe": "delayed"}, ValueError, "scales follow from the weights alone, got delayed"),
-        ({"recipe": "rowwise", "format": "fp8"}, NotImplementedError, "'fp8' holds weights with a scale per block"),
+        ({"recipe": "rowwise", "format": "fp8"}, NotImplementedError, "expected weights with a scale per block"),
         ({"recipe": "int4"}, ValueError, "unknown recipe 'int4'"),
         ({"recipe": "rowwise", "rounded_from": "int8"}, ValueError, "expected one of float32, bfloat16, float16, got"),
         ({"module_filter_fn": bool}, ValueError, "expected none without a recipe"),
@@ -253,13 +253,13 @@ def test_buffers_may_be_infinite():
 
 
 def test_what_no_format_holds_is_refused():
-    with pytest.raises(ValueError, match="no linear of the model is in float8"):
+    with pytest.raises(ValueError, match="expected a model with float8 linears, got none"):
         iter_float8_weights(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="format: expected one of compressed-tensors"):
         iter_float8_weights(tiny(), format="gguf")
     mixed = tiny("rowwise")
     convert_to_float8_training(mixed, config="tensorwise", module_filter_fn=lambda module, name: name == "lm_head")
-    with pytest.raises(NotImplementedError, match="must have one recipe"):
+    with pytest.raises(NotImplementedError, match="expected one recipe for all float8 linears"):
         iter_float8_weights(mixed)
     e5m2 = Float8LinearConfig(
         cast_config_weight=CastConfig(target_dtype=torch.float8_e5m2),

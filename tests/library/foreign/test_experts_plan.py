@@ -138,7 +138,7 @@ def with_what_is_refused(folder):
     prepare_model_for_float8(split, ["rowwise", "mxfp8"][dist.get_rank()])
     assert "ranks disagree about the tokens that they send to experts: rank 0 has" in refusal(split, tokens)
     message = refusal(lambda: load(folder, QuaverConfig(frozen=True), **layout))
-    assert "QuaverConfig with a distributed_config trains folders in high precision, and no frozen" in message
+    assert "QuaverConfig with a distributed_config: expected a folder in high precision" in message
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError):
         message = refusal(lambda: load(folder, **layout))
     assert "which the gloo backend does not support on cpu" in message

@@ -232,7 +232,7 @@ KEY = "model.layers.0.mlp.up_proj.weight"
         ("llama", {KEY: None}, {}, rf"the folder lacks weights that QuaverConfig\(frozen=True\) freezes: {KEY}"),
         ("llama", {KEY: torch.full((96, 64), torch.nan)}, {}, f"the weight {KEY} holds NaN or inf"),
         ("llama", {KEY: torch.ones(96, 32)}, {}, rf"{KEY}: expected \[96, 64\], as the model has, got \[96, 32\]"),
-        ("llama-fp8", {f"{KEY}_scale_inv": None}, {}, f"{KEY}.* must have one scale, got none"),
+        ("llama-fp8", {f"{KEY}_scale_inv": None}, {}, f"{KEY}.*: expected one scale, got none"),
         ("llama-fp8", {KEY: torch.ones(96, 32).to(torch.float8_e4m3fn)}, {}, rf"{KEY}.*\[96, 32\]"),
         ("llama-fp8", {}, {"quant_method": "gptq", "bits": 4}, "quant_method in config.json is 'gptq'; known are"),
     ],

@@ -160,5 +160,5 @@ def test_stacks_in_four_bits_are_refused(written):
     tensors[name] = tensors[name].view(torch.uint8)
     tensors[f"{name}_weight_scale_2"] = torch.ones(())
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(NotImplementedError, match="weights that are no float8"):
+    with pytest.raises(NotImplementedError, match="expected float8 weights, got"):
         load_float8(folder, model=model)
