@@ -79,6 +79,10 @@ def test_a_setting_that_is_not_utf8_is_refused(where, tmp_path, refused):
     assert "data.path must be in UTF-8, got '" in refused("train", *where, f"--data={folder}")
 
 
+def test_control_characters_of_a_path_reach_no_terminal(tmp_path, refused):
+    assert refused("import", f"{tmp_path}\x1b", tmp_path / "out").isprintable()
+
+
 def test_a_model_larger_than_the_memory_is_one_line(where, monkeypatch, refused):
     monkeypatch.setattr("quaver.lab.cli.train.build", lambda setup: torch.empty(2**60))
     assert "this machine lacks the memory" in refused("train", *where)

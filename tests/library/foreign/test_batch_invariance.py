@@ -1,4 +1,4 @@
-"""What of a whole model's logits depends on the batch: a prompt of 5 tokens alone, among 500, and token by token."""
+"""Checks whether a model's logits depend on the other prompts of the batch: 5 tokens alone, among 500, one by one."""
 
 import pytest
 import torch

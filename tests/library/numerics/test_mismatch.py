@@ -40,7 +40,7 @@ def test_figures_are_those_of_the_formulas():
         ((TRAIN[:, :2], ROLLOUT[:, 1:]), "logprobs_rollout: expected finite values, got 1 of 4"),
     ],
 )
-def test_what_says_nothing_is_one_line(arguments, message):
+def test_useless_arguments_give_one_line_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         mismatch(*arguments)
 

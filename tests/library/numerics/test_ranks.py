@@ -1,4 +1,4 @@
-"""Which rank has another weight than the others: by the slots of its casts."""
+"""Finds the rank whose weight differs from the other ranks', by comparing the statistics of its casts."""
 
 import math
 
