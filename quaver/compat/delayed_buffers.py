@@ -48,7 +48,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
 
 
 def _entries(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers as entries of `Float8ScalingState.load_state_dict`."""
+    """Return the buffers as entries of `Float8ScalingState.load_state_dict`."""
     entries: dict[str, Tensor] = {}
     for name, state, slot in named_slots(model):
         operand = name.rpartition(".")[2]

@@ -107,9 +107,9 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
         yield f"- Codes and scales are bit-identical to {forward}."
     if record["ragged"]:
         yield (
-            f"- Last blocks are cut, because a dimension is no multiple of 128: {listed(record['ragged'])}. "
-            "compressed-tensors keeps inputs in high precision that are no multiple of 128, and servers of fp8 need "
-            "one; transformers dequantizes such weights in compressed-tensors, not in fp8."
+            "- These weights have incomplete last blocks, because a dimension is not a multiple of 128: "
+            f"{listed(record['ragged'])}. In compressed-tensors, inputs of such a width stay in high precision, and "
+            "transformers dequantizes the weights. fp8 servers refuse them."
         )
     if record["whole_stacks"]:
         yield f"- Experts that were float8 in training stay in high precision: {listed(record['whole_stacks'])}."

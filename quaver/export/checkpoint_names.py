@@ -53,10 +53,10 @@ class CheckpointNames:
     """The stacks that checkpoints hold as one tensor."""
     conversions: _Conversions
     linears: dict[str, list[list[Parts]]] = field(default_factory=dict)
-    """The parts that a checkpoint may have in place of a whole stack, by the name of the stack; see `with_linears`."""
+    """The parts that a checkpoint may have instead of a whole stack, by the name of the stack; see `with_linears`."""
 
     def with_linears(self, stored: Container[str]) -> CheckpointNames:
-        """Return these names, with linears of each expert for the whole stacks whose linears are among `stored`.
+        """Return these names, where whole stacks whose linears are among `stored` become linears of each expert.
 
         llm-compressor writes such linears. `stored`: the names in the checkpoint.
         """
@@ -305,7 +305,7 @@ def _first_row(part: Tensor | list[Tensor]) -> int | None:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether transformers, 5.0 or newer, has a conversion mapping for `model`."""
+    """Return whether transformers, 5.0 or newer, has a conversion mapping for `model`."""
     if not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         return False
     if importlib.util.find_spec("transformers.conversion_mapping") is None:

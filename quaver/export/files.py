@@ -1,4 +1,4 @@
-"""A lazy reader of the safetensors files of a Hugging Face folder, which checks their index, and a writer."""
+"""Reads the safetensors files of a Hugging Face folder on access, checks their index, and writes such files."""
 
 import json
 import math

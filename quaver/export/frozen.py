@@ -41,10 +41,12 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         load_frozen(model, folder)
 
-    Loads the codes and scales bit-exactly. The forward quantizes activations dynamically: per 128 or 32 elements of a
-    row if the weights have blocks of 128 x 128 or 32 x 32; per row if they have a scale per row, or if the checkpoint
-    says per token; else per tensor. A stored input_scale is not used.
-    Where a scale is 0 the weights are zeros. Tensors in high precision are loaded in the dtype of the model.
+    Loads the codes and scales bit-exactly. Where a scale is 0 the weights are zeros. Tensors in high precision are
+    loaded in the dtype of the model. The forward quantizes activations dynamically, and ignores a stored input_scale:
+
+        weights with blocks of 128 x 128 or 32 x 32                         per 128 or 32 elements of a row
+        weights with a scale per row, or a checkpoint that says per token   per row
+        other weights                                                       per tensor
 
     Gate and up of experts are one matrix in the model. If their scales do not fit this matrix, these experts are
     dequantized and stay in high precision. All checks run before the model changes; only an error of the disk can come
@@ -167,7 +169,7 @@ def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: Mode
 
 
 def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> bool:
-    """Whether a tensor is a stack of experts whose scales a frozen stack can hold: a row scale must be of an output."""
+    """Return whether a tensor is a stack of experts whose scales a frozen stack can hold. Row scales are of outputs."""
     if module is None or not is_experts(module) or name.rpartition(".")[2] not in weights_of(module):
         return False
     kinds = {scale.kind for scale in checkpoint.scales(loaded.parts[name][0][0])}
@@ -175,7 +177,7 @@ def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Check
 
 
 def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bool:
-    """Whether the parts of each expert, concatenated along rows, have the scales of one matrix."""
+    """Return whether the parts of each expert, concatenated along rows, have the scales of one matrix."""
     for parts in stack if len(stack[0]) > 1 else []:
         scales = [checkpoint.scale(part) for part in parts]
         if scales[0].kind == "tensor" and any(scale.values != scales[0].values for scale in scales):
@@ -327,7 +329,7 @@ def _problems(
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in loaded]
     if on_meta:
         yield (
-            f"buffers that no checkpoint has are on the meta device: {listed(on_meta)}; make the model in accelerate's "
+            f"buffers outside the checkpoint are on the meta device: {listed(on_meta)}; make the model in accelerate's "
             "init_empty_weights(), which leaves buffers where they are"
         )
     frozen = set()

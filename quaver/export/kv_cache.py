@@ -92,7 +92,7 @@ def _cache_argument(module: nn.Module) -> str | None:
 def _wrap_cache(
     amaxes: list[Tensor], module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """A pre-hook that wraps the cache of an attention in one that records amaxes."""
+    """Wrap the cache of an attention in one that records amaxes, as a pre-hook."""
     argument = str(_cache_argument(module))
     return args, {**kwargs, argument: _RecordingCache(amaxes, kwargs.get(argument))}
 

@@ -48,7 +48,7 @@ _FOREIGN_LEAVES = (
 )
 _HIGH_PRECISION = ("F64", "F32", "BF16", "F16")
 _KNOWN = (
-    f"known are weights in {' or '.join(CODES)} with one scale for each, called {', '.join(SCALE_NAMES)}, and "
+    f"quaver reads weights in {' or '.join(CODES)} with one scale for each, called {', '.join(SCALE_NAMES)}, and "
     f"quant_method {', '.join(METHODS)}"
 )
 
@@ -172,7 +172,7 @@ def _quantized_modules(float8: Iterable[str]) -> set[str]:
 
 
 def _is_left_out(name: str, float8: Container[str], quantized: set[str]) -> bool:
-    """Whether a tensor is a scale of activations or of a KV cache, not a parameter with a similar name.
+    """Return whether a tensor is a scale of activations or of a KV cache, not a parameter with a similar name.
 
     Gemma 3n has a parameter `altup.correct_output_scale`; a scale of a stack of experts is `gate_up_proj_input_scale`.
     """

@@ -182,7 +182,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             writer.close()
 
     def has_part(self, model: nn.Module) -> bool:
-        """Whether `model` is a part of the checkpoint's model, such as its text model."""
+        """Return whether `model` is a part of the checkpoint's model, such as its text model."""
         model_type = getattr(getattr(model, "config", None), "model_type", None)
         parts = [part.get("model_type") for part in self._config.values() if isinstance(part, dict)]
         return model_type is not None and model_type in parts and model_type != self._config.get("model_type")
@@ -240,7 +240,7 @@ class ModelTensors(Mapping[str, Tensor]):
             elif not any(re.search(pattern, name) for pattern in ignored):
                 self.parts[name] = [(stored,)]
         if outside:
-            logger.warning("the model is a part of the checkpoint's model; left out are %s", listed(sorted(outside)))
+            logger.warning("the model is a part of the checkpoint's model; left out: %s", listed(sorted(outside)))
         for stack in stacks.values():
             self._check(stack)
         self.tied, self.stacks = self._add_tied_names(model), frozenset(stacks)

@@ -80,8 +80,8 @@ def matches_serving(
     the folder's codes as weights; and of the folder in transformers. Experts keep their own forward.
 
     Args:
-        model: converted to float8, such as by `convert_to_float8_training(model, serving=...)`, whole on one device; or
-            a folder, which `load_frozen` loads into a model of transformers with `serving`.
+        model: converted to float8, such as by `convert_to_float8_training(model, serving=...)`, unsharded on one
+            device; or a folder, which `load_frozen` loads into a model of transformers with `serving`.
         inputs: token ids, or the arguments of the model by name.
         folder: an export of `model` by `save_float8`; None for a temporary one in the format of the engine.
         serving: an engine of quaver/recipes/serving.py; None for the engine that the model was converted with.
@@ -95,7 +95,7 @@ def matches_serving(
     name = serving or _common_engine(linears)
     served = serving_named(name)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise NotImplementedError("matches_serving: expected a whole model, got a sharded one; save and load it first")
+        raise NotImplementedError("model: expected one without shards, got a sharded model; save and load it first")
     with ExitStack() as stack:
         stack.enter_context(_eval_mode(model))
         if folder is None:

@@ -40,9 +40,9 @@ class Plan:
     """The modules whose matrices stay in high precision, by their names in the model and in the checkpoint."""
     format: WeightFormat
     ragged: list[str]
-    """The weights whose last 128 x 128 blocks are cut, because a dimension is no multiple of 128."""
+    """The weights with incomplete last blocks, because a dimension is not a multiple of 128."""
     cut_inputs: list[str]
-    """The modules of `ragged` weights whose columns are cut, by their names in the model and in the checkpoint."""
+    """The modules whose inputs are not a multiple of 128, by their names in the model and in the checkpoint."""
     recipe: str
     """The name of the recipe, or of the engine with the same forward; otherwise the casts."""
     report: ConversionReport

@@ -57,13 +57,14 @@ def save_float8(
         model, recipe, format, weights, dtype, rounded_from, share_fused_scales, module_filter_fn: as for
             `iter_float8_weights`. All ranks of a sharded model call this; rank 0 writes, its errors are raised on all.
             Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`, `set_kv_scales`).
-        folder: a new path; for comfyui a file NAME.safetensors with the record in its header, which memory holds whole.
+        folder: a new path. comfyui writes one file NAME.safetensors, with the record in its header, from memory.
         config: config.json without quantization_config; None for the model's, with its generation config.
         max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
         about: the origin, for the record of the bundle: "source", "step".
         files: more files to copy, such as the tokenizer's.
-        high_precision_model, measure_tokens: a function that returns the model in high precision, whole in memory, and
-            the number of random tokens on which to measure how its logits change; None to measure nothing.
+        high_precision_model: a function that returns the unsharded high-precision model, to measure how its logits
+            change; None to measure nothing.
+        measure_tokens: the number of random tokens on which to measure.
     Returns:
         The weights that were written, with the cost of the format.
     Raises:

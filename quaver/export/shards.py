@@ -1,12 +1,12 @@
 """Quantizes a sharded weight for an export and gathers its codes, so that no rank holds all high-precision values.
 
 A scale belongs to the whole matrix, wherever its shards end. Each rank computes the amaxes of its shard, the ranks
-reduce them to their maximum, and each rank casts its shard with the scales of the whole. The codes are all-gathered,
-one byte per element.
+reduce them to their maximum, and each rank casts its shard with the scales of the whole matrix. The codes are
+all-gathered, one byte per element.
 
-All meshes and placements work: FSDP2 with or without replicas, tensor parallelism along either dim, experts that are
-split over ranks, and combinations. fsdp/scales.py does the same in a training step, over FSDP2's groups and for all
-weights of a model at once. There a scale belongs to the shard of tensor parallelism.
+All meshes and placements work. This covers FSDP2 with or without replicas, tensor parallelism along either dim, experts
+that are split over ranks, and their combinations. fsdp/scales.py does the same in a training step, over FSDP2's groups
+and for all weights of a model at once. There a scale belongs to the shard of tensor parallelism.
 """
 
 from __future__ import annotations

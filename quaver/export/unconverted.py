@@ -34,7 +34,7 @@ class ConvertedView(NamedTuple):
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT wrapped `model` or modules of it."""
+    """Return whether PEFT wrapped `model` or modules of it."""
     return hasattr(model, "get_base_model") or any(_is_adapted(module) for module in model.modules())
 
 

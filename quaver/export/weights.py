@@ -192,7 +192,7 @@ class Float8Weights:
         return name, tensor
 
     def _is_streamed(self, name: str, rows: int) -> bool:
-        """Whether ranks gather only codes and scales of a sharded weight. No block may have rows of two parts."""
+        """Return whether ranks gather only codes and scales of a weight. No block may have rows of two parts."""
         if name in self._frozen or name in self.plan.checkpoint.transposed:
             return False
         parts, block = len(self.plan.checkpoint.parts(name)[0]), self.plan.format.block_size
@@ -353,8 +353,8 @@ class Float8Weights:
         tensor = self._tensor_of(name).detach()
         if tensor.is_meta:
             raise ValueError(
-                f"{name} is on the meta device, where Accelerate's offload leaves weights, too: load the model whole "
-                "before the export, or give its tensors as `weights`"
+                f"{name} is on the meta device, where Accelerate's offload also leaves weights: load all weights "
+                "before the export, or give them as `weights`"
             )
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()

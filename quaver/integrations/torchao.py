@@ -95,12 +95,12 @@ def install() -> None:
             if id(value) in replaced:
                 setattr(module, name, replaced[id(value)][1])
     if os.environ.get("RANK", "0") == "0":
-        print(f"quaver stands in for torchao.float8: {len(replaced)} classes and functions replaced", file=sys.stderr)
+        print(f"quaver replaced {len(replaced)} classes and functions of torchao.float8", file=sys.stderr)
         _warn_at_first_step()
 
 
 def is_installed() -> bool:
-    """Whether `install()` has replaced torchao's names in this process."""
+    """Return whether `install()` has replaced torchao's names in this process."""
     package = sys.modules.get("torchao.float8")
     return package is not None and vars(package).get("convert_to_float8_training") is convert_to_float8_training
 
@@ -135,7 +135,7 @@ def _counterpart(path: str) -> ModuleType:
 
 
 def _is_definition(value: object) -> bool:
-    """Whether `value` is a class or a function. Looks at its type, because attributes of some objects warn."""
+    """Return whether `value` is a class or a function. Looks at its type, because attributes of some objects warn."""
     return issubclass(type(value), type | FunctionType)
 
 
@@ -169,7 +169,7 @@ def _check_importers(importers: list[ModuleType], replaced: dict[int, tuple[Any,
                 continue
             if value.__module__ != _CONFIG or value.__name__ not in _counterpart(_CONFIG).__all__:
                 raise RuntimeError(
-                    f"{module.__name__} has imported {value.__module__}.{name}, which quaver has no counterpart of; "
+                    f"{module.__name__} has imported {value.__module__}.{name}, for which quaver has no counterpart; "
                     "run this program on torchao"
                 )
 

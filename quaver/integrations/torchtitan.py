@@ -187,9 +187,9 @@ def float8_linear(
 
 def _obstacle(linear: Any) -> str:
     if type(linear) is not Linear.Config:
-        return f"{type(linear).__qualname__} has a forward of its own"
+        return f"{type(linear).__qualname__} is not exactly Linear.Config and may override its forward"
     if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
-        return f"shape: a dimension is no multiple of {ALIGNMENT}"
+        return f"shape: a dimension is not a multiple of {ALIGNMENT}"
     return ""
 
 

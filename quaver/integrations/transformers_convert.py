@@ -66,7 +66,7 @@ def float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) -> Mo
         if name in roles:
             return FilterDecision(False, roles[name])
         if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
-            return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
+            return FilterDecision(False, f"shape: a dimension is not a multiple of {ALIGNMENT}")
         return True if module_filter_fn is None else module_filter_fn(module, name)
 
     return admits

@@ -4,9 +4,9 @@
     from_pretrained(folder, quantization_config=QuaverConfig(frozen=True))     float8 weights, for adapters
 
 A high-precision folder is converted, or frozen one parameter at a time while it is read. A float8 folder, in any layout
-that `load_float8` reads, is dequantized one parameter at a time, or its codes and scales become the frozen weights
-(transformers_loading.py). transformers refuses two quantization configs, so the one in config.json is hidden from it
-and read by quaver. `save_pretrained` writes high precision, and a config.json without quantization.
+that `load_float8` reads, is dequantized one parameter at a time. With `frozen`, its codes and scales become the frozen
+weights instead (transformers_loading.py). transformers refuses two quantization configs, so the one in config.json is
+hidden from it and read by quaver. `save_pretrained` writes high precision, and a config.json without quantization.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class QuaverConfig(QuantizationConfigMixin):
         frozen: store the weights once in float8, for adapters, as `freeze_to_float8` and `load_frozen` do. They do not
             train. With a `recipe`, the weights of a float8 folder are dequantized and quantized again.
         modules_to_not_convert: names of further modules that stay in high precision, beyond the defaults of
-            `prepare_model_for_float8`, in the format of transformers' other quantizers. A float8 folder that is frozen
-            without a recipe decides itself which layers are in float8.
-        serving: as for `convert_to_float8_training`, the engine with whose codes the forward multiplies; `recipe` then
-            applies to the backward. A float8 folder that is frozen without a recipe keeps its codes.
+            `prepare_model_for_float8`, in the format of transformers' other quantizers. For a float8 folder that is
+            frozen without a recipe, the folder determines which layers are in float8.
+        serving: as for `convert_to_float8_training`, the inference engine whose codes the forward multiplies; `recipe`
+            then applies to the backward. A float8 folder that is frozen without a recipe keeps its codes.
         include_subclasses: as for `convert_to_float8_training`; Falcon needs it.
     Raises:
         ValueError: a recipe or an engine is unknown, or the recipe cannot freeze weights.
@@ -156,7 +156,7 @@ class QuaverQuantizer(HfQuantizer):
         return 1.0 if self.quantization_config.frozen else None
 
     def is_serializable(self, **options: Any) -> bool:
-        """Whether `save_pretrained` works; it writes high precision."""
+        """Return whether `save_pretrained` works, which writes high precision."""
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -168,8 +168,8 @@ class QuaverQuantizer(HfQuantizer):
             )
         if isinstance(device_map, dict) and "disk" in device_map.values() and self._has_transformed_weights:
             raise NotImplementedError(
-                "QuaverConfig: an offload to disk would store frozen weights in high precision, and GPT-2's as they "
-                "are in the file: give a device_map without disk"
+                "QuaverConfig: expected a device_map without disk, where frozen weights would be in high precision and "
+                "GPT-2's weights transposed"
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -218,7 +218,7 @@ class QuaverQuantizer(HfQuantizer):
         return weight_conversions if self._tensors is None else self._tensors.prepend_to(weight_conversions)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        """Whether quaver makes this parameter from the tensor that the loader reads."""
+        """Return whether quaver makes this parameter from the tensor that the loader reads."""
         is_float8 = self._tensors is not None and param_name in self._tensors.names
         return is_float8 or param_name in self._frozen or _is_conv1d_weight(model, param_name)
 
@@ -254,7 +254,7 @@ class QuaverQuantizer(HfQuantizer):
         return frozen_config(self.quantization_config.linear_recipe)
 
     def _converts_after_loading(self, model: nn.Module) -> bool:
-        """Whether to convert after loading: distributed models, and configs with a float8 all-gather."""
+        """Return whether to convert after loading, as for distributed models and configs with a float8 all-gather."""
         recipe = self.quantization_config.linear_recipe
         if _is_distributed(model):
             return True

@@ -2,8 +2,8 @@
 
 DPO, GRPO, KTO and RLOO compare the model with a reference. By default they load it from disk in high precision. The two
 models then differ by float8's rounding before the first update: DPO's first loss is not log(2), GRPO's KL is not 0. The
-reference shares the model's delayed and static scales. Its forwards record no gradients, so it would never get separate
-scales, and would cast with others than the model.
+reference shares the model's delayed and static scales. Its forwards record no gradients, so it would never update
+separate scales, and its casts would differ from the model's.
 """
 
 from __future__ import annotations

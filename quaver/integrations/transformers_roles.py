@@ -75,7 +75,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_adapter(model: nn.Module, name: str) -> bool:
-    """Whether PEFT added the linear: beside the base layer of a tuner, or as the encoder of a prompt."""
+    """Return whether PEFT added the linear: beside the base layer of a tuner, or as the encoder of a prompt."""
     for parent, part in _path(model, name):
         is_beside_base = isinstance(getattr(parent, "base_layer", None), nn.Module) and part != "base_layer"
         if is_beside_base or (part == "prompt_encoder" and hasattr(parent, "peft_config")):

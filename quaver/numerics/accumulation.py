@@ -10,8 +10,8 @@ One large term therefore cuts the low bits of all other terms. Truncation is tow
 one direction, step after step. With `use_fast_accum` a whole dot product is one chain of these steps. Without it, a new
 chain starts every `promoted_every` products, and the chains add up in float32, rounded to nearest.
 
-For Hopper's float8 units, Fasi et al. (PeerJ Computer Science 7:e330, 2021) found alignment and truncation, Khattak and
-Mikaitis (ACM TACO 23(3), 2026) found 13 fraction bits below the leading bit, and DeepSeek-V3 (arXiv:2412.19437)
+Fasi et al. (PeerJ Computer Science 7:e330, 2021) found that tensor cores align and truncate. Khattak and Mikaitis (ACM
+TACO 23(3), 2026) found 13 fraction bits below the leading bit in Hopper's float8 units. DeepSeek-V3 (arXiv:2412.19437)
 promotes every 128 products. docs/design/0019 says how this file was checked. cuBLAS splits the sum of a small result
 over several thread blocks. This is not emulated, because the split depends on the library.
 """

@@ -171,7 +171,7 @@ class Alarms:
         return findings
 
     def _clear(self, key: Key, finding: _Finding, step: int) -> Cleared | None:
-        """End a bad state after as many good samples as bad samples raise an alarm."""
+        """End a bad state after as many good samples in a row as the rule needs bad samples to alarm."""
         state = self._states.get(key)
         if state is None or state.cause is None:
             return None

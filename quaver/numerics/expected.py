@@ -34,12 +34,12 @@ def parse_format(dtype: str | None) -> Float8Format | None:
 
 
 def rounding_bound_db(fmt: Float8Format) -> float:
-    """The lowest SQNR of rounding, if all values are in the normal range."""
+    """Compute the lowest SQNR of rounding, if all values are in the normal range."""
     return -20 * math.log10(fmt.max_relative_error)
 
 
 def cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -> float:
-    """The lowest SQNR of a correct cast without saturation, by (1) above.
+    """Compute the lowest SQNR of a correct cast without saturation, by (1) above.
 
     `rms` is the tensor's, and `dequant_scale` is the largest of its scales.
     """
@@ -48,17 +48,17 @@ def cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -> float:
 
 
 def underflow_at(sqnr_db: float) -> float:
-    """The share of elements that underflow if the elements besides outliers have this SQNR."""
+    """Compute the share of elements that underflow if the elements besides outliers have this SQNR."""
     return math.sqrt(1.92) * 10 ** (-sqnr_db / 20)
 
 
 def bulk_db(underflow: float) -> float:
-    """The SQNR of the elements besides outliers if this share underflows: the inverse of `underflow_at`."""
+    """Compute the SQNR of the elements besides outliers if this share underflows: the inverse of `underflow_at`."""
     return 10 * math.log10(1.92) - 20 * math.log10(underflow) if underflow > 0 else math.inf
 
 
 def result_db(left: float, right: float, cancelled: float) -> float:
-    """The SQNR of a matmul whose operands have SQNRs `left` and `right` and independent errors.
+    """Compute the SQNR of a matmul whose operands have SQNRs `left` and `right` and independent errors.
 
     `cancelled` is the mean square of the result, divided by its value if the products added at random: a sum that
     cancels keeps the noise of its terms.

@@ -1,4 +1,4 @@
-"""Costly statistics of some linears per sample: histograms, SQNRs under other recipes, errors of a GPU's sums.
+"""Computes costly statistics of some linears per sample: histograms, SQNR under other recipes, errors of a GPU's sums.
 
 All are sums, [WIDTH] per cast, which add up over micro-batches and ranks.
 
@@ -78,7 +78,7 @@ def what_if(
     names = [Float8LinearRecipeName(name).value for name in recipes]
     for name in names:
         if name not in CONFIGS:
-            raise ValueError(f"recipes: {name} scales by earlier steps, which a matrix alone does not tell")
+            raise ValueError(f"recipes: expected recipes with dynamic scaling, got {name!r}")
     matrix = as_matrix(hp.detach())
     if not matrix.any():
         return dict.fromkeys(names)

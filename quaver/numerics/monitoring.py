@@ -74,13 +74,14 @@ class Monitor:
         every: sample step 1 and every multiple of this.
         sink: where the first rank writes: a path, a function of a line, or an object with `write` and `close`. None
             only keeps `samples`.
-        extras_every: each linear has a histogram and its SQNR under other recipes in one of this many samples; 0 for
+        extras_every: in one of this many samples a linear also gets a histogram and its SQNR under other recipes; 0 for
             never.
-        completed_steps: the steps before this monitor, in a run that resumes.
+        completed_steps: the number of steps before this monitor, for a run that resumes.
         history_len: how many of the last samples `samples` holds.
         hardware: a GPU, such as "h100", whose sums to emulate for a few rows of each matmul in the samples with extras.
             The model may run on any device.
-        steps_by_hand: steps end with `step()` only, and each call ends one: for a loop that calls it in every step.
+        steps_by_hand: only `step()` ends a step, and every call ends one. Set it in a loop that calls `step()` in
+            every step.
         group: the ranks to gather from; None for all.
     Raises:
         ValueError: `every` or `extras_every` is out of range, `hardware` is unknown or is given without `extras_every`,
@@ -186,7 +187,7 @@ class Monitor:
         return about
 
     def step(self) -> None:
-        """End a training step, unless nothing ran on any rank since the last end, as after `optimizer.step()`.
+        """End a training step. Does nothing if nothing ran on any rank since the last end, as after `optimizer.step()`.
 
         Needed if no PyTorch optimizer steps outside a backward, as in a skipped step. A collective: every rank calls
         it, even without a batch. Does nothing after the monitor has closed.
@@ -224,7 +225,7 @@ class Monitor:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Sample the block as the step that just ended, which it repeats; once per step. A collective.
+        """Sample the block, which repeats the step that just ended. Samples one repetition per step. A collective.
 
         The trainer repeats a step whose loss is not finite to find the cause, because the step itself was rarely
         sampled.
@@ -300,7 +301,7 @@ class Monitor:
         return sample
 
     def _list_whole_weights(self) -> list[int]:
-        """List the rows of weights that this rank multiplied by as a whole, which all ranks must therefore share."""
+        """List the rows of weights that are not split over ranks, so that all ranks must have the same weight."""
         return [
             position
             for position, row in enumerate(self._rows)

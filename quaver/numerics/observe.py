@@ -105,7 +105,7 @@ class Sampling:
     def end_step(
         self, on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
     ) -> None:
-        """Forget the step, and sample the next if `on`."""
+        """Discard what was kept for the step, and sample the next step if `on`."""
         self.on, self.with_extras, self.with_sums = on, with_extras, with_sums
         self.ran = self.went_back = False
         self.extras.clear()
@@ -121,7 +121,7 @@ class Sampling:
         return number
 
     def close(self) -> None:
-        """Observe no weight any more."""
+        """Stop observing the weights of this monitor."""
         self.end_step(False)
         for number in [number for number, sampling in _samplings.items() if sampling is self]:
             del _samplings[number]
@@ -165,13 +165,13 @@ def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
-    """The number, first row and end of each group that has rows; a matrix without `groups` is one group."""
+    """Return the number, first row and end of each group that has rows; a matrix without `groups` is one group."""
     bounds = find_bounds(ends, groups, rows) if groups else [(0, rows)]
     return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not groups]
 
 
 def _is_compared(group: int, groups: int) -> bool:
-    """Whether a group's results are compared with high precision: at most `COMPARED` groups are, evenly spread."""
+    """Return whether a group's results are compared with high precision. At most `COMPARED` groups are."""
     return group % max(-(-groups // COMPARED), 1) == 0
 
 
@@ -268,7 +268,10 @@ def _observe_output(
     ends: Tensor | None,
     groups: int,
 ) -> None:
-    """output [M, N] = input [M, K] @ weight.t() [K, N] + bias [N], compared in some rows; weights [E, N, K]."""
+    """Observe output [M, N] = input [M, K] @ weight.t() [K, N] + bias [N], and compare some rows.
+
+    Experts have weights [E, N, K].
+    """
     if weight is not None:
         sampling.weights[number] = weight
     if runs_in_backward():
@@ -297,7 +300,10 @@ def _observe_grad_input(
     ends: Tensor | None,
     groups: int,
 ) -> None:
-    """grad_input [M, K] = grad_output [M, N] @ weight [N, K], compared in some rows; weights [E, N, K]."""
+    """Observe grad_input [M, K] = grad_output [M, N] @ weight [N, K], and compare some rows.
+
+    Experts have weights [E, N, K].
+    """
     stored = sampling.weights.get(number) if weight is None else weight
     matrix, result = None if grad_output is None else as_matrix(grad_output), as_matrix(grad_input)
 
@@ -325,7 +331,10 @@ def _observe_grad_weight(
     ends: Tensor | None,
     groups: int,
 ) -> None:
-    """grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], compared in some columns; [E, N, K] of groups."""
+    """Observe grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], and compare some columns.
+
+    With groups, grad_weight is [E, N, K].
+    """
     matrix = None if grad_output is None else as_matrix(grad_output)
     columns = spread_indices(grad_weight.shape[-1], COMPARED, grad_weight.device)
 
@@ -358,13 +367,13 @@ def _observe_result(
     groups: int,
     compare: Callable[[int, int, int], Compared | None],
 ) -> None:
-    """Merge a result into the slot, compared with high precision in some groups, and add the errors of a GPU's sums.
+    """Merge a result into the slot, compare some groups with high precision, and add the errors of a GPU's sums.
 
     `compare` takes a group's number, first row and end, and returns None if an operand has no high-precision matrix.
     """
     number, name = key
     if name != "grad_weight":
-        result = result[: bounds[-1][2] if bounds else 0]  # the rows behind belong to no group
+        result = result[: bounds[-1][2] if bounds else 0]  # later rows belong to no group
     pairs = [compare(*bound) for bound in bounds if _is_compared(bound[0], groups)]
     if sampling.hardware is not None:
         for group, _, _ in bounds:
@@ -393,7 +402,7 @@ def register_observer(name: str, arguments: str, run: Callable[..., None]) -> Ca
     """Register `torch.ops.quaver.<name>`, and return a function that calls it in compiled code, else `run` directly.
 
     Both take `slots`, `row`, `number` and the `arguments` of the schema. `run` receives the `Sampling`, the slot and
-    the number in place of the first three.
+    the number instead of the first three.
     """
     observe = _run_if_sampled(run)
     library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {arguments}) -> ()")

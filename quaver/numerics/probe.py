@@ -103,7 +103,7 @@ class Probe:
         return slot
 
     def clear(self) -> None:
-        """Forget what was observed."""
+        """Empty all slots."""
         clear(self.forward)
         clear(self.backward)
 

@@ -51,7 +51,7 @@ class Sink(Protocol):
 
 
 class RecordWriter:
-    """Appends lines to a record, each in one flushed write, so that a killed run leaves whole lines.
+    """Appends lines to a record, each in one flushed write, so that a killed run leaves complete lines.
 
     Writing a header removes the lines at and after its step and an incomplete last line, because a run resumes or
     repeats from that step.

@@ -80,5 +80,6 @@ def describe_remedies(remedies: tuple[dict[str, Any], ...]) -> str:
         for remedy in remedies
         if "flops_share" in remedy
     ]
-    words += [f"{SAME_CODES} hands over the trainer's codes" for remedy in remedies if remedy["recipe"] == SAME_CODES]
+    if any(remedy["recipe"] == SAME_CODES for remedy in remedies):
+        words.append(f"{SAME_CODES} gives the rollout the trainer's codes")
     return "; ".join(words)

@@ -117,7 +117,7 @@ def _get_cast(now: TensorStatistics) -> tuple[Float8Format, float] | None:
 
 
 def _measure_codes(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The SQNR, which is bad below the bound for rounding at the recorded scale."""
+    """Measure the SQNR, which is bad below the bound for rounding at the recorded scale."""
     cast = _get_cast(now)
     if cast is None or now.saturated or now.scale_max is None or not now.rms:
         return None
@@ -126,14 +126,14 @@ def _measure_codes(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 
 def _measure_saturation(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The saturated share. A dynamic scale clips nothing."""
+    """Measure the saturated share. A dynamic scale clips nothing."""
     if _get_cast(now) is None or now.saturated is None or _is_persistent(now):
         return None
     return Measure(now.saturated, 0, 0)
 
 
 def _measure_clipping(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The saturated share under a persistent scale, which is bad if it costs more than rounding can."""
+    """Measure the saturated share under a persistent scale, which is bad if it costs more than rounding can."""
     cast = _get_cast(now)
     if cast is None or now.saturated is None or not _is_persistent(now):
         return None
@@ -165,7 +165,7 @@ def _measure_sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 
 def _measure_zero(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """Whether all elements are zero. Gradients may be zero at first, if weights are initialized to zero."""
+    """Measure whether all elements are zero. Gradients may be zero at first, if weights are initialized to zero."""
     if now.amax is None or now.nonfinite or not now.numel:
         return None
     return Measure(float(now.amax == 0), 0, 0)
@@ -176,9 +176,10 @@ DEAD = 1 / 64
 
 
 def _measure_dead(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """How much more of a weight's gradient is exactly zero than before: rows, columns or experts that no token uses.
+    """Measure how much more of a weight's gradient is zero than before: rows, columns or experts that no token uses.
 
-    Linears whose operands usually have exact zeros, as after ReLU or dropout, are not judged: units idle by chance.
+    Linears whose operands usually have exact zeros, as after ReLU or dropout, are not judged, because their units idle
+    by chance.
     """
     zeros, before = now.zeros, sample.before(now)
     if now.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
@@ -203,7 +204,7 @@ def _list_operands(result: TensorStatistics, sample: Sample) -> list[TensorStati
 
 
 def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The powers of two between a level and all of its last four.
+    """Measure the powers of two between a level and all of its last four.
 
     They are bad beyond `JUMP_BITS` and beyond six standard deviations of the level's changes. The level of a weight or
     an activation is its amax. The level of a gradient is its rms, with `GRADIENT_JUMP_BITS`, and the sample before must
@@ -230,7 +231,7 @@ def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 
 def _measure_growth(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The powers of two that an rms grew by in the last 8 or 16 samples, if the growth does not slow down.
+    """Measure the powers of two that an rms grew by in the last 8 or 16 samples, if the growth does not slow down.
 
     Gradients are not judged: they may recover from small values.
     """
@@ -256,7 +257,7 @@ def _sum_steady_growth(levels: list[float | None]) -> float:
 
 
 def _measure_peers(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The powers of two between an rms and the median rms of the same tensor in other blocks."""
+    """Measure the powers of two between an rms and the median rms of the same tensor in other blocks."""
     at, level = PEER_BITS.get(now.key.operand), now.log2("rms")
     levels = [peer.log2("rms") for peer in sample.by_peers[now.peers] if peer is not now]
     known = [peer_level for peer_level in levels if peer_level is not None]
@@ -266,7 +267,7 @@ def _measure_peers(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 
 def _measure_result(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """A result's SQNR, which is bad three bits below what its operands' errors explain. Only some rows are compared."""
+    """Measure a result's SQNR over some rows, which is bad three bits below what its operands' errors explain."""
     if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
     left, right = (_find_worst_cast(sample, now.key.layer, name) for name, _ in MATMULS[now.key.operand])
@@ -280,7 +281,7 @@ def _measure_result(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 
 def _measure_sums(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The SQNR of a GPU's sums with the setting in use, compared with the casts and with rounding to bfloat16."""
+    """Measure the SQNR of a GPU's sums, with the setting in use, against the casts and rounding to bfloat16."""
     sums = sample.sums.get(now.position)
     if sums is None:
         return None
@@ -297,7 +298,7 @@ def _get_db(operand: TensorStatistics) -> float:
 
 
 def _measure_vanishing(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The rms of a weight's gradient, if it is the largest of all weights."""
+    """Measure the rms of a weight's gradient, if it is the largest of all weights."""
     if now.key.operand != "grad_weight" or not now.rms:
         return None
     rms = [tensor.rms or 0.0 for tensor in sample.tensors if tensor.key.operand == "grad_weight"]
@@ -305,7 +306,7 @@ def _measure_vanishing(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 
 def _measure_unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """Whether a weight with a gradient stays bit-identical while other weights change: no optimizer has it."""
+    """Measure whether a weight with a gradient stays bit-identical while others change: no optimizer holds it."""
     before = sample.before(now)
     if now.key.operand != "weight" or not before or not _has_gradient(now, sample):
         return None
@@ -330,6 +331,7 @@ def _measure_mismatch(now: TensorStatistics, sample: Sample) -> Measure | None:
     return None if error is None else Measure(error, HEALTHY[1], HEALTHY[0])
 
 
+RESULT = "{value:.1f} dB against high precision; the errors of its operands explain only {threshold:.1f}"
 SUMS_COST = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its casts or of rounding to bfloat16"
 CLIPPED = "{value:.2%} of the elements are clipped"
 
@@ -343,7 +345,7 @@ RULES = (
     ),
     Rule("saturation", _measure_saturation, CLIPPED, suggest=suggest_recipes),
     Rule("saturation", _measure_clipping, CLIPPED, 3, suggest=suggest_recipes),
-    Rule("result", _measure_result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}", 2),
+    Rule("result", _measure_result, RESULT, 2),
     Rule("zero", _measure_zero, "is all zeros", samples=2),
     Rule(
         "sqnr",
@@ -374,7 +376,7 @@ RULES = (
         spreads=False,
         suggest=suggest_same_codes,
     ),
-    Rule("unchanged", _measure_unchanged, "did not change while other weights did: no optimizer has it", 3, False),
+    Rule("unchanged", _measure_unchanged, "did not change while other weights did: no optimizer holds it", 3, False),
 )
 """A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""
 

@@ -165,7 +165,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
 def observe_in_pytorch(
     hp: Tensor, codes: Tensor | None, quant: Tensor, dequant: Tensor, blocks: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The oracle of `kernels.cpu.observe`: signal and noise of each block, and counts [7]."""
+    """Compute the signal and noise of each block, and counts [7], as the oracle of `kernels.cpu.observe`."""
     counts = hp.new_zeros(7, dtype=torch.float64)
     counts[5] = math.inf
     sums = hp.new_zeros((2, *_count_blocks(hp.shape, blocks)), dtype=torch.float64)
@@ -283,7 +283,7 @@ def spread_indices(length: int, count: int, device: torch.device) -> Tensor:
 def normalize(slot: Tensor) -> Values | None:
     """Return a slot's sums per scale and its extremes, which do not depend on how often equal casts were made.
 
-    None for a slot without scales.
+    Returns None for a slot without scales.
     """
     values = slot[:_FIXED].cpu().numpy()
     scales = values[SlotIndex.SCALES]
@@ -342,7 +342,7 @@ def _round_column(name: str, values: Values, applies: NDArray[np.bool_]) -> list
 
 
 def power_ratio_db(signal: Values, noise: Values) -> Values:
-    """10 log10(signal / noise): inf without noise, -inf without signal or if the noise is not finite."""
+    """Compute 10 log10(signal / noise): inf without noise, -inf without signal or if the noise is not finite."""
     with np.errstate(all="ignore"):
         decibels = np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)
         return np.where(np.isnan(noise), -np.inf, decibels)

@@ -3,7 +3,8 @@
 A training step ends when all optimizers that step in every training step have stepped. No rank decides alone by what
 ran on it: a rank may have had no batch, and gathering a sampled step is a collective. The cases are:
 
-    an optimizer of other parameters     ends nothing once one of the model's has stepped, as a discriminator's
+    an optimizer of other parameters     for example a discriminator's; ends nothing once an optimizer of the
+                                         model has stepped
     the model's, in the first step       ends it, unless other trained parameters have no gradients yet on any rank:
                                          then a backward and another optimizer follow
     the model's, in later steps          the last optimizer of the first step ends them; a wrapper of it ends nothing

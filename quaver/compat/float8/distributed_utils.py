@@ -7,7 +7,7 @@ from quaver.torch_private.dtensor import local_tensor
 
 
 def tensor_already_casted_to_fp8(tensor: Tensor) -> bool:
-    """Whether `tensor`, or the local part of a DTensor, is a `Float8Tensor`."""
+    """Return whether `tensor`, or the local part of a DTensor, is a `Float8Tensor`."""
     return isinstance(local_tensor(tensor), Float8Tensor)
 
 

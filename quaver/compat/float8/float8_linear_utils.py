@@ -12,12 +12,12 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, Sc
 
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
-    """Whether `sync_float8_amax_and_scale_history` must be called once a step."""
+    """Return whether `sync_float8_amax_and_scale_history` must be called once a step."""
     return any(cast.scaling_type is ScalingType.DELAYED for cast in resolve_config(config).casts.all_casts())
 
 
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
-    """The Float8Linears of `model`, for `sync_float8_amax_and_scale_history(model, fp8_layers=...)`."""
+    """Return the Float8Linears of `model`, for `sync_float8_amax_and_scale_history(model, fp8_layers=...)`."""
     return [module for module in model.modules() if isinstance(module, Float8Linear)]
 
 

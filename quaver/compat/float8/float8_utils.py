@@ -8,7 +8,7 @@ from quaver.recipes.scaling import EPS, amax_to_quant_scale, cast_to_float8
 
 
 def amax_to_scale(amax: Tensor, float8_dtype: torch.dtype, round_scales_to_power_of_2: bool = False) -> Tensor:
-    """The quant_scale of `amax`, float32."""
+    """Compute the quant_scale of `amax`, float32."""
     return amax_to_quant_scale(amax, float8_dtype, power_of_2=round_scales_to_power_of_2)
 
 
@@ -18,12 +18,12 @@ def to_fp8_saturated(x: Tensor, float8_dtype: torch.dtype) -> Tensor:
 
 
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
-    """The SQNR of `y` against the reference `x` in dB."""
+    """Compute the SQNR of `y` against the reference `x` in dB."""
     return 20 * torch.log10(torch.linalg.vector_norm(x) / torch.linalg.vector_norm(x - y))
 
 
 def config_has_stateful_scaling(config: Float8LinearConfig) -> bool:
-    """Whether any operand has delayed or static scaling."""
+    """Return whether any operand has delayed or static scaling."""
     return resolve_config(config).has_persistent_scales
 
 

@@ -62,7 +62,7 @@ class WeightFormat:
         return self.weights == "group"
 
     def holds(self, weight: CastConfig) -> bool:
-        """Whether the format stores the codes and scales of this cast unchanged."""
+        """Return whether the format stores the codes and scales of this cast unchanged."""
         if self.is_mx:
             is_e8m0 = weight.scale_calculation_mode is not None
             return is_e8m0 and weight.block_size is not None and weight.block_size[1] == GROUP_SIZE
@@ -130,7 +130,7 @@ class WeightFormat:
 
         Args:
             ignore: the names of modules that stay in high precision.
-            cut_inputs: the names of modules whose inputs are no multiple of 128.
+            cut_inputs: the names of modules whose inputs are not a multiple of 128.
             has_kv_scales: whether the checkpoint has scales of a KV cache.
         Raises:
             NotImplementedError: the control "high-precision", which is not written as a folder.

@@ -101,10 +101,10 @@ class ComfyUI(WeightFormat):
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
         """Refuse a folder, options of a folder, and names of diffusers, which ComfyUI replaces when it loads them."""
         if path.suffix != SUFFIX:
-            raise ValueError(f"{str(path)!r}: expected a name that ends in {SUFFIX}: the format {COMFYUI} is one file")
+            raise ValueError(f"{str(path)!r}: expected a name that ends in {SUFFIX}; the format {COMFYUI} is one file")
         given = [name for name, value in folder_options.items() if value]
         if given:
-            raise ValueError(f"{', '.join(given)}: not in the format {COMFYUI}, which is one file")
+            raise ValueError(f"{', '.join(given)}: expected none for the format {COMFYUI}, which is one file")
         for model, parts in _REPLACED.items():
             if all(any(name.startswith(part) for name in names) for part in parts):
                 raise NotImplementedError(

@@ -41,8 +41,8 @@ class CompressedTensors(WeightFormat):
         cut = [f"{name.removesuffix('.weight')} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
         if cut and self.is_mx:
             raise NotImplementedError(
-                f"MXFP8 has a scale for each {GROUP_SIZE} columns of a weight, expected a multiple of them, got "
-                f"{listed(cut)}; use the format {BLOCKS}, which quantizes again, or leave these in high precision"
+                f"MXFP8: expected weights whose columns are a multiple of {GROUP_SIZE}, got {listed(cut)}; use the "
+                f"format {BLOCKS}, which quantizes again, or leave these in high precision"
             )
 
     def quantization_config(
@@ -97,7 +97,7 @@ class CompressedTensorsMXFP8(CompressedTensors):
 
 
 def has_mx_scales(weight: CastConfig) -> bool:
-    """Whether MXFP8 holds the scales of this cast."""
+    """Return whether MXFP8 holds the scales of this cast."""
     return weight.scale_calculation_mode is not None and weight.known_layout("export").columns == GROUP_SIZE
 
 

@@ -37,8 +37,8 @@ class FP8(WeightFormat):
         hidden = [name for name in linears if name.endswith(tuple(ignore))]
         if hidden and is_of_transformers(model):
             raise NotImplementedError(
-                f"{METHOD}: transformers skips a linear whose name ends as that of one in high precision: "
-                f"{listed(hidden)}; leave these in high precision, too, or use the format {BLOCKS}"
+                f"{METHOD}: transformers also skips linears whose names end with the name of a high-precision linear: "
+                f"{listed(hidden)}; keep these in high precision, or use the format {BLOCKS}"
             )
 
     def quantization_config(
@@ -55,9 +55,8 @@ class FP8(WeightFormat):
     def warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         if ragged:
             yield (
-                f"{listed(ragged)}: a dimension is no multiple of 128, and transformers 5.23, without a GPU or with "
-                "dequantize=True, refuses such fp8 weights or reads wrong values; it reads those of the format "
-                f"{BLOCKS}"
+                f"{listed(ragged)}: a dimension is not a multiple of 128. transformers 5.23 without a GPU, or with "
+                f"dequantize=True, refuses such fp8 weights or reads wrong values; use the format {BLOCKS}"
             )
         if high_precision_linears:
             yield (

@@ -68,11 +68,11 @@ class StoredFormat:
         return []
 
     def has_rows(self, weights: Iterable[str]) -> bool:
-        """Whether the activations of any of these weights have a scale per token, or per group of a token."""
+        """Return whether the activations of any of these weights have a scale per token, or per group of a token."""
         return any(self._has_rows(name.removesuffix(".weight")) for name in weights)
 
     def _has_rows(self, module: str) -> bool:
-        """`has_rows` of one module. Like compressed-tensors, matches its group by name, then pattern, then class."""
+        """Return `has_rows` of one module. Groups match by name, then pattern, then class, as in compressed-tensors."""
         if module in self.rows:
             return self.rows[module]
         patterns = (target for target in self.rows if target.startswith("re:"))
@@ -119,11 +119,11 @@ class StoredFormat:
         if len(sizes) != 1:
             known = ((size, ScaleLayout(*size).scale_shape(rows, columns)) for size in self.block_sizes)
             blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in known]
-            blocks = blocks or ["one a block whose rows and columns are powers of two and divide it"]
+            blocks = blocks or ["one per block whose rows and columns are powers of two and divide it"]
             raise ValueError(
                 f"the scale of {name} {[rows, columns]}: expected [1], {[rows, 1]}, {[1, columns]} or "
                 f"{' or '.join(blocks)}, got {list(stored.shape)}"
-                + ("" if self.block_sizes else "; weight_block_size in config.json says which blocks")
+                + ("" if self.block_sizes else "; give the block size as weight_block_size in config.json")
             )
         values, size = _merge_rows_to_squares(values.reshape(counts), sizes[0])
         return StoredScale(values, f"block {size[0]} x {size[1]}", size)
@@ -172,7 +172,7 @@ def block_of(size: Any) -> tuple[int, int]:
 
 
 def is_block(size: Any) -> bool:
-    """Whether a JSON value is [rows, columns]."""
+    """Return whether a JSON value is [rows, columns]."""
     return isinstance(size, list) and len(size) == 2 and all(type(length) is int and length > 0 for length in size)
 
 

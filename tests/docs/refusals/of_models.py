@@ -58,8 +58,8 @@ PAGES: Pages = {
         ],
     },
     "export.md": {
-        "A weight whose columns are no multiple of 32 is refused": [
-            Case(in_32_columns, r"a multiple of them, got 0 \[64, 48\]")
+        "A weight whose columns are not a multiple of 32 is refused": [
+            Case(in_32_columns, r"a multiple of 32, got 0 \[64, 48\]")
         ],
     },
     "integrations.md": {

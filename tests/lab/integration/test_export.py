@@ -150,7 +150,7 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
         (*export, "x", "--filter-fqns=q_proj"): "--filter-fqns must be its default, ['lm_head'], for a float8 run",
         (*export, "x", "--model=rowwise"): "--model must be one of delayed, bfloat16",
         (*export, "x", "--format=gguf"): f"--format must be one of {formats}",
-        (*comfyui,): "x': expected a name that ends in .safetensors: the format comfyui is one file",
+        (*comfyui,): "x': expected a name that ends in .safetensors; the format comfyui is one file",
         (*comfyui, "--tokenizer=."): "--tokenizer must be its default, None, unless --format is that of a folder",
         (*export, "x", "--recipe=int8"): "unknown recipe 'int8'",
         (*export, "x", "--tokenizer=."): "expected files of a tokenizer",

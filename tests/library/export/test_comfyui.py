@@ -109,7 +109,7 @@ def test_names_with_and_without_the_prefix(tmp_path, caplog):
     file = tmp_path / "whole.safetensors"
     save_file(whole, file, metadata=metadata())  # ComfyUI names its layers without the prefix, too
     assert_same(dict(load_float8(file, dtype=torch.float32, model=model())), expected)
-    assert "a part of the checkpoint's model; left out are first_stage_model.x.weight" in caplog.text
+    assert "a part of the checkpoint's model; left out: first_stage_model.x.weight" in caplog.text
     assert torch.equal(load_frozen(model(), file).a.weight.to_high_precision(), expected["a.weight"])
     part = dict(
         load_float8(write(tmp_path, layer()), dtype=torch.float32, model=nested("model.diffusion_model", model()))
@@ -159,8 +159,8 @@ BAD = {  # the message, the tensors and the header
         SCALED,
         metadata(format="int8_tensorwise"),
     ),
-    "a.weight (F8_E4M3): expected one scale, got none; known": (layer(scale=None),),
-    "c.weight (F8_E4M3): expected one scale, got none; known": ({**SCALED, "c.weight": CODES.clone()},),
+    "a.weight (F8_E4M3): expected one scale, got none; quaver reads": (layer(scale=None),),
+    "c.weight (F8_E4M3): expected one scale, got none; quaver reads": ({**SCALED, "c.weight": CODES.clone()},),
     "a.weight is marked as float8_e4m3fn: expected F8_E4M3, got no such tensor": (layer(weight=None, scale=None),),
     "z.weight is marked as float8_e4m3fn: expected F8_E4M3, got no such tensor": (SCALED, metadata("z")),
     "a.weight is marked as float8_e4m3fn: expected F8_E4M3, got BF16": (layer(weight=CODES.bfloat16()),),
@@ -266,9 +266,9 @@ def test_a_file_is_frozen_and_written_again(tmp_path):
 def test_what_is_refused(tmp_path):
     file = tmp_path / "out.safetensors"
     for path, options, message in (
-        (tmp_path / "out", {}, "out': expected a name that ends in .safetensors: the format comfyui is one file"),
-        (file, {"files": [tmp_path]}, "files: not in the format comfyui"),
-        (file, {"high_precision_model": tiny}, "high_precision_model: not in the format comfyui"),
+        (tmp_path / "out", {}, "out': expected a name that ends in .safetensors; the format comfyui is one file"),
+        (file, {"files": [tmp_path]}, "files: expected none for the format comfyui"),
+        (file, {"high_precision_model": tiny}, "high_precision_model: expected none for the format comfyui"),
     ):
         with pytest.raises(ValueError, match=message):
             save_float8(tiny(), path, format="comfyui", **options)

@@ -72,7 +72,7 @@ NAN = torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)
 BAD = {
     "foreign": (
         lambda f: change_config(f, quant_method="awq"),
-        "quant_method in config.json is 'awq'; known are weights in F8",
+        "quant_method in config.json is 'awq'; quaver reads weights in F8",
     ),
     "int8": (
         lambda f: change_config(f, config_groups={"a": {"weights": {"type": "int", "num_bits": 8}}}),
@@ -94,8 +94,8 @@ BAD = {
     ),
     "scale shape": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1)),
-        "the scale of layer.q_proj.weight [32, 32]: expected [1], [32, 1], [1, 32] or one a block whose rows and "
-        "columns are powers of two and divide it, got [31, 1]; weight_block_size in config.json says which blocks",
+        "the scale of layer.q_proj.weight [32, 32]: expected [1], [32, 1], [1, 32] or one per block whose rows and "
+        "columns are powers of two and divide it, got [31, 1]; give the block size as weight_block_size in config.json",
     ),
     "scale NaN": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.full((32, 1), torch.nan)),
@@ -119,7 +119,7 @@ BAD = {
     ),
     "4 bits": (
         lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 16, dtype=torch.uint8)),
-        "expected float8 weights, got layer.q_proj.weight (U8); known are weights in F8_E4M3 or F8_E5M2",
+        "expected float8 weights, got layer.q_proj.weight (U8); quaver reads weights in F8_E4M3 or F8_E5M2",
     ),
     "dtype of a scale": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(32, 1, dtype=torch.int32)),

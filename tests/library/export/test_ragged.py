@@ -73,9 +73,9 @@ def test_the_export_says_which_weights_are_ragged(format, exported, tmp_path, ca
     save_float8(freeze_to_float8(ragged()), tmp_path / "out", config={}, format=format)
     said = [record.getMessage() for record in caplog.records if record.name == "quaver.export.save"]
     assert len(said) == (format == "fp8")  # transformers reads these wrong without a GPU
-    assert all(line.startswith("0, 1: a dimension is no multiple of 128") for line in said)
+    assert all(line.startswith("0, 1: a dimension is not a multiple of 128") for line in said)
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["ragged"] == ["0", "1"]
-    assert "Last blocks are cut, because a dimension is no multiple of 128: 0, 1." in (
+    assert "incomplete last blocks, because a dimension is not a multiple of 128: 0, 1." in (
         tmp_path / "out" / "README.md"
     ).read_text(encoding="utf-8")
 

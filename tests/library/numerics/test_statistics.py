@@ -214,7 +214,7 @@ def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
     ("arguments", "message"),
     [
         ((torch.ones(2, 2), "output"), "expected an operand of"),
-        ((torch.ones(2, 2), "input", ["delayed"]), "scales by earlier steps"),
+        ((torch.ones(2, 2), "input", ["delayed"]), "expected recipes with dynamic scaling, got 'delayed'"),
         ((torch.ones(2, 2), "input", ["nonsense"]), "nonsense"),
         ((torch.ones(2, 2).double(), "input"), "hp: expected one of .*, got torch.float64"),
     ],
