@@ -37,8 +37,9 @@ from quaver.weights.cast_once import cast_weights_once
 __all__ = ["Float8Callback", "prepare_model_for_float8"]
 
 if importlib.util.find_spec("transformers.core_model_loading"):  # 5.0 and newer
-    from quaver.integrations.transformers_quantizer import QuaverConfig  # registers "quaver"
+    from quaver.integrations.transformers_quantizer import QuaverConfig, install_quantizer  # registers "quaver"
 
+    install_quantizer()
     __all__ += ["QuaverConfig"]
 
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.21 and newer

@@ -353,4 +353,7 @@ def _get_quantizer(config: Any, quantization_config: Any, *args: Any, **options:
     return _get_hf_quantizer(config, quantization_config, *args, **options)
 
 
-_modeling.get_hf_quantizer = _get_quantizer
+@functools.cache
+def install_quantizer() -> None:
+    """Replace transformers' `get_hf_quantizer` by `_get_quantizer`. A second call does nothing."""
+    _modeling.get_hf_quantizer = _get_quantizer
