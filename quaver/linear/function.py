@@ -235,21 +235,25 @@ def _make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
 def run_backward(
     backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]], ctx: Any, grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `backward`; under `create_graph=True` their own derivatives raise."""
+    """Return the gradients of `backward`. Under `create_graph=True` a derivative of them raises.
+
+    `grad_output` is an input of the node that raises. So `torch.autograd.grad` reaches this node also if it is asked
+    for the derivative with respect to one parameter of another layer.
+    """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return backward(ctx, grad_output)
     with torch.no_grad():
         grads = backward(ctx, grad_output)
-    recorded = (grad if grad is None else grad.detach().requires_grad_() for grad in grads)
-    return tuple(_NoSecondDerivative.apply(*recorded))
+    recorded = [grad if grad is None else grad.detach().requires_grad_() for grad in grads]
+    return tuple(_NoSecondDerivative.apply(len(recorded), *recorded, grad_output))
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The identity on gradients that autograd records (create_graph=True). Its own backward raises."""
+    """Returns the first `count` tensors, the gradients that autograd records (create_graph=True). Backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[:count]
 
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor) -> None:

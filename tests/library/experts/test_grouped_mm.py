@@ -154,6 +154,10 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(float8_grouped_mm(a, b_t, ends).sum(), a, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
+    scale = torch.ones((), requires_grad=True)
+    (grad,) = torch.autograd.grad((float8_grouped_mm(a, b_t, ends) * scale).sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(grad.sum(), scale)
 
 
 @pytest.mark.parametrize(

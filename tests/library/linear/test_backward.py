@@ -158,6 +158,26 @@ def test_compiled(recipe, backward):
     assert_same(gradients(model, input, grad_output, compiled), gradients(model, input, grad_output))
 
 
+def penalty(model, input):
+    """A gradient penalty, as a discriminator has: a function of the gradient of the input."""
+    (grad,) = torch.autograd.grad(model(input).square().sum(), input, create_graph=True)
+    return (grad.norm() - 1).square()
+
+
+@pytest.mark.parametrize("wanted", ["0.weight", "2.weight", "4.weight"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_second_derivative_is_refused_for_any_parameter_alone(wanted, in_place):
+    layers = [nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16)]
+    model = convert_to_float8_training(nn.Sequential(*layers), module_filter_fn=lambda module, name: name == "2")
+    loss = penalty(model, torch.randn(8, 32, requires_grad=True))
+    inputs = [model.get_parameter(wanted)]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        if in_place:
+            loss.backward(inputs=inputs)
+        else:
+            torch.autograd.grad(loss, inputs, allow_unused=True)
+
+
 def test_bad_names_and_values():
     with pytest.raises(ValueError, match="'rowwise:bf16': expected one of float8, dequantized, high_precision"):
         Float8LinearConfig.from_recipe_name("rowwise:bf16")
