@@ -339,6 +339,8 @@ def apply_linear(
         weight_operands: used in place of a cast of the weight, if given.
         linear: the calling module, if there is one.
     """
+    if weight.dim() != 2:
+        raise ValueError(f"expected a weight of shape [N, K], got {list(weight.shape)}")
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 from unittest import mock
 
 import pytest
@@ -371,6 +372,12 @@ def test_functional_call(recipe):
 def test_bad_inputs_say_what_was_expected(input, message):
     with pytest.raises(ValueError, match=message):
         make("tensorwise", dtype=torch.float32)(input())
+
+
+@pytest.mark.parametrize("weight", [(2, 16, 16), (16,), ()], ids=str)
+def test_weights_that_are_no_matrices_are_refused(weight):
+    with pytest.raises(ValueError, match=rf"expected a weight of shape \[N, K\], got {re.escape(str(list(weight)))}"):
+        float8_linear(torch.randn(3, 16), torch.randn(weight))
 
 
 def nested(layout):
