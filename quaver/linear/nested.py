@@ -19,7 +19,7 @@ def apply_to_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
     """Apply `linear` to the last dim of the nested tensor `input`. Returns a nested tensor of the same layout.
 
     Raises:
-        ValueError: the last dim, which linears contract, has several lengths.
+        ValueError: the last dim, which linears contract, has several lengths; or there is no sequence.
         NotImplementedError: a jagged tensor with holes between its sequences.
     """
     if input.layout is torch.jagged:
@@ -30,6 +30,8 @@ def apply_to_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
             raise NotImplementedError("a nested input with holes between its sequences; call contiguous() first")
         return torch.nested.nested_tensor_from_jagged(linear(input.values()), input.offsets(), jagged_dim=dim)
     parts = input.unbind()
+    if not parts:
+        raise ValueError("expected a nested input of one or more sequences, got none")
     rows = [part.reshape(-1, part.shape[-1]) for part in parts]
     outputs = linear(torch.cat(rows)).split([len(part_rows) for part_rows in rows])
     results = [output.view(*part.shape[:-1], output.shape[-1]) for output, part in zip(outputs, parts, strict=True)]

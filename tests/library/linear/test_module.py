@@ -408,6 +408,8 @@ def test_nested_inputs_that_cannot_be_are_refused():
         lengths = torch.tensor([2, 2])
         holes = torch.nested.narrow(torch.randn(2, 4, 64), 1, torch.zeros(2, dtype=torch.int64), lengths, torch.jagged)
         float8_linear(holes, torch.randn(8, 64))
+    with pytest.raises(ValueError, match="expected a nested input of one or more sequences, got none"):
+        float8_linear(torch.nested.nested_tensor([]), torch.randn(8, 64))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
