@@ -342,10 +342,10 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
 
 
 def describe_hardware_failure(error: Exception) -> str:
-    """Return the first line of an error. Raises the error if it is not about the hardware."""
+    """Return the first line of an error, or its class if it has no text. Raises it if it is not about the hardware."""
     if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
         raise error
-    return str(error).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:

@@ -381,6 +381,10 @@ def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error
     assert len(called) == 1 + 2  # of two formats, once
 
 
+def test_a_failure_without_a_message_names_the_error():
+    assert gemm.describe_hardware_failure(NotImplementedError()) == "NotImplementedError"
+
+
 def test_a_verdict_about_the_hardware_is_remembered_and_said_once(device_errors, caplog):
     with virtual_gpu("rtx5090"):
         for _ in range(3):
