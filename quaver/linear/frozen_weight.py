@@ -143,7 +143,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     @property
     def is_part(self) -> bool:
-        """Whether this is a shard; see [Note: parts]."""
+        """Whether this is a shard or a slice of rows; see [Note: parts]."""
         return self.whole_rows > 0
 
     @property
@@ -178,11 +178,12 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return [Operand(*matrix, layout) for matrix in zip(self.data_fp8, scale, strict=True)]
 
     def to_high_precision(self) -> Tensor:
-        """Dequantize to the weight's dtype. Raises RuntimeError for a shard."""
+        """Dequantize to the weight's dtype. Raises RuntimeError for a part."""
         if self.is_part:
             raise RuntimeError(
-                "a shard of a frozen float8 weight has no values of its own; read the weight while FSDP2 holds it "
-                "unsharded (model.unshard()), or this rank's values in the state_dict"
+                "a part of a frozen float8 weight (a slice, or a shard of FSDP2) does not know which of the scales are "
+                "its own; slice weight.to_high_precision(), or read the weight while FSDP2 holds it unsharded "
+                "(model.unshard()), or this rank's values in the state_dict"
             )
         return self.dequantized()
 

@@ -309,6 +309,14 @@ def test_nan_and_inf_are_not_written(config, way):
 
 
 @CONFIG
+def test_a_slice_has_no_values_and_says_how_to_get_them(config):
+    weight = freeze_to_float8(model(), config=config)[0].weight
+    with pytest.raises(RuntimeError, match=r"\(a slice, .* slice weight.to_high_precision\(\)"):
+        weight[:2] + 0
+    assert weight.to_high_precision()[:2].shape == (2, 300)
+
+
+@CONFIG
 @pytest.mark.parametrize("how", ["data +=", "data =", "add_", "copy_"])
 def test_a_write_is_quantized_again_and_reported(config, how):
     net = freeze_to_float8(model(), config=config)

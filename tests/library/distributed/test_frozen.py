@@ -117,7 +117,7 @@ def test_a_rank_without_rows(config):
 def test_what_is_refused():
     config = "blockwise"
     model = sharded(frozen_model(config))
-    with pytest.raises(RuntimeError, match="a shard of a frozen float8 weight has no values of its own"):
+    with pytest.raises(RuntimeError, match="a part of a frozen float8 weight .* does not know"):
         model[0].up.weight.to_local() + 1
     with pytest.raises(RuntimeError, match="fully_shard shards its frozen float8 weight; convert back before that"):
         convert_to_high_precision(model)
