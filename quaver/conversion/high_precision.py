@@ -32,8 +32,9 @@ _CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...]], Float8LinearConfig] =
 def set_high_precision_matmuls(model: nn.Module, matmuls: Collection[str] | Callable[[str], Collection[str]]) -> None:
     """Run exactly these matmuls of the float8 linears and experts of `model` in high precision from now on.
 
-    Call it between steps, with equal arguments on every rank, outside of `cast_weights_once`. Modules whose matmuls do
-    not change are left alone. Persistent scales stay: a tensor that is not cast records no amax.
+    Call it between steps, outside of `cast_weights_once`, with equal arguments on every rank; they do not compare them.
+    Modules whose matmuls do not change are left alone. Persistent scales stay: a tensor that is not cast records no
+    amax.
 
     Args:
         model: a converted model, wrapped or not; eager or compiled; under tensor, expert and data parallelism. With
