@@ -187,7 +187,7 @@ class CastConfig:
             )
         is_packed = self.target_dtype is E2M1.dtype
         check(not is_packed or self.is_blockwise, "target_dtype", "float8 without blocks", self.target_dtype)
-        if self.target_dtype is not None and not is_packed and self.target_dtype not in FLOAT8_FORMATS:
+        if self.target_dtype is not None and not is_packed and self.target_dtype not in tuple(FLOAT8_FORMATS):
             names = ", ".join(map(str, FLOAT8_FORMATS))
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
         if static_scale is not None:
@@ -206,16 +206,18 @@ class CastConfig:
             for name, value in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
                 check(value is None, name, f"None unless scaling_granularity is {blocks}", value)
             return
+        is_packed = self.target_dtype is E2M1.dtype
+        check(mode is None or not is_packed, "scale_calculation_mode", "None with e2m1, whose scales are in e4m3", mode)
         size = (128, 128) if self.block_size is None else self.block_size
         size = tuple(size) if isinstance(size, list) else size
-        sizes = PACKED_BLOCK_SIZES if self.target_dtype is E2M1.dtype else BLOCK_SIZES
+        sizes = PACKED_BLOCK_SIZES if is_packed else BLOCK_SIZES
         check(size in sizes, "block_size", f"one of {', '.join(map(str, sizes))}", size)
         object.__setattr__(self, "block_size", size)
 
     def _check_rule(self) -> None:
         if (rule := self.scale_rule) is None:
             return
-        check(rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
+        check(isinstance(rule, str) and rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
         mode, scaling, dtype = self.scale_calculation_mode, self.scaling_type, self.target_dtype
         check(mode is None, "scale_calculation_mode", "None next to scale_rule", mode)
         is_static = scaling is ScalingType.STATIC and RULES[rule].takes_stored_scales

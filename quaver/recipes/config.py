@@ -7,7 +7,7 @@ Configs are frozen, and are validated and resolved when they are constructed: ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from quaver.recipes.cast_config import (
     check,
     check_type,
 )
-from quaver.recipes.formats import E4M3, E5M2, FLOAT8_FORMATS
+from quaver.recipes.formats import E2M1, E4M3, E5M2, format_of
 from quaver.recipes.linear_casts import (
     BACKWARD_MATMULS,
     MATMULS,
@@ -194,7 +194,8 @@ class Float8LinearConfig:
     def _resolve_options(self, forced: bool | None) -> None:
         check(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
         names = self.high_precision_matmuls
-        are_known = not isinstance(names, str) and all(name in MATMULS for name in names)
+        is_list = isinstance(names, Collection) and not isinstance(names, str)
+        are_known = is_list and all(name in tuple(MATMULS) for name in names)
         check(are_known, "high_precision_matmuls", f"names of {', '.join(MATMULS)}", names)
         object.__setattr__(self, "high_precision_matmuls", tuple(name for name in MATMULS if name in names))
         if forced is not None:
@@ -401,7 +402,7 @@ def _resolve(
     column = column or row
     dtypes = {cast.target_dtype or default_dtype for cast in (row, column) if not cast.is_disabled}
     if len(dtypes) > 1:
-        names = " and ".join(sorted(FLOAT8_FORMATS[dtype].name for dtype in dtypes))
+        names = " and ".join(sorted(format_of(dtype).name for dtype in dtypes))
         raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
     scalings = {(cast.scaling_type, cast.static_quant_scale) for cast in (row, column) if not cast.is_disabled}

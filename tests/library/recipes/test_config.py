@@ -218,6 +218,7 @@ def delayed(**options):
 
 
 STATIC = ScalingType.STATIC
+E2M1_BLOCKS = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "target_dtype": torch.float4_e2m1fn_x2}
 BAD = {
     "output: weight is cast to float8 but input stays in high precision": linear(cast_config_input=HP),
     "grad_input: grad_output is cast to float8 but weight_for_grad_input stays in high precision": linear(
@@ -231,6 +232,24 @@ BAD = {
         cast_config_weight_for_grad_input=CastConfig(target_dtype=E5M2),
     ),
     "grad_input: no hardware multiplies e5m2 by e5m2": linear(cast_config_weight=CastConfig(target_dtype=E5M2)),
+    "input must be cast to one dtype in both of its matmuls, got e2m1 and e4m3": linear(
+        cast_config_input=CastConfig(block_size=(1, 16), **E2M1_BLOCKS),
+        cast_config_input_for_grad_weight=CastConfig(target_dtype=E4M3),
+    ),
+    "scale_calculation_mode: expected None with e2m1": cast(
+        block_size=(1, 16), scale_calculation_mode=ScaleCalculationMode.RCEIL, **E2M1_BLOCKS
+    ),
+    "high_precision_matmuls: expected names of output, grad_input, grad_weight, got None": linear(
+        high_precision_matmuls=None
+    ),
+    "high_precision_matmuls: expected names of output, grad_input, grad_weight, got 3": linear(
+        high_precision_matmuls=3
+    ),
+    "high_precision_matmuls: expected names of output, grad_input, grad_weight, got 'output'": linear(
+        high_precision_matmuls="output"
+    ),
+    "scale_rule: expected None or one of": cast(scale_rule=["vllm"]),
+    "target_dtype: expected a float8 dtype (torch.float8_e4m3fn": cast(target_dtype=["e4m3"]),
     "target_dtype: expected a float8 dtype": cast(target_dtype=torch.bfloat16),
     "scaling_type: expected ScalingType, got 'dynamic'": cast(scaling_type="dynamic"),
     "scaling_granularity: expected ScalingGranularity, got 16": cast(scaling_granularity=16),
