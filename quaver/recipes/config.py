@@ -103,7 +103,8 @@ class Float8LinearConfig:
         pad_inner_dim: pad every matmul to multiples of 16. Padding is automatic where the hardware needs it; set this
             to pad on other devices too, for example to compare. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
-        round_scales_to_power_of_2: round every quant_scale down to a power of two.
+        round_scales_to_power_of_2: round every quant_scale down to a power of two. A `scale_rule` decides this by
+            itself, and the scales of e2m1 are never rounded.
         backward: the operands of grad_input and grad_weight. "float8": the casts above. Otherwise both matmuls and
             grad_output are in high precision. "dequantized" multiplies the codes of the forward times their scales,
             rounded to the dtype of the output, and saves the input's codes for backward. "high_precision" multiplies
@@ -428,7 +429,9 @@ def _check_powers_of_2(casts: LinearCasts) -> None:
 
 
 def _has_powers_of_2(cast: CastConfig, power_of_2: bool) -> bool:
-    """Whether every scale of a cast is a power of two."""
+    """Return whether every scale of a cast is a power of two."""
+    if cast.target_dtype is E2M1.dtype:
+        return False
     return power_of_2 if cast.scale_rule is None else rule_of(cast.scale_rule).rounds_up
 
 

@@ -42,6 +42,12 @@ def values(operand):
     return numbers * scale[: numbers.shape[0], : numbers.shape[1]] * operand.outer_scale.double()
 
 
+def test_the_scales_of_e2m1_are_not_powers_of_two():
+    config = config_of(round_scales_to_power_of_2=True)
+    assert not any(matmul.scales_are_powers_of_2 for matmul in config.matmuls)
+    assert not config.weight_scales_are_powers_of_2
+
+
 def test_codes_are_the_nearest_numbers_ties_to_even():
     steps = torch.arange(-7, 7, 1 / 64).clamp(-6, 6)
     codes = e2m1.unpack(e2m1.encode(steps[None])).float()[0]
