@@ -407,7 +407,7 @@ def _resolve(
         raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
     scalings = {(cast.scaling_type, cast.static_quant_scale) for cast in (row, column) if not cast.is_disabled}
-    if (row.is_persistent or column.is_persistent) and (len(scalings) > 1 or row.is_rowwise or column.is_rowwise):
+    if (row.is_persistent or column.is_persistent) and len(scalings) > 1:
         raise ValueError(
             f"{operand} has one persistent scale, which serves both of its matmuls: expected both casts delayed, both "
             f"static with one scale, or one in high precision, got {row} and {column}"

@@ -327,6 +327,19 @@ def test_bad_combinations_fail_when_made_and_say_why(message):
         BAD[message]()
 
 
+@pytest.mark.parametrize("granularity", ScalingGranularity)
+def test_one_matmul_of_an_operand_with_a_persistent_scale_may_be_in_high_precision(granularity):
+    delayed, hp = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED, granularity)
+    config = Float8LinearConfig(
+        cast_config_input=delayed,
+        cast_config_input_for_grad_weight=hp,
+        cast_config_grad_output=delayed,
+        cast_config_grad_output_for_grad_weight=hp,
+    )
+    assert config.casts.input.row.is_persistent
+    assert config.casts.input.column.is_disabled
+
+
 def test_a_static_scale_may_be_a_tensor_of_one():
     cast = CastConfig(ScalingType.STATIC, static_quant_scale=torch.tensor([2.0]))
     assert cast == CastConfig(ScalingType.STATIC, static_quant_scale=2.0)
