@@ -22,10 +22,17 @@
 
 Each file begins with its names, their purpose, and when they can be removed; "no replacement" means that torch 2.14 has
 no public equivalent. tests/library/test_torch_private.py fails if a name disappears or changes, and if a private name
-is used elsewhere. Names that a linear calls in every step are PyTorch's own C functions, to save the call of a wrapper.
+of a module of torch is used elsewhere. Names that a linear calls in every step are PyTorch's own C functions, to save
+the call of a wrapper.
 
-Used directly: `TorchDispatchMode`, `is_traceable_wrapper_subclass` and `tree_*` of torch.utils._python_dispatch and
-_pytree, and operators of torch.ops.aten whose names begin with an underscore. Two exceptions: quaver/runtime/phases.py
-reads a profiler flag without a call, and quaver/lab/memory/faking and compiling replace parts of fake tensors and of
-Inductor.
+Used outside of this package:
+
+- `TorchDispatchMode`, `is_traceable_wrapper_subclass` and `tree_*` of torch.utils._python_dispatch and _pytree, and
+  operators of torch.ops.aten whose names begin with an underscore.
+- Attributes of objects: `OpOverload._schema`, `Tensor._make_wrapper_subclass`, `Parameter._is_param`, `_orig_mod` of a
+  compiled module, `_forward_pre_hooks`, `_forward_hooks` and `_forward_hooks_always_called` of a module, and
+  `_wrapped_by_lr_sched` of an optimizer's `step`.
+- `_is_profiler_enabled` of torch.autograd.profiler, which quaver/runtime/phases.py and quaver/kernels/operation.py read
+  without a call.
+- Parts of fake tensors and of Inductor, which quaver/lab/memory/faking and compiling replace.
 """

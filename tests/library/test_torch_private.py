@@ -444,6 +444,26 @@ def test_the_arithmetic_of_muon():
     assert torch.equal(weight, -muon.adjust_lr(0.5, None, weight.shape) * whole.float())
 
 
+def test_attributes_of_objects_exist_and_are_documented():
+    linear = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(linear.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    holders = {
+        "_schema": torch.ops.aten.mm.default,
+        "_make_wrapper_subclass": torch.Tensor,
+        "_is_param": nn.Parameter(tracing.FakeTensorMode().from_tensor(torch.ones(2))),
+        "_orig_mod": torch.compile(linear),
+        "_forward_pre_hooks": linear,
+        "_forward_hooks": linear,
+        "_forward_hooks_always_called": linear,
+        "_wrapped_by_lr_sched": optimizer.step,
+        "_is_profiler_enabled": torch.autograd.profiler,
+    }
+    for name, holder in holders.items():
+        assert hasattr(holder, name), name
+        assert re.search(rf"\b{name}`", torch_private.__doc__), name
+
+
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 FILES = [module.name for module in pkgutil.iter_modules(torch_private.__path__)]
@@ -472,7 +492,6 @@ DOCUMENTED = re.compile(
 ELSEWHERE = {
     "lab/memory/compiling": "replaces parts of Inductor",
     "lab/memory/faking": "replaces parts of fake tensors",
-    "phases.py": "reads the profiler's flag",
 }
 
 
