@@ -186,7 +186,8 @@ class CastConfig:
                 "be reused"
             )
         is_packed = self.target_dtype is E2M1.dtype
-        check(not is_packed or self.is_blockwise, "target_dtype", "float8 without blocks", self.target_dtype)
+        has_blocks = self.is_blockwise or self.is_disabled
+        check(has_blocks or not is_packed, "target_dtype", "float8 without blocks", self.target_dtype)
         if self.target_dtype is not None and not is_packed and self.target_dtype not in tuple(FLOAT8_FORMATS):
             names = ", ".join(map(str, FLOAT8_FORMATS))
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")

@@ -30,6 +30,7 @@ from quaver.recipes.linear_casts import (
     LinearMatmuls,
     MatmulOptions,
     OperandCasts,
+    disable,
 )
 from quaver.recipes.recipe_name import BACKWARDS, Float8LinearRecipeName, split_recipe
 from quaver.recipes.scale_layout import BLOCK_SIZES
@@ -90,7 +91,8 @@ class Float8LinearConfig:
 
     Args:
         cast_config_input, cast_config_weight, cast_config_grad_output: the cast of each operand. The constructor fills
-            in target_dtype on copies and does not change the CastConfigs that it was given.
+            in target_dtype on copies and does not change the CastConfigs that it was given. A disabled cast keeps only
+            its dtype.
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
             the cast of the operand in its other matmul; None to use the same cast, which is then filled in.
             `dataclasses.replace(config, cast_config_input=...)` fills such a cast in again, and keeps one that was
@@ -412,6 +414,7 @@ def _resolve(
             f"{operand} has one persistent scale, which serves both of its matmuls: expected both casts delayed, both "
             f"static with one scale, or one in high precision, got {row} and {column}"
         )
+    row, column = (disable(cast) if cast.is_disabled else cast for cast in (row, column))
     return replace(row, target_dtype=dtype), replace(column, target_dtype=dtype)
 
 
@@ -437,12 +440,7 @@ def _has_powers_of_2(cast: CastConfig, power_of_2: bool) -> bool:
 
 def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
     for name, cast in _named(casts):
-        if (
-            cast.is_blockwise
-            and not cast.is_disabled
-            and not cast.depends_on_direction
-            and not name.startswith("weight")
-        ):
+        if cast.is_blockwise and not cast.depends_on_direction and not name.startswith("weight"):
             raise ValueError(
                 f"{name}: square blocks are for weights, since no hardware multiplies two; expected tensorwise, "
                 f"rowwise or blocks of (1, 128) or (1, 32), got {cast}"

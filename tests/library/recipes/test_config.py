@@ -340,6 +340,18 @@ def test_one_matmul_of_an_operand_with_a_persistent_scale_may_be_in_high_precisi
     assert config.casts.input.column.is_disabled
 
 
+def test_the_blocks_of_a_disabled_cast_are_ignored():
+    blocks = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "block_size": (128, 128)}
+    hp = CastConfig(ScalingType.DISABLED, scale_calculation_mode=ScaleCalculationMode.FLOOR, **blocks)
+    off = {f"cast_config_{name}": hp for name in ("input_for_grad_weight", "grad_output_for_grad_weight")}
+    for cast in (CastConfig(), CastConfig(block_size=(1, 16), **E2M1_BLOCKS)):
+        on = {f"cast_config_{name}": cast for name in ("input", "weight", "grad_output")}
+        config = Float8LinearConfig(**on, **off)
+        assert config.casts.input.column.is_disabled
+        assert config == Float8LinearConfig(**on, **{name: HP for name in off})
+        assert replace(config, high_precision_matmuls=("output",)).casts.input.row.is_disabled
+
+
 def test_a_static_scale_may_be_a_tensor_of_one():
     cast = CastConfig(ScalingType.STATIC, static_quant_scale=torch.tensor([2.0]))
     assert cast == CastConfig(ScalingType.STATIC, static_quant_scale=2.0)
