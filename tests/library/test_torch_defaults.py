@@ -14,9 +14,8 @@ from torch import nn
 import quaver
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu, widen
-from quaver.linear import gemm, shared_input
+from quaver.linear import gemm
 from quaver.recipes.linear_casts import MatmulOptions
-from tests.library.linear.test_module import Qkv
 from tests.steps import assert_same, results_of
 
 IMPORTED_LATE = """
@@ -109,18 +108,3 @@ def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
         assert set(seen) == {torch.float32}
         monkeypatch.setattr(gemm, "_native_mm", lambda *args: native_mm(*args) * 1.1)
         assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
-
-
-def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
-    serves = shared_input.SharedOperands.serves
-
-    def serves_and_goes(*args):
-        hit = serves(*args)
-        shared_input.clear_cached_operands()
-        return hit
-
-    model = convert_to_float8_training(Qkv(32, 32, torch.float32), config="tensorwise")
-    x = torch.randn(32, 32)
-    expected = model(x)
-    monkeypatch.setattr(shared_input.SharedOperands, "serves", serves_and_goes)
-    assert all(map(torch.equal, model(x), expected))

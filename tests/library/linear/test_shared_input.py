@@ -20,7 +20,8 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.checkpointing.policy import apply_activation_checkpointing, selective_checkpoint_contexts
-from tests.library.linear.test_module import needs_counts, reads
+from quaver.linear import shared_input
+from tests.library.linear.test_module import Qkv, needs_counts, reads
 from tests.steps import assert_same
 
 RECIPES = ("tensorwise", "rowwise")
@@ -92,12 +93,11 @@ def test_a_write_between_two_calls_in_one_forward_is_seen(change, reader):
 
 def test_a_scale_written_between_two_linears_of_one_forward_is_seen():
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name("delayed"), shared_inputs=(("q", "k", "v"),))
-    model = convert_to_float8_training(Changing(lambda x: model.q.scaling.state.quant_scale.mul_(0.7)), config=config)
+    model = convert_to_float8_training(Changing(lambda x: sync_float8_amax_and_scale_history(model)), config=config)
     x = torch.randn(32, 64)
     model(x)
-    sync_float8_amax_and_scale_history(model)  # before it, each cast has a scale of its own
-    actual = model(x)
-    assert torch.equal(actual, model.k(x.clone()))
+    actual = model(x * 3)
+    assert torch.equal(actual, model.k(x * 3))
 
 
 def test_linears_of_other_recipes_share_nothing():
@@ -111,8 +111,8 @@ def test_linears_of_other_scales_share_nothing():
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name("delayed"), shared_inputs=())
     model, x = convert_to_float8_training(Attention(), config=config), torch.randn(32, 64)
     model(x)
+    model.k(x * 3)
     sync_float8_amax_and_scale_history(model)
-    model.k.scaling.recorded.input.quant_scale.fill_(90.0)
     assert torch.equal(model(x), model.q(x.clone()) + model.k(x.clone()) + model.v(x.clone()))
 
 
@@ -198,3 +198,18 @@ def test_the_hooks_are_copied_pickled_and_removed():
         assert not attention._forward_pre_hooks
         assert not attention._forward_hooks
         assert not attention._forward_hooks_always_called
+
+
+def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
+    serves = shared_input.SharedOperands.serves
+
+    def serves_and_goes(*args):
+        hit = serves(*args)
+        shared_input.clear_cached_operands()
+        return hit
+
+    model = convert_to_float8_training(Qkv(32, 32, torch.float32), config="tensorwise")
+    x = torch.randn(32, 32)
+    expected = model(x)
+    monkeypatch.setattr(shared_input.SharedOperands, "serves", serves_and_goes)
+    assert all(map(torch.equal, model(x), expected))
