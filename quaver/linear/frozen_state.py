@@ -128,8 +128,8 @@ class FrozenState(FrozenFloat8Weight):
         codes = self.encode(source)
         if codes is None:
             raise ValueError(
-                "a shard of a frozen float8 weight has the scales of the whole weight, which do not hold these values; "
-                "load them before fully_shard, or into a base that was frozen from the same weights"
+                "these values do not fit the scales of the whole frozen weight, which a shard must keep; load them "
+                "before fully_shard, or into a base that was frozen from the same weights"
             )
         self.data_fp8.copy_(codes)
 

@@ -69,7 +69,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     Attributes:
         data_fp8: float8 [N, K] or [E, rows, columns]; a part has fewer in the first dim, or is flat.
-        dequant_scale: float32 (), [N, 1] or one per block, of the whole weight; for stacks see the top of the file.
+        dequant_scale: float32; (), [N, 1] or one number per block of the whole weight. The top of the file gives the
+            shapes for stacks.
         whole_rows: for a shard, the number of rows, or matrices, of the whole weight; else 0. See [Note: parts].
         first_row: for a shard in a state_dict, its first row, or matrix, in the whole weight.
         requantized_sqnr_db: the SQNR of the last write in high precision; None before one.
@@ -196,7 +197,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             return values
 
     def zip_matrices(self, tensor: Tensor) -> Iterator[tuple[Tensor, Operand]]:
-        """Yield each matrix of `tensor`, which has this shape, with the codes and scale of the same matrix here."""
+        """Yield each matrix of `tensor` with the codes and scale of the corresponding matrix of this weight."""
         return zip([tensor] if tensor.dim() == 2 else tensor, self.matrices(), strict=True)
 
     def write(self, hp: Tensor) -> None:
@@ -217,8 +218,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             return
         if not bool(amax(hp).isfinite()):
             raise ValueError(
-                f"expected finite values for a frozen float8 weight {list(self.shape)}, got NaN or inf; it stays as it "
-                "was"
+                f"expected finite values for a frozen float8 weight {list(self.shape)}, got NaN or inf; the weight "
+                "is unchanged"
             )
         power_of_2, layout = self.has_power_of_2_scales, self.scale_layout
         float8_dtype, norms = self.data_fp8.dtype, []
@@ -285,7 +286,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     # ---- attributes and methods of a parameter -------------------------------------------------------------------
 
     def assign(self, new: Tensor) -> None:
-        """Write values of high precision, or take the codes and scales of another frozen weight."""
+        """Quantize high-precision values into this weight, or use the codes and scales of another frozen weight."""
         if not isinstance(new, FrozenFloat8Weight):
             self.write(new)
         elif new.shape != self.shape:
@@ -298,7 +299,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             self.requantized_sqnr_db = new.requantized_sqnr_db
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenFloat8Weight:
-        """Raises RuntimeError for True."""
+        """Raise RuntimeError for True."""
         if requires_grad:
             raise RuntimeError(
                 "a frozen float8 weight cannot require a gradient: float8 cannot hold an optimizer's updates. Leave "
@@ -441,7 +442,7 @@ def _to_weight(value: Tensor) -> Tensor:
 
 
 def is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether this is `as_strided` with the weight's own size and strides, which FSDP2 calls."""
+    """Return whether the op is `as_strided` with the weight's own size and strides, which FSDP2 calls."""
     if func is not aten.as_strided.default or tuple(args[1]) != tuple(args[0].shape):
         return False
     return tuple(args[2]) == args[0].stride() and not any(args[3:])

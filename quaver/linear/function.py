@@ -97,7 +97,7 @@ class _LinearFunction(torch.autograd.Function):
 def _compute_output(
     input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_hp: Tensor, weight_hp: Tensor
 ) -> Tensor:
-    """Multiplies, then reduces under tensor parallelism, where the output may be [*leading, N] and sharded."""
+    """Multiply, then reduce under tensor parallelism, where the output may be [*leading, N] and sharded."""
     output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
     if args.probe is not None:
         args.probe.output(output, input_hp, weight_hp, bias)
@@ -273,7 +273,7 @@ def float8_linear(
     *,
     config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.linear` with its three matmuls in float8.
+    """Apply `torch.nn.functional.linear` with its three matmuls in float8.
 
     Args:
         input: [..., K], float32, bfloat16 or float16, any strides; or a nested tensor.
@@ -333,10 +333,10 @@ def apply_linear(
     sharding: LinearSharding | None,
     linear: Any = None,
 ) -> Tensor:
-    """`float8_linear` on plain tensors.
+    """Run `float8_linear` on plain tensors.
 
     Args:
-        weight_operands: used in place of a cast of the weight, if given.
+        weight_operands: used instead of a cast of the weight, if given.
         linear: the calling module, if there is one.
     """
     if weight.dim() != 2:

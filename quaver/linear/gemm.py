@@ -15,9 +15,11 @@ capability is not enough: row-wise scales are missing on sm_120 and were broken 
 (kernels/exact_mm.py). docs/numerics.md says where each rounds. Row-wise scales vary along the contracted dim if
 grad_input reads a row-wise weight that is stored once.
 
-Hopper's native matmul requires that both operands are contiguous along the contracted dim; that K and N are multiples
-of 16 (`_pad` appends zeros); and with row-wise scales a bfloat16 result and a scale for every row of both operands.
-`native_operands` prepares the operands.
+`native_operands` prepares operands for Hopper's native matmul, which requires:
+
+    both operands contiguous along the contracted dim
+    K and N that are multiples of 16 (`_pad` appends zeros)
+    with row-wise scales, a bfloat16 result and a scale for every row of a and every column of b
 """
 
 from __future__ import annotations
@@ -181,9 +183,11 @@ def backend_for(
     emulate: bool = False,
     works: Callable[[int, ScaleKind], bool] | None = None,
 ) -> GemmBackend:
-    """Return the backend of `device` for a kind of scales. The kind is None if no hardware supports the scales.
+    """Return the backend of `device` for a kind of scales.
 
-    `works` tells whether the CUDA device with this index multiplies the kind natively; None to ask about `mm`.
+    Args:
+        kind: None if no hardware supports the scales.
+        works: returns whether the CUDA device with this index multiplies `kind` natively; None probes `mm`.
     """
     works = works or _native_works
     if kind is None or emulate or not is_cuda_device(device) or not works(device.index or 0, kind):
@@ -218,12 +222,13 @@ def _native_works(device_index: int, kind: ScaleKind) -> bool:
 
 
 def check_native(device_index: int, kind: ScaleKind, probe: Probe | None = None) -> bool:
-    """Whether the device multiplies natively. Reports a failure once."""
+    """Return whether the device multiplies natively, and report a failure once."""
     failure = native_failure(device_index, kind, probe)
     if failure is not None:
         warn_once(
             f"exact matmuls on cuda:{device_index}, {kind.value}",
-            f"cuda:{device_index} multiplies float8 with {kind.value} scales exactly, which is slower: {failure}",
+            f"cuda:{device_index} runs float8 matmuls with {kind.value} scales on the exact backend, which is slower: "
+            f"{failure}",
         )
     return failure is None
 
@@ -381,7 +386,7 @@ def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
 
 
 def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
-    """Whether `device` multiplies natively: the hardware reads both operands along the contracted dim."""
+    """Return whether `device` multiplies natively: the hardware reads both operands along the contracted dim."""
     return backend_for(device, ScaleKind.TENSORWISE, emulate=emulate) is GemmBackend.NATIVE
 
 
@@ -398,7 +403,7 @@ def lay_out_columns(codes: Tensor, *, emulate: bool = False) -> Tensor:
 
 
 def lay_out_saved_columns(codes: Tensor, gradient: Tensor, *, emulate: bool = False) -> Tensor:
-    """`lay_out_columns` for the saved codes [N, K] of a weight in compiled code, ordered after `gradient`.
+    """Run `lay_out_columns` on the saved codes [N, K] of a weight in compiled code, after `gradient`.
 
     The codes were quantized before the graph, so no cast can be fused with the copy. Without the order Inductor would
     copy in the forward and save the copy. Eager code copies when it multiplies.

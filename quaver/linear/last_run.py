@@ -1,4 +1,4 @@
-"""`LastRun`: where and how a float8 module ran last, so that a report can tell what ran from what was converted.
+"""`LastRun`: where and how a float8 module ran last, so that a report can tell modules that ran from others.
 
 An eager forward records it in its module. A compiled forward cannot write to its module, so tracing records that
 modules of this kind are compiled; nothing else is known about them.
@@ -26,14 +26,14 @@ class LastRun:
 
     def __init__(self) -> None:
         self.since = next(_clock)
-        """When the module was made, converted or copied, on `_clock`."""
+        """The time on `_clock` at which the module was created, converted or copied."""
         self.device: torch.device | None = None
         """The device of the last input; None before the first forward."""
         self.backend = "not run yet"
         self.forward: object = None
-        """The instance's own `forward` at that time, or None if it had the class's."""
+        """The `forward` attribute of the instance at that time, or None if it had none."""
         self.trained_at = 0
-        """When it last ran in training mode with gradients, on `_clock`; 0 if never."""
+        """The time on `_clock` at which it last ran in training mode with gradients; 0 if never."""
 
     def __reduce__(self) -> tuple[type[LastRun], tuple[()]]:
         return LastRun, ()
@@ -58,7 +58,7 @@ def note_run(
 
 
 def _get_kind(module: Any) -> tuple[int, ...]:
-    """Identifies the modules that may share a compiled graph: a linear's shape; () for experts."""
+    """Return what modules that share a compiled graph have in common: a linear's shape; () for experts."""
     return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
 
 
@@ -68,12 +68,12 @@ def _note_traced(kind: tuple[int, ...]) -> None:
 
 
 def has_run(module: Any) -> bool:
-    """Whether `module` has run with the `forward` that it has now."""
+    """Return whether `module` has run with the `forward` that it has now."""
     run: LastRun = module._last_run
     return run.device is not None and run.forward is vars(module).get("forward")
 
 
 def is_idle(module: Any, trained_at: int) -> bool:
-    """Whether `module` never ran, eager or compiled, although its model trained at `trained_at`."""
+    """Return whether `module` never ran, eager or compiled, although its model trained at `trained_at`."""
     run: LastRun = module._last_run
     return run.device is None and _traced_at.get(_get_kind(module), 0) <= run.since < trained_at

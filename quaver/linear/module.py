@@ -112,7 +112,7 @@ class Float8Linear(nn.Linear):
         return apply_linear(input, weight, self.bias, self.config, scales, operands, None, self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
-        """`forward` on local tensors: this rank's part, if the linear has a `sharding`."""
+        """Run `forward` on local tensors: this rank's part, if the linear has a `sharding`."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         scales = self.persistent_scales(input.device)

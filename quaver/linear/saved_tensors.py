@@ -39,7 +39,7 @@ class PackHook:
 
 
 def is_checkpoint_hook(hooks: Any) -> bool:
-    """Whether `hooks`, a (pack, unpack) pair or None, belong to an activation checkpoint."""
+    """Return whether `hooks`, a (pack, unpack) pair or None, belong to an activation checkpoint."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
@@ -48,7 +48,7 @@ _prepared_in: WeakKeyDictionary[Any, dict[tuple[int, str], PreparedOperands]] = 
 
 
 def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
-    """Return the operands that an eager forward uses in place of the weight `name` of `module`, or None.
+    """Return the operands that an eager forward uses instead of the weight `name` of `module`, or None.
 
     In a recomputation they are the operands of its forward, else `prepared`, of the open `cast_weights_once`, after a
     check that the weight did not change. A forward under a checkpoint stores them for its recomputation.

@@ -16,16 +16,16 @@ cast in this step does not change.
 
 [Note: known scales] Code compiled for a GPU can fuse a cast with the producer of the matrix once the scale is known;
 before, the cast reads the matrix twice. It guards on `PersistentScale.is_known`, so a change recompiles it once. The
-host sets the flag when slots are loaded, and after eager syncs: it reads the device after the 1st, 2nd, 4th, 8th, ...
-sync with an unknown scale, so a slot that is never cast costs few waits and delays no other. Ranks agree, because
-scales are equal on every rank after a sync; their collectives do not depend on the flag. docs/design/0022 lists changes
-that the flag misses.
+host sets the flag when slots are loaded and after eager syncs. While a scale is unknown it reads the device only after
+the 1st, 2nd, 4th, 8th, ... sync. So a slot that is never cast costs few waits and delays no other slot. Ranks agree,
+because scales are equal on every rank after a sync. Their collectives do not depend on the flag. docs/design/0022 lists
+changes that the flag misses.
 
 [Note: who records] Casts record amaxes in every forward that records gradients, whatever the mode of its module. Its
 backward uses the scales, so they must be updated, also in a layer that is in eval mode while others train. A weight
 that is quantized before the forward (by `cast_weights_once`, or for an all-gather) may be used in evaluation and in
-training. So its cast records into a separate buffer, whose maximum every forward that records gradients merges into
-amax_buffer.
+training. So its cast records into a separate buffer. Every forward that records gradients merges the maximum of
+this buffer into amax_buffer.
 
 [Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the forwards that record
 gradients since the last sync and warns at a number far above a step's microbatches. Until the first sync nothing
@@ -85,7 +85,7 @@ class ScaleState:
 
     @torch.inference_mode(False)
     def __init__(self, casts: Sequence[CastConfig], config: Float8LinearConfig, device: torch.device) -> None:
-        """`casts`: one for each slot."""
+        """Make the state of one slot for each of `casts`."""
         self.casts = tuple(casts)
         self.delayed_config = config.delayed_scaling_config
         self.power_of_2 = config.round_scales_to_power_of_2
@@ -345,7 +345,7 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     Returns:
         The number of missing entries.
     Raises:
-        ValueError: an entry is no tensor, or has another number of dims; nothing is loaded.
+        ValueError: an entry is not a tensor, or has another number of dims; nothing is loaded.
     """
     entries = entries_of(named_slots)
     for name, view in entries.items():

@@ -9,7 +9,7 @@ The operands of the last quantized activation are cached, and the next linear us
     this linear has not used them yet. A linear that is called twice quantizes twice.
     the activation is the same tensor object at the same version, and casts and scale are the same.
 
-Version counters alone would not do: they miss writes through numpy, `.data`, shared memory or a captured graph. Such a
+Version counters are not enough: they miss writes through numpy, `.data`, shared memory or a captured graph. Such a
 write is still missed if the parent's forward makes it between two linears that read one activation.
 
 Under a selective checkpoint the recomputation may not call the parent, but must issue the same operations as the
@@ -41,7 +41,7 @@ RECOMPUTED_HOOKS: Any = "quaver.shared_input"
 
 
 class SharedOperands(NamedTuple):
-    """The operands of one activation, and what they are valid for."""
+    """The operands of one activation, and the conditions under which they may be reused."""
 
     activation: weakref.ref[Tensor]
     version: int
@@ -79,13 +79,13 @@ _open = threading.local()
 
 
 def open_shared_input(parent: nn.Module, args: object) -> None:
-    """Forward pre-hook of a parent."""
+    """Allow a cache while a parent's forward runs. A forward pre-hook."""
     if not torch.compiler.is_compiling():
         _open.forwards = getattr(_open, "forwards", 0) + 1
 
 
 def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
-    """Forward hook of a parent, called also if the forward raised."""
+    """Clear the cache when the outermost parent's forward ends, also if it raised. A forward hook."""
     if not torch.compiler.is_compiling():
         _open.forwards = max(getattr(_open, "forwards", 0) - 1, 0)
         if _open.forwards == 0:

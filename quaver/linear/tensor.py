@@ -41,8 +41,9 @@ class Float8Tensor(TensorForm):
     Attributes:
         data_fp8, dequant_scale: the row operand of the matrix [rows, K]. float8 [..., K]; float32 (), [..., 1]
             or, for blocks of one row, [..., n].
-        column_data_fp8, column_dequant_scale: the column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. The
-            same objects as above if one cast serves both; None if the tensor was not quantized for it.
+        column_data_fp8, column_dequant_scale: the column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. If one
+            cast serves both directions, they are the same objects as above. If the tensor was not quantized for the
+            column direction, they are None.
         layouts: for each operand, which elements of the matrix share a scale.
         outer_scale, column_outer_scale: float32 (), the outer scales; None in formats of one level.
     """
@@ -93,7 +94,7 @@ class Float8Tensor(TensorForm):
         return self.stored_unchecked()
 
     def stored_unchecked(self) -> Operands:
-        """`stored` without the check that the memory was not freed."""
+        """Return `stored` without the check that the memory was not freed."""
         row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0], None, self.outer_scale)
         if self.column_data_fp8 is None:
             return Operands(row, None)
@@ -196,7 +197,7 @@ def _clone(func: Any, tensor: Float8Tensor, **kwargs: Any) -> Tensor:
 
 
 def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
-    """Views may merge and split leading dims. The last dim stays, because scales run along it."""
+    """Merge or split leading dims. The last dim stays, because scales run along it."""
     if not size or size[-1] not in (-1, tensor.shape[-1]):
         raise NotImplementedError(
             f"a Float8Tensor of {list(tensor.shape)} cannot be viewed as {size}: keep the last dim"

@@ -6,7 +6,7 @@
     WrapperWeight    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary.py)
 
 [Note: dispatch] All forms share `TensorForm.__torch_dispatch__`. The first form among the arguments may handle an op
-itself (`own_op`). Other ops run on plain tensors in place of the forms, whether these are arguments, in lists, or
+itself (`own_op`). Other ops run on plain tensors instead of the forms, whether these are arguments, in lists, or
 `out=`. Then `after_write` is called on each form that was written to. Subclasses define the plain tensor, views and
 writes. An op that would change the shape or the memory of a form raises.
 
@@ -54,7 +54,7 @@ class TensorForm(Tensor):
     __torch_function__ = skip_torch_function  # type: ignore[assignment]
 
     def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle an op whose first form argument is this one.
+        """Run an op whose first form argument is this one.
 
         Returns NotImplemented for ops that run on plain tensors. Raises NotImplementedError for unsupported ops.
         """
@@ -65,7 +65,7 @@ class TensorForm(Tensor):
         raise NotImplementedError
 
     def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        """Called after `func` wrote to `values`, from `op_values`. A collective may write later: see `COLLECTIVES`."""
+        """Follow a write of `func` to `values`, from `op_values`. A collective may write later: see `COLLECTIVES`."""
 
     def view_of(self, view: Tensor) -> Tensor:
         """Wrap a view of the values that an op returned. By default views stay plain tensors."""
@@ -159,8 +159,7 @@ class ReadOnly(TensorForm):
     def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
         if is_written:
             raise NotImplementedError(
-                f"{func}: this is a view of a frozen float8 weight, which would not get what is written; write to the "
-                "weight itself"
+                f"{func}: a write to this view would not reach the frozen float8 weight; write to the weight itself"
             )
         return self.wrapped
 
@@ -230,7 +229,7 @@ def rebuild(cls: type[WeightForm], state: tuple[Any, ...], requires_grad: bool, 
 
 
 def is_parameter(weight: Tensor) -> bool:
-    """Whether nn.Parameter made this tensor a parameter, whatever its class."""
+    """Return whether nn.Parameter made this tensor a parameter, whatever its class."""
     return hasattr(weight, "_is_param")
 
 
@@ -274,7 +273,7 @@ class WrapperWeight(WeightForm):
         return self.wrapped.tolist()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Exports a copy, unless the caller asks for the memory itself (`copy=False`)."""
+        """Export a copy, unless the caller asks for the memory itself (`copy=False`)."""
         return self.plain().__dlpack__(**{**options, "copy": options.get("copy") is not False})
 
 
@@ -317,13 +316,13 @@ def select_outputs(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def is_view(func: OpOverload) -> bool:
-    """Whether results are views of an argument; a write to one is a write to the argument."""
+    """Return whether results are views of an argument; a write to one is a write to the argument."""
     aliases = (result.alias_info for result in func._schema.returns)
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @functools.cache
 def _is_composite_view(func: OpOverload) -> bool:
-    """Whether `func` is a composite op that may return a view, or the query that `nn.Module.to` makes."""
+    """Return whether `func` is a composite op that may return a view, or the query that `nn.Module.to` makes."""
     is_query = func is aten._has_compatible_shallow_copy_type.default
     return (is_query or is_view(func)) and has_kernel(func, "CompositeImplicitAutograd")

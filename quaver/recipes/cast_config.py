@@ -1,4 +1,4 @@
-"""How one operand is quantized for one matmul: `CastConfig`, and how its scale follows earlier steps.
+"""`CastConfig` and `DelayedScalingConfig`: how one operand is quantized for one matmul, and how delayed scaling works.
 
 config.py puts the casts of the three operands together. Import these names from there, or from `quaver`.
 """
@@ -37,7 +37,7 @@ class ScalingType(enum.Enum):
     """Never: the operand stays in high precision for this matmul."""
 
     def short_str(self) -> str:
-        """ "dyn", "del", "sta" or "dis"."""
+        """Return "dyn", "del", "sta" or "dis"."""
         return self.value[:3]
 
 
@@ -58,14 +58,14 @@ class ScalingGranularity(enum.Enum):
         return cls.ROWWISE if value == "rowwise" else None
 
     def short_str(self) -> str:
-        """ "ten", "axs" or "blk"."""
+        """Return "ten", "axs" or "blk"."""
         return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, self.value[:3])
 
     def layout(self, block_size: tuple[int, int] | None) -> ScaleLayout | None:
-        """Which elements of row codes share a scale; column codes have the transposed layout.
+        """Return which elements of row codes share a scale; column codes have the transposed layout.
 
-        None if the layout of a granularity is not known. Code that shards, sends, stores or checks scales calls
-        `CastConfig.known_layout`, which then raises.
+        Returns None for a granularity without a known layout. Code that needs the layout calls
+        `CastConfig.known_layout`, which raises instead.
         """
         if self is ScalingGranularity.BLOCKWISE and block_size is not None:
             return ScaleLayout(*block_size)
@@ -106,13 +106,13 @@ class CastConfig:
         scaling_type: when its scale is computed.
         scaling_granularity: how many elements share a scale.
         block_size: with `ScalingGranularity.BLOCKWISE`, how many dot products, and how many elements along them, share
-            a scale. (1, 128) means 128 elements of a row if dot products run along rows, and of a column if they run
-            along columns. Square blocks are the same in both directions, so one cast serves both. None for (128, 128).
-            e2m1 takes (1, 16) or (16, 16).
+            a scale. (1, 128) means 128 elements of a row if dot products run along rows. It means 128 elements of a
+            column if they run along columns. Square blocks are the same in both directions, so one cast serves both.
+            None for (128, 128). e2m1 supports (1, 16) and (16, 16).
         scale_calculation_mode: with blocks, how an E8M0 scale (MXFP8) is computed; None for quaver's rule.
-        scale_rule: the name of a serving engine's rule for scales and codes (scale_rules.py), which then also decides
-            whether scales are powers of two; None for quaver's rule. It needs e4m3 and dynamic scaling, or static
-            scaling if the rule multiplies by the reciprocal of the scale that a checkpoint stores.
+        scale_rule: the name of a serving engine's rule for scales and codes (scale_rules.py); None for quaver's rule.
+            A rule also decides whether scales are powers of two. It needs e4m3 and dynamic scaling. A rule that
+            multiplies by the reciprocal of the scale that a checkpoint stores also supports static scaling.
         target_dtype: a float8 dtype, or with blocks `torch.float4_e2m1fn_x2` (recipes/e2m1.py); None for the default
             of the operand (e4m3 for input and weight, e5m2 for grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
@@ -227,7 +227,7 @@ class CastConfig:
         check(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
 
     def known_layout(self, feature: str, *, allows_packed: bool = False) -> ScaleLayout:
-        """`layout`, for a feature that depends on it.
+        """Return `layout`, for a feature that depends on it.
 
         Args:
             feature: its name, for the error.
@@ -238,8 +238,8 @@ class CastConfig:
         """
         if self.layout is None:
             raise NotImplementedError(
-                f"{feature}: which elements of a {self.granularity} cast share a scale is not known "
-                "(ScalingGranularity.layout); use tensorwise, row-wise or block-wise scales, or turn it off"
+                f"{feature}: {self.granularity} casts do not say which elements share a scale "
+                f"(ScalingGranularity.layout); use tensorwise, row-wise or block-wise scales, or turn {feature} off"
             )
         if self.layout.is_packed and not allows_packed:
             raise NotImplementedError(f"{feature}: expected codes of eight bits, got {self}")
@@ -279,9 +279,9 @@ class CastConfig:
         return name if self.block_size is None else "{} {} x {}".format(name, *self.block_size)
 
     def short_str(self) -> str:
-        """torchao's short form, "dyn_ten_e4m3"; without a dtype "dyn_ten_default".
+        """Return torchao's short form, "dyn_ten_e4m3"; without a dtype "dyn_ten_default".
 
-        A `scale_calculation_mode` follows unless it is that of the recipe with these blocks: "_rceil", "_floor", or
+        A suffix names the `scale_calculation_mode` unless it is the default for these blocks: "_rceil", "_floor", or
         "_float32" for None with blocks of 32.
         """
         dtype = "default" if self.target_dtype is None else format_of(self.target_dtype).name

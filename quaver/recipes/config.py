@@ -94,22 +94,21 @@ class Float8LinearConfig:
             in target_dtype on copies and does not change the CastConfigs that it was given. A disabled cast keeps only
             its dtype.
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
-            the cast of the operand in its other matmul; None to use the same cast, which is then filled in.
-            `dataclasses.replace(config, cast_config_input=...)` fills such a cast in again, and keeps one that was
-            given.
+            the cast of the operand in its other matmul. None uses the same cast. `dataclasses.replace` recomputes a
+            cast that was None and keeps one that was passed.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), quantize weights on their shards with the scales
-            of the whole weight, and all-gather the codes. A pass gathers one byte per element if one cast serves both
-            matmuls of the weight, else two (rows, 1 x 32), the same as bfloat16. Both casts must be float8. One process
-            and DDP compute the same with it; FSDP1 refuses it.
+            of the whole weight, and all-gather the codes. If one cast serves both matmuls of the weight, a pass gathers
+            one byte per element. Otherwise (row-wise, 1 x 32) it gathers two, as bfloat16 does. Both casts must be
+            float8. One process and DDP compute the same with it; FSDP1 refuses it.
         pad_inner_dim: pad every matmul to multiples of 16. Padding is automatic where the hardware needs it; set this
             to pad on other devices too, for example to compare. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
         round_scales_to_power_of_2: round every quant_scale down to a power of two. A `scale_rule` decides this by
             itself, and the scales of e2m1 are never rounded.
         backward: the operands of grad_input and grad_weight. "float8": the casts above. Otherwise both matmuls and
-            grad_output are in high precision. "dequantized" multiplies the codes of the forward times their scales,
-            rounded to the dtype of the output, and saves the input's codes for backward. "high_precision" multiplies
+            grad_output are in high precision. "dequantized" multiplies by the codes of the forward times their scales,
+            rounded to the dtype of the output. It saves the input's codes for backward. "high_precision" multiplies by
             input and weight, and saves the input in high precision.
         high_precision_matmuls: the names of matmuls ("output", "grad_input", "grad_weight") to run in high precision,
             whatever their casts are. `set_high_precision_matmuls` changes them between steps.
@@ -233,7 +232,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
-        """A new config of a recipe, whose name may end in a `backward`, as "rowwise:dequantized" does.
+        """Make a config of a recipe, whose name may end in a `backward`, as "rowwise:dequantized" does.
 
         Raises ValueError for an unknown name, listing the choices.
         """
@@ -258,7 +257,7 @@ class Float8LinearConfig:
         return LinearMMConfig(*(ScaledMMConfig(mm.emulate, mm.use_fast_accum, False, mm.pad) for mm in self.matmuls))
 
     def short_str(self) -> str:
-        """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2".
+        """Return torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2".
 
         A column cast that differs from its row cast follows as "i_gw:", "w_gi:" or "go_gw:".
         """
@@ -311,7 +310,7 @@ _OPERANDS = (
 
 
 def _name(operand: str, direction: str) -> str:
-    """A cast's name in the fields of `Float8LinearConfig`: "weight", "weight_for_grad_input"."""
+    """Return a cast's name in the fields of `Float8LinearConfig`: "weight", "weight_for_grad_input"."""
     column_matmuls = {name: column_matmul for name, column_matmul, _ in _OPERANDS}
     return operand if direction == "row" else f"{operand}_for_{column_matmuls[operand]}"
 
@@ -465,14 +464,14 @@ def _check_all_gather(weight: OperandCasts, backward: str) -> None:
         check(
             cast.scale_rule is None or (one_cast and not rule_of(cast.scale_rule).divides),
             "enable_fsdp_float8_all_gather",
-            "False where a scale_rule divides by the scales of the weight, or is for one of its matmuls alone",
+            "False with a scale_rule that divides by the weight's scales or applies to only one of its matmuls",
             True,
         )
     if not weight.is_float8:
         raise ValueError(
             "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
             f"{weight.row}, grad_input {weight.column}; gather in high precision"
-            + (', or take backward="dequantized"' if backward == "high_precision" else "")
+            + (', or use backward="dequantized"' if backward == "high_precision" else "")
         )
 
 

@@ -7,11 +7,11 @@
     value          = code * dequant_scale * outer_scale
 
 Codes have no inf and no NaN. A non-finite amax makes the outer_scale inf or NaN, and every value NaN. Two codes share a
-byte, the first in its lower half. The two are neighbors in a row, in row and in column codes, so that a shard may begin
-at any row. e4m3 holds every value of a code, so `unpack` returns e4m3.
+byte, the first in its lower half. The two codes of a byte are neighbors in a row of the matrix, in row codes and in
+column codes. So a shard may begin at any row. e4m3 holds every value of a code, so `unpack` returns e4m3.
 
 Codes and scales are bit-identical to torchao's (prototype.mx_formats.nvfp4_tensor), unless a block needs a scale below
-2^-6. There torchao takes 2^-6, and this file takes the subnormal numbers of e4m3. NVIDIA's recipe (arXiv 2509.25149)
+2^-6. There torchao uses 2^-6, and this file uses the subnormal numbers of e4m3. NVIDIA's recipe (arXiv 2509.25149)
 has these two levels of scales; no recipe here uses the format yet.
 """
 
@@ -33,7 +33,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # [Note: floats under dynamic shapes] in scaling.py.
 @assume_constant_result
 def _limits() -> tuple[float, float, float]:
-    """The largest code, the smallest scale and the largest scale."""
+    """Return the largest code, the smallest scale and the largest scale."""
     return E2M1.max, E4M3.smallest_subnormal, E4M3.max
 
 
@@ -59,7 +59,7 @@ def compute_block_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _quotient(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """RN32 on every device: see [Note: one division, two formulas] in scaling.py."""
+    """Divide, and round to float32 alike on every device: see [Note: one division, two formulas] in scaling.py."""
     return (numerator.double() / denominator).float()
 
 
@@ -77,7 +77,7 @@ def encode(scaled: Tensor) -> Tensor:
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """The values of codes [..., n] as float8_e4m3fn [..., 2 n], which is exact."""
+    """Return the values of codes [..., n] as float8_e4m3fn [..., 2 n], which is exact."""
     values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=codes.device).to(
         E4M3.dtype
     )

@@ -1,7 +1,10 @@
 """The float8 formats: their range, precision and special codes.
 
-Sources: arXiv 2209.05433 table 1 (e4m3, e5m2), the OCP 8-bit floating point specification (the same two), and
-arXiv 2206.02915 (the `fnuz` variants that AMD MI300 multiplies; MI350 and NVIDIA multiply the OCP formats).
+Sources:
+
+- e4m3 and e5m2: arXiv 2209.05433, table 1, and the OCP 8-bit floating point specification. NVIDIA and AMD MI350
+  multiply these two.
+- the `fnuz` variants: arXiv 2206.02915. AMD MI300 multiplies these.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ FLOAT8_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 
 
 def format_of(dtype: torch.dtype) -> Float8Format:
-    """The format of `dtype`. Raises ValueError for other dtypes."""
+    """Return the format of `dtype`. Raises ValueError for other dtypes."""
     try:
         return E2M1 if dtype is E2M1.dtype else FLOAT8_FORMATS[dtype]
     except KeyError:

@@ -49,7 +49,7 @@ class OperandCasts(NamedTuple):
 
 
 def disable(cast: CastConfig) -> CastConfig:
-    """The cast of an operand that stays in high precision, with the dtype of `cast`."""
+    """Return the cast of an operand that stays in high precision, with the dtype of `cast`."""
     return CastConfig(ScalingType.DISABLED, target_dtype=cast.target_dtype)
 
 
@@ -61,17 +61,17 @@ class LinearCasts(NamedTuple):
     grad_output: OperandCasts
 
     def get(self, operand: str, direction: str) -> CastConfig:
-        """`casts.<operand>.<direction>`."""
+        """Return `casts.<operand>.<direction>`."""
         cast: CastConfig = getattr(getattr(self, operand), direction)
         return cast
 
     def source_cast(self, operand: str, direction: str) -> CastConfig:
-        """The cast whose codes a matmul reads: `get`, or the row cast where the column operand is dequantized."""
+        """Return the cast whose codes a matmul reads: `get`, or the row cast if the column operand is dequantized."""
         casts: OperandCasts = getattr(self, operand)
         return casts.row if direction == "row" else casts.column_source
 
     def in_high_precision(self, matmuls: Collection[str], *, dequantized: bool = False) -> LinearCasts:
-        """The casts with some of `MATMULS` in high precision.
+        """Return the casts with some of `MATMULS` in high precision.
 
         `dequantized`: these matmuls read the dequantized row operands of input and weight.
         """
@@ -90,7 +90,7 @@ class LinearCasts(NamedTuple):
         return LinearCasts(*(operand(name, casts) for name, casts in zip(self._fields, self, strict=True)))
 
     def all_casts(self) -> tuple[CastConfig, ...]:
-        """The six casts, by operand, row before column."""
+        """Return the six casts, by operand, row before column."""
         return tuple(cast for operand in self for cast in operand[:2])
 
     @property

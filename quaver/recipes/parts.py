@@ -1,4 +1,4 @@
-"""Amaxes and scales of a part of a matrix, such as a shard, by the blocks of the whole matrix."""
+"""Computes amaxes and selects scales for a part of a matrix, such as a shard, in blocks of the whole matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quaver.recipes.scaling import amax, block_amax
 
 
 def _block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
-    """Return the blocks of `length` elements, or `ALL`, that `n` elements from `offset` on touch.
+    """Find the blocks of `length` elements (or `ALL`) that `n` elements starting at `offset` touch.
 
     Returns:
         The index of the first block, the number of blocks, and the elements of the first block before `offset`.
@@ -24,15 +24,15 @@ def _block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
 
 
 def amaxes_of_part(part: Tensor, offset: Sequence[int], layout: ScaleLayout) -> tuple[Tensor, list[int]]:
-    """Return the amaxes of a part of a matrix, which may begin inside a block, by the blocks of the whole matrix.
+    """Compute the amaxes of a part of a matrix in blocks of the whole matrix. The part may begin inside a block.
 
     Args:
         part: [r, c], with elements.
         offset: the row and the column of its first element.
         layout: tensorwise, row-wise or of blocks.
     Returns:
-        One amax for each block that the part touches, of the part's elements alone, [blocks, blocks]; and the row and
-        the column of the first one among the amaxes of the whole.
+        [blocks, blocks], the amax of each block that the part touches, from the part's elements only. And the row and
+        column of the first of these blocks in the whole matrix.
     """
     ranges = [_block_range(*place) for place in zip(offset, part.shape, layout[:2], strict=True)]
     corner, before = [first for first, _, _ in ranges], [cut for _, _, cut in ranges]
@@ -40,7 +40,7 @@ def amaxes_of_part(part: Tensor, offset: Sequence[int], layout: ScaleLayout) -> 
         return amax(part).view(1, 1), corner
     if layout.columns == ALL:
         return amax(part, 1), corner
-    padding = (before[1], 0, before[0], 0)  # zeros in place of the elements of the first blocks in other parts
+    padding = (before[1], 0, before[0], 0)  # zeros for the elements of the first blocks that other parts hold
     return block_amax(F.pad(part, padding) if any(before) else part, layout), corner
 
 

@@ -23,8 +23,12 @@ be applied to the sums:
                  grad_output have blocks of 128 (or 32) elements along the sum, so their codes differ by direction.
                  These scales vary along the sum, so the codes are multiplied by them before the matmul
 
-The scaling type says when a scale is computed: dynamic (from the tensor itself), delayed (from the amaxes of earlier
-steps, so that the tensor is read once), static (given), or disabled (the matmul runs in high precision).
+The scaling type says when a scale is computed:
+
+    dynamic      for each cast, from the tensor itself
+    delayed      once per step, from the amaxes of earlier steps, so that the tensor is read once
+    static       once, before training
+    disabled     never: the matmul runs in high precision
 
 `Float8Linear` computes the same numbers. Codes and scales are bit-identical; sums are in float32, in the order of the
 device's own matmul (tests/library/recipes/test_reference.py). It adds speed and saves memory: kernels that cast for
@@ -87,7 +91,7 @@ def quantize(
 
 
 def multiply(a: CastMatrix, b: CastMatrix, hp_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N] + bias [N] -> [M, N] in `hp_dtype`.
+    """Return a [M, K] @ b [K, N] + bias [N] as [M, N] in `hp_dtype`.
 
     Products of two float8 numbers are exact in float32. Sums are rounded, in the order of torch.mm.
     """

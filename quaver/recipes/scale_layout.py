@@ -33,11 +33,11 @@ class ScaleLayout(NamedTuple):
     columns_of_byte: int = 1
 
     def t(self) -> ScaleLayout:
-        """The layout of the transposed matrix."""
+        """Return the layout of the transposed matrix."""
         return ScaleLayout(self.columns, self.rows, self.columns_of_byte, self.rows_of_byte)
 
     def column_layout(self) -> ScaleLayout:
-        """The layout of column codes whose row codes have this layout: transposed blocks, the same bytes."""
+        """Return the layout of column codes whose row codes have this layout: transposed blocks, the same bytes."""
         return ScaleLayout(self.columns, self.rows, self.rows_of_byte, self.columns_of_byte)
 
     @property
@@ -46,11 +46,11 @@ class ScaleLayout(NamedTuple):
         return self.rows_of_byte * self.columns_of_byte > 1
 
     def size_of(self, codes: Tensor) -> tuple[int, int]:
-        """The rows and columns of the matrix that `codes` hold."""
+        """Return the rows and columns of the matrix that `codes` hold."""
         return codes.shape[-2] * self.rows_of_byte, codes.shape[-1] * self.columns_of_byte
 
     def shape_of_codes(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the codes of a tensor [..., rows, columns] of `size`.
+        """Return the shape of the codes of a tensor [..., rows, columns] of `size`.
 
         Raises:
             ValueError: the last byte of a row would be half empty.
@@ -71,17 +71,17 @@ class ScaleLayout(NamedTuple):
         return ALL not in self
 
     def block(self, size: Sequence[int]) -> tuple[int, int]:
-        """The rows and columns of a block in a matrix of `size`, both at least 1."""
+        """Return the rows and columns of a block in a matrix of `size`, both at least 1."""
         return self.rows or max(size[0], 1), self.columns or max(size[1], 1)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of the scales of a matrix [rows, columns]."""
+        """Return the shape of the scales of a matrix [rows, columns]."""
         if self.is_tensorwise:
             return ()
         return -(-rows // self.rows) if self.rows else 1, -(-columns // self.columns) if self.columns else 1
 
     def varies_along(self, dim: int, size: Sequence[int]) -> bool:
-        """Whether a matmul that contracts `dim` of a matrix of `size` must scale the operand instead of the result.
+        """Return whether a matmul that contracts `dim` of a matrix of `size` must scale the operand, not the result.
 
         True where scales differ along `dim`, or where some rows (or columns) of the result share a scale and others
         do not.
@@ -92,7 +92,7 @@ class ScaleLayout(NamedTuple):
         return counts[dim] != 1 or counts[1 - dim] != size[1 - dim]
 
     def __str__(self) -> str:
-        """ "tensorwise", "rowwise", "columnwise" or "blockwise ROWS x COLUMNS"."""
+        """Return "tensorwise", "rowwise", "columnwise" or "blockwise ROWS x COLUMNS"."""
         names = {TENSORWISE: "tensorwise", ROWWISE: "rowwise", COLUMNWISE: "columnwise"}
         return names.get(self) or f"blockwise {self.rows} x {self.columns}"
 
@@ -114,15 +114,16 @@ PACKED_BLOCK_SIZES = ((16, 16), (1, 16))
 
 
 def layout_of_blocks(dtype: torch.dtype, rows: int, columns: int) -> ScaleLayout:
-    """The layout of row codes of `dtype` in blocks of `rows` x `columns`."""
+    """Return the layout of row codes of `dtype` in blocks of `rows` x `columns`."""
     return ScaleLayout(rows, columns, 1, 2 if dtype is E2M1.dtype else 1)
 
 
 def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
     """Infer the layout of a scale from its shape and the `size` of its matrix.
 
-    Blocks have the lengths of `BLOCK_SIZES`. Two of these lengths cut a dim into the same number of blocks only where
-    both span the dim, and then they mean the same. Do not call it for a part of a matrix: its blocks may be cut.
+    Blocks have the lengths of `BLOCK_SIZES`. Two block lengths give the same number of blocks only if neither is
+    shorter than the dim, and then they are equivalent. Do not call this for a part of a matrix, whose first block may
+    be incomplete.
 
     Raises:
         ValueError: no layout gives a scale of this shape.
@@ -146,7 +147,7 @@ _LENGTHS = sorted({1, *(length for block in BLOCK_SIZES for length in block)})
 
 
 def _infer_length(count: int, elements: int) -> int | None:
-    """The block length that cuts a dim of `elements` into `count` blocks, `ALL` for one block, or None."""
+    """Return the block length that cuts a dim of `elements` into `count` blocks, `ALL` for one block, or None."""
     if count == 1 != elements:
         return ALL
     return next((length for length in _LENGTHS if count == -(-elements // length)), None)

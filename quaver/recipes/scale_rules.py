@@ -1,4 +1,4 @@
-"""The scales of serving engines: rules by name, which `CastConfig.scale_rule` takes in place of quaver's own.
+"""The scales of serving engines: rules by name, which `CastConfig.scale_rule` uses instead of quaver's own.
 
 A rule computes two float32 numbers from an amax: a dequant_scale, and a multiplier for the codes. m is the largest
 number of the format, RN rounds to float32, RNE8 to float8.
@@ -86,12 +86,12 @@ RULES: dict[str, ScaleRule] = {
 
 
 def rule_of(mode: str) -> ScaleRule:
-    """The rule named `mode`; the default `ScaleRule` for other modes of a cast."""
+    """Return the rule named `mode`; the default `ScaleRule` for other modes of a cast."""
     return ScaleRule(*_fields_of(mode))
 
 
 def has_kernel(mode: str) -> bool:
-    """Whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
+    """Return whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
     if mode and rule_of(mode).in_hp_dtype:
         warn_once(
             f"casts by the rule {mode}",
@@ -115,7 +115,7 @@ def _largest(float8_dtype: torch.dtype) -> float:
 
 
 def scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """The multipliers and the dequant_scales, float32, for amaxes in the dtype of hp.
+    """Compute the multipliers and the dequant_scales, float32, for amaxes in the dtype of hp.
 
     Quotients are computed in float64 and rounded: see [Note: one division, two formulas] in scaling.py.
     """
@@ -144,7 +144,7 @@ def scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[
 
 
 def round_as_stored(quant_scale: Tensor) -> Tensor:
-    """RN(1 / RN(1 / quant_scale)), float32: the multiplier of an engine that reads the stored RN(1 / quant_scale).
+    """Return RN(1 / RN(1 / quant_scale)), float32: the multiplier of an engine that reads RN(1 / quant_scale).
 
     It differs from quant_scale by an ulp for 17% of the mantissas. Its reciprocal is the stored number.
     """

@@ -20,8 +20,9 @@ earlier step or a static scale, the code of an infinite element is NaN.
 
 A matrix [R, C] in blocks of r x c has ceil(R / r) x ceil(C / c) scales. The scales of a block of zeros are 1. For other
 blocks, codes and scales are bit-identical to torchao's (prototype.blockwise_fp8_training). transformers' Fp8Quantize
-multiplies 448 by a rounded 1 / amax, and DeepGEMM divides by RN32(amax / 448): their scales differ by 1 ulp, and so may
-codes at a rounding boundary. When rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of a power.
+multiplies 448 by a rounded 1 / amax, and DeepGEMM divides by RN32(amax / 448). Their scales differ by 1 ulp. Codes at a
+rounding boundary may differ, too. When rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of a
+power.
 
 The E8M0 scales of MXFP8 are powers of two from 2^-127 to 2^127 or NaN, stored as the biased exponent. EPS does not
 apply to them:
@@ -104,7 +105,7 @@ NO_PERSISTENT_SCALES = PersistentScales(None, None, None)
 
 
 def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
-    """Whether operations on `tensor` run at once on a CPU: it is not traced, not fake, and not a subclass."""
+    """Return whether operations on `tensor` run at once on a CPU: it is not traced, not fake, and not a subclass."""
     return is_cpu(tensor) and type(tensor) in PLAIN_TYPES and not torch.compiler.is_dynamo_compiling()
 
 
@@ -115,7 +116,7 @@ def check_hp(hp: Tensor) -> None:
 
 
 def amax(hp: Tensor, dim: int | None = None) -> Tensor:
-    """The largest magnitude of `hp`, of all elements or along `dim`.
+    """Return the largest magnitude of `hp`, of all elements or along `dim`.
 
     Args:
         hp: float32, bfloat16 or float16, any shape and strides.
@@ -140,7 +141,7 @@ def amax(hp: Tensor, dim: int | None = None) -> Tensor:
 
 
 def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> Tensor:
-    """RN32(format.max / amax), at most RN32(format.max / EPS), for amaxes of any shape and high-precision dtype.
+    """Return RN32(format.max / amax), at most RN32(format.max / EPS), for amaxes of any shape and hp dtype.
 
     `power_of_2`: round it down to a power of two, by clearing its mantissa.
     """
@@ -157,7 +158,7 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
 
 
 def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """`amax_to_quant_scale` with `power_of_2`, in integer arithmetic; a fused float64 division is 40 instructions.
+    """Run `amax_to_quant_scale` with `power_of_2` in integers; a fused float64 division is 40 instructions.
 
     2^k <= largest / amax where the bits of 2^k * amax are at most the bits of `largest`. Rounding the quotient to
     float32 first gives the same power of two, because `largest` has a mantissa of 1.75.
@@ -174,20 +175,20 @@ def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
 
 @assume_constant_result
 def _scale_constants(float8_dtype: torch.dtype) -> tuple[float, float]:
-    """The format's largest number, and the largest quant_scale."""
+    """Return the format's largest number, and the largest quant_scale."""
     largest = format_of(float8_dtype).max
     return largest, largest / EPS
 
 
 @assume_constant_result
 def _power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
-    """The bits of the format's largest number, and the exponent of the largest power-of-two quant_scale."""
+    """Return the bits of the format's largest number, and the exponent of the largest power-of-two quant_scale."""
     largest = format_of(float8_dtype).max
     return bits_of(largest), math.frexp(largest / EPS)[1] - 1
 
 
 def bits_of(number: float) -> int:
-    """The bits of a float32 number."""
+    """Return the bits of a float32 number."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
@@ -198,7 +199,7 @@ def round_down_to_power_of_2(scale: Tensor) -> Tensor:
 
 
 def to_dequant_scale(quant_scale: Tensor) -> Tensor:
-    """RN32(1 / quant_scale), float32 of the same shape. Exact for powers of two."""
+    """Return RN32(1 / quant_scale), float32 of the same shape. Exact for powers of two."""
     if runs_eagerly_on_cpu(quant_scale):
         return quant_scale.reciprocal()
     return (1.0 / quant_scale.double()).float()  # [Note: one division, two formulas]
@@ -241,7 +242,7 @@ def compute_scales(
 def compute_scales_of_parts(
     amaxes: Tensor, lengths: Sequence[int], float8_dtype: torch.dtype, power_of_2: bool, mode: str, is_blockwise: bool
 ) -> list[Scales]:
-    """`compute_scales` of several tensors, whose amaxes are the parts of a vector. One call serves all but e2m1."""
+    """Run `compute_scales` for several tensors, whose amaxes are parts of a vector; in one call except for e2m1."""
     if float8_dtype is E2M1.dtype:
         parts = amaxes.split(list(lengths))
         return [compute_scales(part, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise) for part in parts]
@@ -250,7 +251,7 @@ def compute_scales_of_parts(
 
 
 def choose_factor(scales: Scales, mode: str) -> tuple[Tensor, str]:
-    """The scale that `cast_to_float8` takes under a rule, and its argument `division`."""
+    """Choose the arguments `factor` and `division` of `cast_to_float8` for a rule."""
     return (scales.dequant, mode) if mode and rule_of(mode).divides else (scales.quant, "")
 
 
@@ -276,7 +277,7 @@ def cast_to_float8(
 
 
 def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
-    """The float32 quotients under a rule that divides."""
+    """Divide by the scale in float32, under a rule that divides."""
     is_rounded_once = runs_eagerly_on_cpu(hp)  # [Note: one division, two formulas]
     quotient = hp.float() / dequant_scale if is_rounded_once else (hp.double() / dequant_scale.double()).float()
     if not rule_of(rule).in_hp_dtype:
@@ -286,7 +287,7 @@ def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
 
 
 def multiply(hp: Tensor, quant_scale: Tensor, *, own_amax: bool = False) -> Tensor:
-    """The float32 products that `cast_to_float8` saturates, NaN for an infinite hp. Arguments as there."""
+    """Return the float32 products that `cast_to_float8` saturates, NaN for an infinite hp. Arguments as there."""
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
     return scaled if own_amax else _nan_for_inf_(scaled, hp)
 
@@ -343,7 +344,7 @@ def dynamic_cast(
 
 
 def block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
-    """The largest magnitude in each block of `hp` [R, C]: in hp's dtype, of the shape of the scales.
+    """Return the largest magnitude in each block of `hp` [R, C], in hp's dtype and in the shape of the scales.
 
     Raises:
         ValueError: hp is not a matrix, or does not have a high-precision dtype.
@@ -391,7 +392,7 @@ def cast_blocks(
     own_amax: bool = False,
     division: str = "",
 ) -> Tensor:
-    """`cast_to_float8` of a matrix [R, C] with one factor per block. The result is contiguous."""
+    """Run `cast_to_float8` on a matrix [R, C] with one factor per block. The result is contiguous."""
     if division:
         element_scales = _multiply_blocks_(torch.ones_like(hp, dtype=torch.float32), factor, layout)
         return cast_to_float8(hp, element_scales, float8_dtype, division=division).contiguous()
@@ -404,13 +405,13 @@ def cast_blocks(
 
 @assume_constant_result
 def saturates_above(float8_dtype: torch.dtype) -> float:
-    """See `Float8Format`."""
+    """Return `Float8Format.saturates_above` of a dtype."""
     return format_of(float8_dtype).saturates_above
 
 
 @assume_constant_result
 def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
-    """The integer to add to the bits of a float32 amax; clearing the mantissa then gives the dequant_scale.
+    """Return the integer to add to the bits of a float32 amax. Clearing the mantissa then gives the dequant_scale.
 
     RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
     """
@@ -420,7 +421,7 @@ def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
 
 
 def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
-    """The E8M0 scales of blocks in `mode` "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
+    """Compute E8M0 scales in `mode` "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
 
     `amax`: a high-precision dtype, any shape.
     """
@@ -468,7 +469,7 @@ def dequantize(
     layout: ScaleLayout | None = None,
     outer_scale: Tensor | None = None,
 ) -> Tensor:
-    """RN(RN32(codes * dequant_scale)): the values of a float8 or e2m1 matrix [R, C] in a high-precision dtype.
+    """Return RN(RN32(codes * dequant_scale)), the values of a float8 or e2m1 matrix [R, C], in high precision.
 
     Args:
         dequant_scale: of the shape that `layout` gives; see `multiply_scale_`.
@@ -481,13 +482,13 @@ def dequantize(
 
 
 def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
-    """The signal to quantization noise ratio, 20 log10(norm(exact) / norm(exact - rounded)) in dB; inf if equal."""
+    """Return the signal to quantization noise ratio, 20 log10(norm(exact) / norm(exact - rounded)); inf if equal."""
     exact = exact.detach().double()
     return decibels(exact.norm().item(), (exact - rounded.detach().double()).norm().item())
 
 
 def decibels(signal: float, noise: float) -> float:
-    """20 log10(signal / noise) of two norms: inf for zero noise, -inf for zero signal or non-finite noise."""
+    """Return 20 log10(signal / noise) of two norms: inf for zero noise, -inf for zero signal or non-finite noise."""
     if noise == 0:
         return math.inf
     return 20 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf

@@ -79,7 +79,7 @@ SERVING: dict[str, Serving] = {
 
 
 def serving_named(name: str) -> Serving:
-    """The entry of `SERVING`. Raises ValueError for an unknown name, listing the choices."""
+    """Return the entry of `SERVING`. Raises ValueError for an unknown name, listing the choices."""
     if name not in SERVING:
         raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}")
     return SERVING[name]
@@ -88,7 +88,7 @@ def serving_named(name: str) -> Serving:
 def serving_config(
     serving: str, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
 ) -> Float8LinearConfig:
-    """The config of a linear whose forward multiplies the codes that the engine `serving` multiplies.
+    """Return the config of a linear whose forward multiplies the codes that the engine `serving` multiplies.
 
     `config` determines the backward. The engine's cast also serves the backward for a weight in square blocks, and
     for an operand that is tensorwise in both directions.
@@ -132,6 +132,6 @@ def _describe(config: Float8LinearConfig) -> str:
 
 
 def serving_of(config: Float8LinearConfig) -> str | None:
-    """The first engine with the forward casts of `config`; None if no engine has them."""
+    """Return the first engine with the forward casts of `config`; None if no engine has them."""
     forward = config.casts.input.row, config.casts.weight.row
     return next((name for name, served in SERVING.items() if served[:2] == forward), None)

@@ -85,11 +85,11 @@ class LinearMMConfig(NamedTuple):
 
 
 def is_torchao_tensor(weight: object) -> bool:
-    """Whether a weight is a tensor subclass of torchao."""
+    """Return whether a weight is a tensor subclass of torchao."""
     return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 def why_inference_only(weight: object) -> str:
-    """Why a linear with this weight cannot train in float8; "" unless the weight is a tensor of torchao."""
+    """Return why a linear with this weight cannot train in float8, or "" if it can."""
     kind = type(weight).__name__
-    return f"its weight is a {kind} of torchao, which multiplies it for inference" if is_torchao_tensor(weight) else ""
+    return f"its weight is torchao's {kind}, which is quantized for inference" if is_torchao_tensor(weight) else ""

@@ -1,8 +1,8 @@
 """Raises errors on every rank, so that no rank hangs in a collective.
 
-Collectives match by their order. A rank with one layer less or another recipe would issue other collectives, and hang
-or read garbage. So before the first exchange for a set of layers the ranks compare digests of their descriptions, and
-exchange the descriptions only if the digests differ.
+Collectives match by their order. A rank that has one layer fewer, or another recipe, issues different collectives, and
+the job hangs or reads garbage. So before the first exchange for a set of layers the ranks compare digests of their
+descriptions. They exchange the descriptions only if the digests differ.
 
 An action on one rank, such as writing a file, can fail while the other ranks wait in the next collective. So every rank
 learns at once whether it succeeded.
@@ -32,10 +32,10 @@ def check_ranks_agree(lines: Sequence[str], group: ProcessGroup, device: torch.d
 
     Args:
         lines: a description, one line for each thing that must be the same.
-        device: where the group's collectives take tensors.
-        what: a name for what the lines describe, for the message.
+        device: the device of the tensors that the group's collectives accept.
+        what: what the lines describe, for the error message.
     Raises:
-        RuntimeError: the lines differ; the message has the first line that does, of two ranks.
+        RuntimeError: the lines differ. The message quotes the first differing line of rank 0 and of another rank.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") >> 1 for i in range(_DIGEST_WORDS)]
@@ -65,7 +65,7 @@ def check_ranks_agree_once(
     *,
     what: str,
 ) -> None:
-    """Call `check_ranks_agree` for a module at first, and again when `subjects` are not equal to the last ones.
+    """Call `check_ranks_agree` for a module the first time, and again whenever `subjects` change.
 
     Args:
         subjects: what the lines describe; must not refer to `module`, which would then stay alive.
@@ -117,7 +117,7 @@ def on_first_rank(action: Callable[[], object], group: ProcessGroup | None = Non
 
 
 def _make_sendable(error: Exception, rank: int) -> Exception:
-    """A copy of `error` to send, or a RuntimeError with its text if it cannot be pickled. A note names the rank."""
+    """Return a copy of `error` to send, or a RuntimeError with its text if pickle fails. A note names the rank."""
     try:
         sent: Exception = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - a third-party exception class may raise anything

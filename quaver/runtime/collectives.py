@@ -13,11 +13,12 @@ NOTHING_OBSERVED = -1.0
 
 
 def max_over_ranks(amaxes: Tensor, group: ProcessGroup, *, allow_missing: bool = False) -> Tensor:
-    """The elementwise maximum over the ranks of `group`, NaN where any rank has a NaN.
+    """Compute the elementwise maximum over the ranks of `group`, NaN where any rank has a NaN.
 
     Args:
         amaxes: float32, contiguous, each at least 0, or NaN; the same shape on every rank.
-        allow_missing: whether values may be NOTHING_OBSERVED, which is the result only if all ranks have it.
+        allow_missing: whether values may be NOTHING_OBSERVED. The result is NOTHING_OBSERVED only if every rank passes
+            it.
     Returns:
         A new float32 tensor, equal on every rank.
 
@@ -42,12 +43,12 @@ def all_gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's part along `dim` of the sum over the ranks of `group`."""
+    """Return this rank's part along `dim` of the sum over the ranks of `group`."""
     return functional.wait_tensor(functional.reduce_scatter_single(tensor.contiguous(), "sum", dim, group))
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks of `group`, as a new tensor."""
+    """Sum over the ranks of `group`, into a new tensor."""
     return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group))
 
 

@@ -28,7 +28,7 @@ torch.library.register_fake("quaver::wait_for", lambda waiting, computed: None, 
 
 
 def is_compiling() -> bool:
-    """Whether Dynamo traces this code, or AOTAutograd does in a function that Dynamo does not trace.
+    """Return whether Dynamo traces this code, or AOTAutograd does in a function that Dynamo does not trace.
 
     torch.compiler.is_compiling detects the second case in PyTorch 2.13, but not in 2.11.
     """

@@ -42,41 +42,41 @@ def resolve_device(name: str) -> torch.device:
 
 
 def is_cpu(tensor: Tensor) -> bool:
-    """Whether `tensor` uses the code path for CPUs."""
+    """Return whether `tensor` uses the code path for CPUs."""
     return tensor.is_cpu and _virtual is None
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Whether `tensor` uses the code path for CUDA (or ROCm) devices."""
+    """Return whether `tensor` uses the code path for CUDA (or ROCm) devices."""
     return tensor.is_cuda or (_virtual is not None and tensor.is_cpu)
 
 
 def is_cuda_device(device: torch.device) -> bool:
-    """`is_cuda` of the tensors on `device`."""
+    """Return `is_cuda` of tensors on `device`."""
     return device.type == "cuda" or (_virtual is not None and device.type == "cpu")
 
 
 def cuda_device(index: int | None = None) -> torch.device:
-    """The CUDA device with this index; None for the current one."""
+    """Return the CUDA device with this index; None for the current one."""
     if _virtual is not None:
         return torch.device("cpu")
     return torch.device("cuda") if index is None else torch.device("cuda", index)
 
 
 def has_cuda() -> bool:
-    """Whether there is a CUDA device."""
+    """Return whether there is a CUDA device."""
     return _virtual is not None or torch.cuda.is_available()
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is capturing a CUDA graph."""
+    """Return whether the current stream is capturing a CUDA graph."""
     if _virtual is not None:
         return _virtually_capturing
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def compute_capability(index: int | None) -> tuple[int, int]:
-    """The compute capability of the CUDA device with this index, (9, 0) for an H100; None for the current device."""
+    """Return the compute capability of a CUDA device, (9, 0) for an H100. `index`: None for the current device."""
     return _compute_capability(index) if _virtual is None else _virtual
 
 

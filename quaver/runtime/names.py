@@ -12,12 +12,12 @@ _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def plain_name(name: str) -> str:
-    """A name without the parts that torch.compile, checkpoint wrappers and FSDP1 add."""
+    """Return a name without the parts that torch.compile, checkpoint wrappers and FSDP1 add."""
     return _WRAPPERS.sub("", name)
 
 
 def enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The names of the modules that contain `name` and run a forward, the innermost first; "" is the root.
+    """Return the names of the modules that contain `name` and run a forward, the innermost first; "" is the root.
 
     `modules`: the named modules of the root.
     """
@@ -29,7 +29,7 @@ def enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[s
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter by its id; a tied parameter has several."""
+    """Return the names of each parameter by its id; a tied parameter has several."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -37,13 +37,13 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def tied_modules(model: nn.Module) -> set[str]:
-    """The names of the modules that share a parameter with another."""
+    """Return the names of the modules that share a parameter with another."""
     tied = (names for names in owners_of_parameters(model).values() if len(names) > 1)
     return {name.rpartition(".")[0] for names in tied for name in names}
 
 
 def owners_of_weights(model: nn.Module) -> dict[int, list[str]]:
-    """The names of the modules that hold each parameter called `weight`, by the parameter's id."""
+    """Return the names of the modules that hold each parameter called `weight`, by the parameter's id."""
     return {
         key: holders
         for key, names in owners_of_parameters(model).items()
@@ -57,6 +57,6 @@ def mask_layer_numbers(name: str) -> str:
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """The first three of `names` and the number of remaining names, for a message."""
+    """Return the first three of `names` and the number of remaining names, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return separator.join(names[:3]) + more

@@ -20,12 +20,12 @@ class StatesView(MutableMapping[Tensor, Any]):
     def __init__(
         self, optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] = MappingProxyType({})
     ) -> None:
-        """View the states of `optimizers`, which hold `masters[parameter]` instead of a parameter."""
+        """View the states of `optimizers`. For each parameter p in `masters` they hold `masters[p]` instead of p."""
         self._optimizers, self._masters = optimizers, masters
         self._parameters = {master: parameter for parameter, master in masters.items()}
 
     def _place(self, parameter: Tensor) -> tuple[Any, Tensor]:
-        """The state mapping that a parameter belongs to, and the parameter's key in it."""
+        """Return the state mapping that a parameter belongs to, and the parameter's key in it."""
         key = self._masters.get(parameter, parameter)
         for optimizer in self._optimizers:
             if key in optimizer.state:
@@ -61,7 +61,7 @@ class StatesView(MutableMapping[Tensor, Any]):
     # MutableMapping's versions of the following methods use [], which creates a state.
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
-        """The state, or `default` for a parameter that has none."""
+        """Return the state, or `default` for a parameter that has none."""
         if parameter not in self:
             return default
         return self[parameter]
@@ -75,7 +75,7 @@ class StatesView(MutableMapping[Tensor, Any]):
         return state
 
     def setdefault(self, parameter: Tensor, default: Any = None) -> Any:
-        """The state, which becomes `default` for a parameter that has none."""
+        """Return the state, after setting it to `default` for a parameter that has none."""
         if parameter not in self:
             self[parameter] = default
         return self[parameter]

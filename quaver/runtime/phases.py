@@ -39,7 +39,7 @@ watched: list[OpenPhase] | None = None
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
-    """A range in a profiler's trace. It is not an operation, so tracers and dispatch modes do not see it."""
+    """Open a range in a profiler's trace. It is not an operation, so tracers and dispatch modes do not see it."""
     return profiler_range(name)
 
 

@@ -119,7 +119,7 @@ class Ranks:
         dist.destroy_process_group()
 
     def any(self, condition: bool, device: torch.device) -> bool:
-        """Whether `condition` holds on any rank."""
+        """Return whether `condition` holds on any rank."""
         return condition if self.is_alone else bool(self.sum(torch.tensor(int(condition), device=device)))
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reports slow paths once: code whose result is right, but slower than this machine could compute it.
+"""Reports slow paths once: correct code that runs slower than this machine allows.
 
 A slow path is logged once per process at WARNING, and is listed by `slow_paths()`, which `conversion_report` and
 `quaver doctor` print. With `error_on_slow_path()` or QUAVER_ERROR_ON_SLOW_PATH=1 it raises RuntimeError instead.
@@ -31,7 +31,7 @@ def warn_once(key: str, message: str) -> None:
 
 
 def slow_paths() -> list[str]:
-    """The messages that `warn_once` has logged in this process."""
+    """Return the messages that `warn_once` has logged in this process."""
     return list(_said.values())
 
 

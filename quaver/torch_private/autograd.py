@@ -30,17 +30,17 @@ next_sequence_number = torch._C._autograd._get_sequence_nr
 
 
 def runs_in_backward() -> bool:
-    """Whether this thread runs a backward; a forward inside it is a recomputation."""
+    """Return whether this thread runs a backward; a forward inside it is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def sequence_number(node: Any) -> int:
-    """The number of an autograd node; numbers increase with each node that a thread creates."""
+    """Return the number of an autograd node; numbers increase with each node that a thread creates."""
     return int(node._sequence_nr())
 
 
 def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
-    """Whether the backward must compute the gradient of each of a Function's first `inputs` inputs (tensors or None).
+    """Return whether backward must compute the gradient of each of a Function's first `inputs` inputs, tensors or None.
 
     `ctx.needs_input_grad` says which inputs require gradients. A backward for some tensors only, such as each half of a
     zero-bubble pipeline's backward, needs fewer. A compiled backward always computes all required gradients.
@@ -60,12 +60,12 @@ def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
 
 
 def forward_ad_level() -> int:
-    """The current level of forward-mode autodiff; -1 outside of it."""
+    """Return the current level of forward-mode autodiff; -1 outside of it."""
     return int(forward_ad._current_level)
 
 
 def frame_of(hooks: Any) -> tuple[Any, bool] | None:
-    """The frame of the non-reentrant checkpoint with these (pack, unpack) hooks, and whether it is being recomputed.
+    """Return the frame of the non-reentrant checkpoint with these (pack, unpack) hooks, and whether it recomputes.
 
     Each forward has one frame, which lives as long as its graph. None if the hooks have other closure variables.
     """

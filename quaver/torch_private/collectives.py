@@ -25,7 +25,7 @@ reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or fu
 
 
 def group_of_name(name: str) -> ProcessGroup:
-    """The process group called `name`."""
+    """Return the process group called `name`."""
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]
     group: ProcessGroup = resolve(name)
     return group

@@ -49,13 +49,13 @@ def set_activation_memory_budget(budget: float) -> None:
 
 
 def traced_backend() -> str | None:
-    """The name of the backend for the code that Dynamo is tracing; None if it is not tracing or the name is unknown."""
+    """Return the name of the backend for the code that Dynamo is tracing; None without a trace or a known name."""
     frame = getattr(symbolic_convert.tls, "current_tx", None)
     return None if frame is None else getattr(frame.output.compiler_fn, "_compiler_name", None)
 
 
 def graph_count() -> int:
-    """The number of graphs that Dynamo has compiled in this process. A function that fell back to eager has none."""
+    """Return how many graphs Dynamo has compiled in this process. A function that fell back to eager has none."""
     return int(counters["stats"]["unique_graphs"])
 
 

@@ -60,12 +60,12 @@ without_dispatch_modes = _disable_current_modes
 
 
 def fake_mode_is_on() -> bool:
-    """Whether a FakeTensorMode is among the dispatch modes."""
+    """Return whether a FakeTensorMode is among the dispatch modes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def has_kernel(overload: OpOverload, key: str = "") -> bool:
-    """Whether an operator has a kernel; with `key`, whether it has one for this dispatch key."""
+    """Return whether an operator has a kernel; with `key`, whether it has one for this dispatch key."""
     name = overload.name()
     if not torch._C._dispatch_has_kernel(name):
         return False
@@ -79,6 +79,6 @@ def decompose(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @assume_constant_result
 def transforms() -> tuple[str, ...]:
-    """The names of the active functorch transforms, innermost last."""
+    """Return the names of the active functorch transforms, innermost last."""
     stack = torch._C._functorch.get_interpreter_stack()
     return () if stack is None else tuple(interpreter.key().name for interpreter in stack)

@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether `tensor` is a DTensor, without importing the class; see [Note: import time]."""
+    """Return whether `tensor` is a DTensor, without importing the class; see [Note: import time]."""
     module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor with this rank's part `local`, and the mesh, placements, shape and strides of `like`."""
+    """Make a DTensor with this rank's part `local`, and the mesh, placements, shape and strides of `like`."""
     layout = like.device_mesh, like.placements
     return like.from_local(local, *layout, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; other tensors are returned unchanged."""
+    """Return this rank's part of a DTensor; other tensors are returned unchanged."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def waited_local_tensor(tensor: Tensor) -> Tensor:
-    """`local_tensor`, after waiting for the collective that writes it."""
+    """Return `local_tensor`, after waiting for the collective that writes it."""
     part = local_tensor(tensor)
     if is_traceable_wrapper_subclass(part):
         from quaver.torch_private.collectives import AsyncCollectiveTensor  # [Note: import time]
@@ -60,7 +60,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor, and its offset in the global tensor."""
+    """Return the shape of this rank's part of a DTensor, and its offset in the global tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

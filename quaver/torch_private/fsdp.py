@@ -30,13 +30,13 @@ COLLECTIVES_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
 def fsdp_module_class() -> type[FSDPModule] | None:
-    """FSDPModule, or None if torch.distributed.fsdp was not imported, so that no module has this class."""
+    """Return FSDPModule, or None if torch.distributed.fsdp was not imported, so that no module has this class."""
     module = getattr(torch.distributed, "fsdp", None)
     return None if module is None else module.FSDPModule
 
 
 def has_run(module: nn.Module) -> bool:
-    """Whether FSDP2 has already gathered parameters in `module`."""
+    """Return whether FSDP2 has already gathered parameters in `module`."""
     fsdp_class = fsdp_module_class()
     if fsdp_class is None:
         return False
@@ -45,7 +45,7 @@ def has_run(module: nn.Module) -> bool:
 
 
 def param_dtype(module: FSDPModule) -> torch.dtype | None:
-    """The dtype in which an FSDP2 module gathers its parameters; None for the dtype that they have."""
+    """Return the dtype in which an FSDP2 module gathers its parameters; None for the dtype that they have."""
     return module._get_fsdp_state()._mp_policy.param_dtype
 
 
@@ -86,8 +86,8 @@ def hide_from_policies() -> None:
 
     If FSDP2 shards a module inside a checkpointed region, its hooks gather the weights in the forward. In the
     recomputation they may gather again, gather differently, or not gather. A policy identifies a saved result by the
-    number of earlier calls of its operator, so later results would be mixed up (pytorch/torchtitan#3427): a wrong
-    gradient, or an error about an operator "not found in storage". Policies save the amaxes of a float8 all-gather.
+    number of earlier calls of its operator. Later results would be mixed up (pytorch/torchtitan#3427). The effect is a
+    wrong gradient or the error "not found in storage". Policies save the amaxes of a float8 all-gather.
 
     Does nothing if torch.distributed.fsdp was not imported.
     """

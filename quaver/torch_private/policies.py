@@ -55,7 +55,7 @@ def without_policies() -> Iterator[None]:
 
 
 def policy_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
-    """`create_selective_checkpoint_contexts(policy)` for a region that may write in place to a saved result.
+    """Run `create_selective_checkpoint_contexts(policy)` for a region that may write in place to saved results.
 
     PyTorch raises in the backward that such a tensor "has been mutated". Here the saved result is copied before the
     write, and the recomputation writes to the copy.

@@ -43,12 +43,12 @@ current_tracing_context = TracingContext.try_get
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is tracing; Dynamo guards on it."""
+    """Return whether torch.export is tracing; Dynamo guards on it."""
     return torch.compiler._is_exporting_flag
 
 
 def called_by_fake_tensors() -> bool:
-    """Whether the code that converts tensors to fake tensors called the caller."""
+    """Return whether the code that converts tensors to fake tensors called the caller."""
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 

@@ -92,7 +92,7 @@ def refuses(function, *arguments, **options):
     try:
         function(*arguments, **options)
     except (NotImplementedError, ValueError) as error:
-        assert "share a scale is not known" in str(error) and len(str(error).splitlines()) == 1, error
+        assert "share a scale" in str(error) and len(str(error).splitlines()) == 1, error
     else:
         raise AssertionError(function)
 
@@ -101,7 +101,7 @@ primary = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), config=co
 experts = make_mixture(layers=1)
 convert_to_float8_training(experts, config=config)
 assert not any(isinstance(each, Float8Experts) for each in experts.modules())
-assert "share a scale is not known" in str(conversion_report(experts))
+assert "share a scale" in str(conversion_report(experts))
 refuses(replace, config, enable_fsdp_float8_all_gather=True)
 refuses(check_can_be_sharded, linear, 0, 2)
 refuses(weight_format, "compressed-tensors", config)

@@ -191,9 +191,9 @@ def test_a_quantized_weight_is_reported_as_no_float8_training():
     quantize_(trained, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "0")
     first, second = conversion_report(trained).layers
     assert not first.converted
-    assert first.reason == "its weight is a Int8Tensor of torchao, which multiplies it for inference"
+    assert first.reason == "its weight is torchao's Int8Tensor, which is quantized for inference"
     assert second.converted
-    with pytest.raises(RuntimeError, match="0: its weight is a Int8Tensor of torchao"):
+    with pytest.raises(RuntimeError, match="0: its weight is torchao's Int8Tensor"):
         assert_float8_training(trained)
 
 

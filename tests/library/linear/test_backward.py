@@ -183,7 +183,7 @@ def test_bad_names_and_values():
         Float8LinearConfig.from_recipe_name("rowwise:bf16")
     with pytest.raises(ValueError, match="backward: expected one of float8, dequantized, high_precision, got 'hp'"):
         Float8LinearConfig(backward="hp")
-    with pytest.raises(ValueError, match='enable_fsdp_float8_all_gather: .* or take backward="dequantized"'):
+    with pytest.raises(ValueError, match='enable_fsdp_float8_all_gather: .* or use backward="dequantized"'):
         named("tensorwise", "high_precision", enable_fsdp_float8_all_gather=True)
     config = named("rowwise", "high_precision")
     assert replace(config, backward="float8") == Float8LinearConfig.from_recipe_name("rowwise")

@@ -394,7 +394,7 @@ def test_a_verdict_about_the_hardware_is_remembered_and_said_once(device_errors,
     assert device_errors[1] == ["rtx5090"]
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
-    assert "row-wise scales exactly" in said[0]
+    assert "row-wise scales on the exact backend" in said[0]
     assert said[0].endswith("no row-wise scales on sm_120")
 
 
