@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quaver.checkpointing.hooks import StoredCodes, StoredTensor, observer, skip_conversion
-from quaver.recipes.scaling import decibels
-from quaver.recipes.scaling import sqnr_db as cast_sqnr_db
+from quaver.recipes.sqnr import decibels
+from quaver.recipes.sqnr import sqnr_db as cast_sqnr_db
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
 from quaver.torch_private.memory import storage_key
 

@@ -26,7 +26,7 @@ from quaver.export.load import load_float8
 from quaver.export.plan import Plan, frozen_weights
 from quaver.export.unconverted import Recipe
 from quaver.export.weights import Float8Weights, iter_float8_weights
-from quaver.recipes.scaling import sqnr_db, without_inf
+from quaver.recipes.sqnr import sqnr_db, without_inf
 from quaver.runtime.agreement import on_every_rank, on_first_rank
 from quaver.runtime.names import listed
 

@@ -44,7 +44,8 @@ from quaver.linear.quantize import Quantizer
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
-from quaver.recipes.scaling import Scales, dequantize, sqnr_db, to_dequant_scale
+from quaver.recipes.scaling import Scales, dequantize, to_dequant_scale
+from quaver.recipes.sqnr import sqnr_db
 from quaver.runtime.names import plain_name
 from quaver.torch_private.dtensor import local_tensor
 

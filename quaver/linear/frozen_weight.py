@@ -48,7 +48,8 @@ from quaver.linear.weight_form import (
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
-from quaver.recipes.scaling import amax, decibels, dequantize, dynamic_cast, dynamic_cast_blocks
+from quaver.recipes.scaling import amax, dequantize, dynamic_cast, dynamic_cast_blocks
+from quaver.recipes.sqnr import decibels
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import local_tensor

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quaver.recipes.scaling import sqnr_db
+from quaver.recipes.sqnr import sqnr_db
 from quaver.runtime.names import plain_name
 
 HEALTHY = (1.03, 1.05)

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -479,21 +479,3 @@ def dequantize(
     wide = codes.to(torch.float32, memory_format=torch.contiguous_format)
     values = multiply_scale_(wide, dequant_scale.float(), layout)
     return (values if outer_scale is None else values.mul_(outer_scale)).to(hp_dtype)
-
-
-def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
-    """Return the signal to quantization noise ratio, 20 log10(norm(exact) / norm(exact - rounded)); inf if equal."""
-    exact = exact.detach().double()
-    return decibels(exact.norm().item(), (exact - rounded.detach().double()).norm().item())
-
-
-def decibels(signal: float, noise: float) -> float:
-    """Return 20 log10(signal / noise) of two norms: inf for zero noise, -inf for zero signal or non-finite noise."""
-    if noise == 0:
-        return math.inf
-    return 20 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
-
-
-def without_inf(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace infinite decibels, such as the SQNR of exact codes, by None for JSON."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}

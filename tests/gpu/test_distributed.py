@@ -20,7 +20,7 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.fsdp.gradients import BLOCK, decode, encode, sum_over_ranks
-from quaver.recipes.scaling import sqnr_db
+from quaver.recipes.sqnr import sqnr_db
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
 from tests.library.distributed.models import config_of
 from tests.reference import RECIPES

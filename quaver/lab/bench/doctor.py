@@ -16,7 +16,7 @@ from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.linear.gemm import find_cast_kind, list_matmul_casts, native_failure
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.scaling import sqnr_db
+from quaver.recipes.sqnr import sqnr_db
 from quaver.runtime.devices import compute_capability, has_cuda, is_cuda_device
 from quaver.runtime.slow_paths import error_on_slow_path, slow_paths
 

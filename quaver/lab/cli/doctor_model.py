@@ -28,7 +28,7 @@ from quaver.numerics.extras import RECIPES
 from quaver.numerics.survey import SurveyedLinear, choose_recipes, float8_share, survey
 from quaver.numerics.survey_sums import MatmulSums, survey_sums
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.scaling import without_inf
+from quaver.recipes.sqnr import without_inf
 
 SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """The recipes with a column of the table; --json has all."""

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from quaver.lab.cli.console import make_table
 from quaver.numerics.survey_sums import MatmulSums
-from quaver.recipes.scaling import without_inf
+from quaver.recipes.sqnr import without_inf
 
 MATMULS_SHOWN, MATMULS_NAMED = 12, 4
 """The numbers of matmuls in the table and in the sentence below it. --json has all."""

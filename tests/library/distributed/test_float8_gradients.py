@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import reduce_gradients_in_float8
 from quaver.fsdp.gradients import BLOCK, Float8ReduceScatter, decode, encode, sum_over_ranks
-from quaver.recipes.scaling import sqnr_db
+from quaver.recipes.sqnr import sqnr_db
 from tests.ranks import mesh_of, on_ranks, refusal
 
 FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)

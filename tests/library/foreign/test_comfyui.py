@@ -24,7 +24,7 @@ from quaver import (
     convert_to_float8_training,
 )
 from quaver.export import load_float8, load_frozen, save_float8
-from quaver.recipes.scaling import sqnr_db
+from quaver.recipes.sqnr import sqnr_db
 
 if "COMFYUI" not in os.environ:
     pytest.skip("COMFYUI names no checkout of ComfyUI", allow_module_level=True)

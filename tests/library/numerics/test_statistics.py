@@ -14,7 +14,7 @@ from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, compute_ext
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, power_ratio_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.scaling import decibels, without_inf
+from quaver.recipes.sqnr import decibels, without_inf
 from tests.reference import sqnr_db as reference_sqnr_db
 from tests.thinned import thinned
 
