@@ -3,14 +3,14 @@
 A non-reentrant checkpoint ends its recomputation as soon as everything that its forward saved has been saved again: its
 hook for saved tensors raises. PyTorch's own linear saves its operands before it multiplies, so the last matmul of a
 checkpointed block is not recomputed. `save_for_backward` hands its tensors to the hooks only after the forward of a
-Python Function has returned. That matmul would then run, and its result take memory at the peak of the block's
-backward. docs/design/0008-what-earns-its-place.md has the measurement.
+Python Function has returned. That matmul would then run, and its result would take memory at the peak of the
+block's backward. docs/design/0008-what-earns-its-place.md has the measurement.
 
 So under a checkpoint's hooks, `save` calls them itself. Otherwise it calls `ctx.save_for_backward`. `save` and
 `load_saved` can go when PyTorch packs the tensors of `save_for_backward` at the call.
 
 A recomputation must dispatch and save the same as its forward, even if a `cast_weights_once` was opened or closed
-between the two. So a forward inside the scope stores its operands with the checkpoint's frame, and the recomputation
+between the two. So a forward inside the scope stores its operands with the checkpoint's frame. The recomputation
 multiplies by the stored operands (`resolve_prepared`).
 """
 
@@ -50,8 +50,8 @@ _prepared_in: WeakKeyDictionary[Any, dict[tuple[int, str], PreparedOperands]] = 
 def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
     """Return the operands that an eager forward uses instead of the weight `name` of `module`, or None.
 
-    In a recomputation they are the operands of its forward, else `prepared`, of the open `cast_weights_once`, after a
-    check that the weight did not change. A forward under a checkpoint stores them for its recomputation.
+    A recomputation uses the operands of its forward. Other forwards use `prepared`, from the open `cast_weights_once`,
+    after a check that the weight did not change. Under a checkpoint they store it for the recomputation.
     """
     hooks: Any = top_saved_tensors_hooks(True)
     checkpoint = frame_of(hooks) if is_checkpoint_hook(hooks) else None

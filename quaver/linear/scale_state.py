@@ -10,7 +10,7 @@ Casts use quant_scale and update amax_buffer by a maximum, without another read.
 recomputation, microbatches and modules that run several times need no bookkeeping. Scales change only in a sync, so a
 recomputation is bit-identical to its forward. The sync, once per step after the backward, takes the maximum over ranks,
 appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A slot that no rank
-cast in this step does not change.
+cast in this step is unchanged.
 
 [Note: cold start] While a slot's scale is unknown, each cast computes a scale from its own amax. The device decides.
 
@@ -244,7 +244,7 @@ class LinearScales:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take new views of the state."""
+        """Replace the views by new views of the state."""
         self.recorded, self.unrecorded = (
             PersistentScales(*(self.state.persistent_scale(slot, record=record) for slot in self.slots))
             for record in (True, False)

@@ -18,7 +18,7 @@ form decomposes composite ops that may return a view, such as `to` and `reshape`
 
     dispatch           Every op on the weight, including the multi-tensor kernels of optimizers, passes its
                        `__torch_dispatch__`. A write clears what was cached, or quantizes again, before the op returns;
-                       a write by a collective takes effect before the weight is next used.
+                       a write by a collective is handled before the next use of the weight.
     version counters   A write to the tensor inside, through a view or a state_dict, bypasses dispatch. If a version
                        counter shows one, a primary weight is quantized again. Other weights raise, because counters
                        may differ across ranks, and a scope promises that weights do not change. Counters miss numpy
@@ -65,7 +65,7 @@ class TensorForm(Tensor):
         raise NotImplementedError
 
     def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        """Follow a write of `func` to `values`, from `op_values`. A collective may write later: see `COLLECTIVES`."""
+        """Handle a write of `func` to `values`, from `op_values`. A collective may write later: see `COLLECTIVES`."""
 
     def view_of(self, view: Tensor) -> Tensor:
         """Wrap a view of the values that an op returned. By default views stay plain tensors."""
@@ -187,7 +187,7 @@ class WeightForm(TensorForm):
         raise NotImplementedError
 
     def assign(self, new: Tensor) -> None:
-        """Carry out `weight.data = new`. Raises RuntimeError if that is impossible."""
+        """Assign `new` to `weight.data`. Raises RuntimeError if that is impossible."""
         raise NotImplementedError
 
     @property

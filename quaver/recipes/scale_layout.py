@@ -7,7 +7,8 @@
 
 A matmul along the rows reads row codes; a matmul along the columns reads column codes, whose blocks are transposed.
 Blocks tile a matrix from its first element, so blocks at the last row and column may be smaller. A 4-bit code shares a
-byte with its neighbor in the row, in both layouts; in a transposed view, with its neighbor in the column.
+byte with its neighbor in the row, in both layouts. In a transposed view it shares a byte with its neighbor in the
+column.
 """
 
 from __future__ import annotations

@@ -90,6 +90,6 @@ def is_torchao_tensor(weight: object) -> bool:
 
 
 def why_inference_only(weight: object) -> str:
-    """Return why a linear with this weight cannot train in float8, or "" if it can."""
+    """Return why a linear with this weight cannot train in float8, or "" for a weight that is not torchao's."""
     kind = type(weight).__name__
     return f"its weight is torchao's {kind}, which is quantized for inference" if is_torchao_tensor(weight) else ""

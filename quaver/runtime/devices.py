@@ -1,7 +1,7 @@
-"""Selects, synchronizes and describes devices, and decides which device's code a tensor takes.
+"""Selects, synchronizes and describes devices, and decides which device's code path a tensor uses.
 
-Code that depends on the device calls `is_cpu`, `is_cuda`, `is_cuda_device` and `has_cuda`, so that CPU tensors can take
-a GPU's code in tests and predictions.
+Code that depends on the device calls `is_cpu`, `is_cuda`, `is_cuda_device` and `has_cuda`, so that CPU tensors can use
+a GPU's code path in tests and predictions.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _compute_capability(index: int | None) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def simulate_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Make CPU tensors take the code for a GPU of this compute capability, or with None the code for a CPU.
+    """Make CPU tensors use the code path of a GPU of this compute capability, or with None that of a CPU.
 
     For tests and predictions in one thread.
     """

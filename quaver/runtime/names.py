@@ -29,7 +29,7 @@ def enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[s
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each parameter by its id; a tied parameter has several."""
+    """Return the names of each parameter by the parameter's id; a tied parameter has several names."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -37,7 +37,7 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def tied_modules(model: nn.Module) -> set[str]:
-    """Return the names of the modules that share a parameter with another."""
+    """Return the names of the modules that share a parameter with another module."""
     tied = (names for names in owners_of_parameters(model).values() if len(names) > 1)
     return {name.rpartition(".")[0] for names in tied for name in names}
 

@@ -48,7 +48,7 @@ def is_exporting() -> bool:
 
 
 def called_by_fake_tensors() -> bool:
-    """Return whether the code that converts tensors to fake tensors called the caller."""
+    """Return whether the caller of this function was called by code that converts tensors to fake tensors."""
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
