@@ -12,7 +12,7 @@ from torch import Tensor
 from quaver.fsdp.gradients import reduce_gradients_in_float8
 from quaver.fsdp.siblings import precompute_float8_dynamic_scale_for_fsdp
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import LinearSharding
+from quaver.linear.protocols import LinearSharding
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:

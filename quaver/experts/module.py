@@ -39,7 +39,7 @@ from quaver.experts.grouped_mm import (
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import LastRun
-from quaver.linear.quantize import MatmulProbe, PreparedOperands
+from quaver.linear.protocols import MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight

@@ -15,7 +15,8 @@ from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed, weights_of
 from quaver.kernels.operands import Operands
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import PreparedOperands, Quantizer
+from quaver.linear.protocols import PreparedOperands
+from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.dtensor import local_tensor
 

@@ -43,7 +43,8 @@ from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.gemm import describe_backends, lay_out_saved_columns, mm
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import apply_to_rows
-from quaver.linear.quantize import LinearSharding, MatmulProbe, Quantizer, StoredQuantizer
+from quaver.linear.protocols import LinearSharding, MatmulProbe
+from quaver.linear.quantize import Quantizer, StoredQuantizer
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.shared_input import choose_quantizer, clear_cached_operands
 from quaver.linear.tensor import Float8Tensor

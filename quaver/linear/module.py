@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quaver.linear.function import apply_linear, get_checked_operands
 from quaver.linear.last_run import LastRun
 from quaver.linear.nested import apply_to_rows
-from quaver.linear.quantize import LinearSharding, MatmulProbe, PreparedOperands
+from quaver.linear.protocols import LinearSharding, MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.scale_state import LinearScales
 from quaver.linear.tensor import Float8Tensor

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from quaver.kernels.operands import Operand
-from quaver.linear.quantize import PreparedOperands
+from quaver.linear.protocols import PreparedOperands
 from quaver.torch_private.autograd import backward_keeps_graph, frame_of, top_saved_tensors_hooks
 from quaver.torch_private.versions import version_of
 

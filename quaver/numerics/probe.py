@@ -1,6 +1,6 @@
 """`Probe` observes a linear, or one weight of experts, while a monitor is attached.
 
-The linear calls it as a `MatmulProbe` (linear/quantize.py). It observes sites: the three operands, each with one cast
+The linear calls it as a `MatmulProbe` (linear/protocols.py). It observes sites: the three operands, each with one cast
 for both of its matmuls or with one cast for each, and the three results. Each site has a slot in the forward, the
 backward or both: a compiled graph may write to a tensor in its forward or in its backward, but not in both.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import Operand, Operands
-from quaver.linear.quantize import Groups
+from quaver.linear.protocols import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
 from quaver.numerics.statistics import clear, merge, new_slots

@@ -5,7 +5,7 @@
     PartialSumSharding   weight [N, K/T]    input [.., K/T]               output Partial()
     ReplicatedSharding   weight [N, K]      input replicated or by token  output as the input
 
-They implement `LinearSharding` (linear/quantize.py): a linear calls them on plain tensors, inside its one autograd
+They implement `LinearSharding` (linear/protocols.py): a linear calls them on plain tensors, inside its one autograd
 function. Only an input that several linears share is all-gathered outside, by `AllGatherInput`, as a `Float8Tensor`.
 """
 
@@ -37,7 +37,7 @@ from quaver.runtime.collectives import all_reduce, reduce_scatter
 
 
 class _Sharding:
-    """Base class of the shardings; see `LinearSharding` in linear/quantize.py.
+    """Base class of the shardings; see `LinearSharding` in linear/protocols.py.
 
     The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a plain
     tensor, which is this rank's part; or an all-gathered `Float8Tensor`.

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import is_experts
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import LinearSharding
+from quaver.linear.protocols import LinearSharding
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.linear_sharding import (
     AllGatherInput,

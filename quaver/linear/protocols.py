@@ -1,0 +1,104 @@
+"""The interfaces through which tensor parallelism, `cast_weights_once` and monitors take part in a linear's matmuls.
+
+`Float8Linear` and experts call these objects. The layers above implement them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.operands import Operand, Operands
+from quaver.linear.quantize import Quantizer
+from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.scaling import PersistentScale
+
+
+class PreparedOperands(Protocol):
+    """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
+
+    operands: Operands
+    """The operands that the module multiplies by."""
+    holder: str
+    """The name of the code that opened the scope; "" for a user's `with` statement."""
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""
+
+
+class LinearSharding(Protocol):
+    """The quantizers of a linear that tensor parallelism shards; parallel/linear_sharding.py implements it."""
+
+    mesh: Any
+    """The DeviceMesh of tensor parallelism, one axis."""
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
+
+    def input_quantizer(
+        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    ) -> Quantizer:
+        """Return the quantizer of this rank's part of the input; `reader` as in `choose_quantizer`."""
+
+    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+        """Return the quantizer of this rank's part of the weight."""
+
+    def grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
+        """Return the quantizer of this rank's part of grad_output."""
+
+    def forward(self, linear: Any, input: Tensor) -> Tensor:
+        """Run the forward of a sharded Float8Linear, by its `forward_local` on local tensors."""
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        """Reduce the ranks' `output` [M, N] of an input [*leading, K], to [M, N] or a sharded [*leading, N]."""
+
+
+class Groups(NamedTuple):
+    """Which rows of a matrix belong to which expert; experts/groups.py has the rules."""
+
+    experts: int
+    """The number of experts; 0 for the matrix of a linear, which has no groups."""
+    ends: Tensor | None = None
+    """int32 [experts]: where the rows of each expert end; None for weights, which have equal numbers of rows."""
+    transposed: bool = False
+    """Whether weights are stored [experts, K, N]."""
+
+
+class MatmulProbe(Protocol):
+    """Observes what a linear, or one weight of experts, computes with; numerics/probe.py implements it.
+
+    It gets the operands and results of the matmuls themselves. Without a monitor there is no probe. Matrices of experts
+    have `groups`. If the multiplied rows came from other ranks, `moved` is set; `input` and `grad_output` are None.
+    """
+
+    def clear(self) -> None:
+        """Forget what was observed."""
+
+    def operands(
+        self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = ..., *, moved: bool = ...
+    ) -> None:
+        """Observe a cast of `hp`: the "input", "weight" or "grad_output". A `Float8Tensor` was quantized before."""
+
+    def output(
+        self, output: Tensor, input: Tensor | None, weight: Tensor, bias: Tensor | None = ..., groups: Groups = ...
+    ) -> None:
+        """Observe the output [M, N], and the high-precision matrices whose product it approximates."""
+
+    def grad_weight(
+        self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = ...
+    ) -> None:
+        """Observe grad_weight; `input` is the saved operand."""
+
+    def grad_input(
+        self,
+        grad_input: Tensor,
+        grad_output: Tensor | None,
+        weight: Tensor | None,
+        operand: Operand,
+        groups: Groups = ...,
+    ) -> None:
+        """Observe grad_input; `weight` is None if only its float8 `operand` was saved."""
