@@ -238,15 +238,17 @@ def run_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `backward`. Under `create_graph=True` a derivative of them raises.
 
-    `grad_output` is an input of the node that raises. So `torch.autograd.grad` reaches this node also if it is asked
-    for the derivative with respect to one parameter of another layer.
+    `torch.autograd.grad` runs only the nodes between its outputs and its inputs. So `grad_output` and the leaves among
+    the inputs of the forward are inputs of the node that raises. Other inputs of the forward cannot be: a derivative of
+    grad_weight alone, with respect to what the linear's input was computed from, is None or partial.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return backward(ctx, grad_output)
     with torch.no_grad():
         grads = backward(ctx, grad_output)
     recorded = [grad if grad is None else grad.detach().requires_grad_() for grad in grads]
-    return tuple(_NoSecondDerivative.apply(len(recorded), *recorded, grad_output))
+    leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+    return tuple(_NoSecondDerivative.apply(len(recorded), *recorded, grad_output, *leaves))
 
 
 class _NoSecondDerivative(torch.autograd.Function):

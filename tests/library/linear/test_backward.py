@@ -178,6 +178,16 @@ def test_a_second_derivative_is_refused_for_any_parameter_alone(wanted, in_place
             torch.autograd.grad(loss, inputs, allow_unused=True)
 
 
+@pytest.mark.parametrize("wanted", ["weight", "input"])
+def test_a_second_derivative_with_a_constant_grad_output_is_refused(wanted):
+    linear, input = Float8Linear(32, 16), torch.randn(8, 32, requires_grad=True)
+    by_name = {"weight": linear.weight, "input": input}
+    first = by_name["input" if wanted == "weight" else "weight"]
+    (grad,) = torch.autograd.grad(linear(input).sum(), first, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(grad.square().sum(), by_name[wanted], allow_unused=True)
+
+
 def test_bad_names_and_values():
     with pytest.raises(ValueError, match="'rowwise:bf16': expected one of float8, dequantized, high_precision"):
         Float8LinearConfig.from_recipe_name("rowwise:bf16")
