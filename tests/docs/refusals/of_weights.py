@@ -76,7 +76,10 @@ PAGES: Pages = {
             Case(lambda: primary()[0][0].weight.detach().t_(), "would change the shape or the memory"),
             Case(lambda: primary()[0][0].weight.detach().resize_(2, 2), "would change the shape or the memory"),
             Case(out_of_another_shape, "expected out= of"),
-            Case(lambda: frozen()[0].weight.view(-1).mul_(2), "this is a view of a frozen float8 weight"),
+            Case(
+                lambda: frozen()[0].weight.view(-1).mul_(2),
+                "a write to this view would not reach the frozen float8 weight",
+            ),
         ],
         "An assignment to `.data` inside it is an error": [
             Case(assigned_in_the_scope, "changed"),

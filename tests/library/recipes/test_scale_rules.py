@@ -183,7 +183,7 @@ def test_what_a_rule_is_not_for(options, message):
 
 def test_a_rule_that_an_all_gather_does_not_have():
     for rule, other in (("vllm-kernel", "vllm-kernel"), ("vllm", None)):
-        with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather: expected False where"):
+        with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather: expected False with"):
             Float8LinearConfig(
                 cast_config_weight=CastConfig(scale_rule=rule),
                 cast_config_weight_for_grad_input=CastConfig(scale_rule=other),
