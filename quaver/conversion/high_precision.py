@@ -11,13 +11,13 @@ same config share the new one, and equal configs are the same object, so compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from quaver.experts.module import Float8Experts
+from quaver.experts.base import Float8Grouped
 from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.module import Float8Linear
@@ -29,7 +29,7 @@ _CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...]], Float8LinearConfig] =
 """The shared configs, by the config without `high_precision_matmuls` and these matmuls."""
 
 
-def set_high_precision_matmuls(model: nn.Module, matmuls: Collection[str] | Callable[[str], Collection[str]]) -> None:
+def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callable[[str], Iterable[str]]) -> None:
     """Run exactly these matmuls of the float8 linears and experts of `model` in high precision from now on.
 
     Call it between steps, outside of `cast_weights_once`, with equal arguments on every rank; they do not compare them.
@@ -42,19 +42,22 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Collection[str] | Call
         matmuls: some of "output", "grad_input" and "grad_weight", or a function from the name of a linear or experts to
             these. [] for none.
     Raises:
-        ValueError: a matmul is unknown; a weight that is stored in float8 (frozen, primary) would be read in high
-            precision. The model is then unchanged.
+        ValueError: a matmul is unknown; `matmuls` is a string; a weight that is stored in float8 (frozen, primary)
+            would be read in high precision. The model is then unchanged.
     """
-    configs: dict[Float8Linear | Float8Experts, Float8LinearConfig] = {}
+    of_all = () if callable(matmuls) else _check_names(matmuls)
+    configs: dict[Float8Linear | Float8Grouped, Float8LinearConfig] = {}
     for name, module in float8_modules(model):
-        config = _config_with(config_of(module), tuple(matmuls(name) if callable(matmuls) else matmuls))
+        names = _check_names(matmuls(name)) if callable(matmuls) else of_all
+        config = _config_with(config_of(module), names)
         if config is not config_of(module):
             _check_stored(name, module, config)
             configs[module] = config
     gathered = {
         module
         for module, config in configs.items()
-        if module.gathering is not None and config.casts.weight.is_float8 != config_of(module).casts.weight.is_float8
+        if getattr(module, "gathering", None) is not None
+        and config.casts.weight.is_float8 != config_of(module).casts.weight.is_float8
     }
     if gathered:
         forget_unsharded(model, gathered)
@@ -70,16 +73,22 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Collection[str] | Call
                 follow()
 
 
-def float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float8Experts]]:
+def float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float8Grouped]]:
     """Yield the float8 linears and experts, by name."""
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear | Float8Experts):
+        if isinstance(module, Float8Linear | Float8Grouped):
             yield name, module
 
 
-def config_of(module: Float8Linear | Float8Experts) -> Float8LinearConfig:
+def config_of(module: Float8Linear | Float8Grouped) -> Float8LinearConfig:
     """Return the config of a float8 linear or of experts."""
     return module.config if isinstance(module, Float8Linear) else module.float8_config
+
+
+def _check_names(matmuls: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(matmuls, str):
+        raise ValueError(f"high_precision_matmuls: expected a list of names, got the string {matmuls!r}")
+    return tuple(matmuls)
 
 
 def _config_with(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8LinearConfig:
@@ -92,7 +101,7 @@ def _config_with(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8
     return _CONFIGS.setdefault((plain, changed.high_precision_matmuls), changed)
 
 
-def _check_stored(name: str, module: Float8Linear | Float8Experts, config: Float8LinearConfig) -> None:
+def _check_stored(name: str, module: Float8Linear | Float8Grouped, config: Float8LinearConfig) -> None:
     if config.casts.weight == config_of(module).casts.weight:
         return
     for weight in weights_of_module(module):

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from quaver import (
+    Float8Linear,
     cast_weights_once,
     convert_to_float8_training,
     freeze_to_float8,
@@ -17,11 +18,14 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.linear.tensor import Float8Tensor
+from quaver.recipes.config import resolve_config
 from tests.library.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model
 from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
 from tests.library.distributed.test_tensor_parallel import model_of, part, spread
 from tests.library.distributed.test_tensor_parallel_steps import STEPS, assert_same_losses, batches_of, sharing
+from tests.mixture import GroupedExperts
 from tests.ranks import on_ranks, run
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night
@@ -118,3 +122,29 @@ def test_in_high_precision_a_linear_is_that_of_pytorch():
     with pytest.raises(ValueError, match=r"the weight of 0\.up is stored in float8"):
         set_high_precision_matmuls(frozen, ["output"])
     set_high_precision_matmuls(frozen, ["grad_weight"])
+
+
+def test_experts_that_multiply_in_a_method_follow_too():
+    torch.manual_seed(0)
+    plain, tokens = GroupedExperts(), torch.randn(6, 16, requires_grad=True)
+    model = nn.Sequential(copy.deepcopy(plain))
+    to_float8_grouped_mm(model[0], resolve_config("rowwise"))
+    float8 = model(tokens)
+    set_high_precision_matmuls(model, ["output"])
+    assert_same(model(tokens), plain(tokens))
+    set_high_precision_matmuls(model, ALL)
+    assert_same(results_of(model, tokens), results_of(plain, tokens))
+    set_high_precision_matmuls(model, [])
+    assert_same(model(tokens), float8)
+
+
+def test_names_come_from_any_iterable_but_a_string():
+    model = convert_to_float8_training(make_model())
+    set_high_precision_matmuls(model, (name for name in ["output"]))
+    linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    assert [linear.config.high_precision_matmuls for linear in linears] == [("output",)] * len(linears)
+    for matmuls in ("output", lambda name: "output"):
+        with pytest.raises(
+            ValueError, match="high_precision_matmuls: expected a list of names, got the string 'output'"
+        ):
+            set_high_precision_matmuls(model, matmuls)
