@@ -67,7 +67,12 @@ class LayerRecipes:
 
     @classmethod
     def read(cls, path: str | Path) -> LayerRecipes:
-        """Read the [float8] section of a TOML file. Raises OSError, and ValueError if the section is missing."""
+        """Read the [float8] section of a TOML file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file is not TOML, or has no section [float8]; a value has another type or is not a recipe.
+        """
         try:
             section = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("float8")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -75,6 +80,8 @@ class LayerRecipes:
         if not isinstance(section, dict):
             raise ValueError(f"expected a section [float8] in {str(path)!r}; quaver doctor --model writes one")
         entries = section.get("layer_recipes", [])
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise ValueError(f"layer_recipes in {str(path)!r}: expected a list of 'layer=recipe', got {entries!r}")
         return cls.parse(section.get("recipe_name", cls.recipe), entries)
 
     @property

@@ -42,6 +42,14 @@ def test_a_file_is_read(tmp_path):
     assert LayerRecipes.read(path) == LayerRecipes("rowwise", {"0": "blockwise"})
 
 
+@pytest.mark.parametrize("value", ["[1]", '"0=rowwise"', '{0 = "rowwise"}'])
+def test_a_file_with_another_type_is_refused(tmp_path, value):
+    path = tmp_path / "recipes.toml"
+    path.write_text(f"[float8]\nlayer_recipes = {value}\n")
+    with pytest.raises(ValueError, match=r"layer_recipes in '.*recipes.toml': expected a list of 'layer=recipe', got "):
+        LayerRecipes.read(path)
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
