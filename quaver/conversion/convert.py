@@ -110,7 +110,7 @@ def convert_to_float8_training(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     if serving is not None:
-        module_filter_fn = _serving_filter(module, serving, module_filter_fn)
+        module_filter_fn = serving_filter(module, serving, module_filter_fn)
     chosen = _choose(module, config, module_filter_fn, include_subclasses)
     if serving is not None:
         _check_fused(chosen.linears, serving, config)
@@ -232,7 +232,7 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
     return FilterDecision(bool(decision), "" if decision else "filter")
 
 
-def _serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+def serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
     """Return a filter that leaves out heads and routers, which engines keep in high precision."""
 
     def decide_served(module: nn.Module, name: str) -> FilterDecision:
@@ -242,8 +242,8 @@ def _serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilte
             return decision
         if module_filter_fn is not None and decision:
             raise ValueError(
-                f"module_filter_fn admits {name}, which engines keep in high precision; expected it filtered out with "
-                f"serving={serving!r}"
+                f"serving={serving!r}: engines keep {name} in high precision, but it would be converted; leave it out "
+                "(module_filter_fn, layer_recipes)"
             )
         return decision if module_filter_fn is not None else FilterDecision(False, f"high precision in {serving}")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
+from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training, serving_filter
 from quaver.recipes.config import Float8LinearConfig, resolve_config
 from quaver.recipes.recipe_name import canonical_recipe
 
@@ -119,19 +119,23 @@ def convert_layers(
             raise ValueError(f"layer_recipes has {name!r}, which is no module of this {type(module).__name__}")
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
+    decide_unlisted = module_filter_fn if serving is None else serving_filter(module, serving, module_filter_fn)
     for recipe, config in configs.items():
-        admits = _filter_for(recipes, recipe, module_filter_fn)
+        admits = _filter_for(recipes, recipe, module_filter_fn, decide_unlisted)
         convert_to_float8_training(
             module, config=config, serving=serving, module_filter_fn=admits, include_subclasses=include_subclasses
         )
     return module
 
 
-def _filter_for(recipes: LayerRecipes, recipe: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+def _filter_for(
+    recipes: LayerRecipes, recipe: str, decide_listed: ModuleFilter | None, decide_unlisted: ModuleFilter | None
+) -> ModuleFilter:
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:
         own = recipes.of(name)
         if own == HIGH_PRECISION:
             return FilterDecision(False, "layer_recipes: high precision")
+        module_filter_fn = decide_listed if name in recipes.layers else decide_unlisted
         decision = True if module_filter_fn is None else module_filter_fn(module, name)
         return decision if own == recipe or not decision else FilterDecision(False, f"layer_recipes: {own}")
 

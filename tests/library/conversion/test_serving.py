@@ -10,6 +10,7 @@ from torch import nn
 from quaver import (
     CastConfig,
     Float8LinearConfig,
+    LayerRecipes,
     ScalingType,
     calibrate_float8_static_scales,
     cast_weights_once,
@@ -19,6 +20,7 @@ from quaver import (
     serving_config,
     use_float8_primary_weights,
 )
+from quaver.conversion.layer_recipes import convert_layers
 from quaver.recipes.reference import ReferenceLinear
 from quaver.recipes.serving import SERVING, serving_of
 from tests.reference import assert_same_bits
@@ -163,8 +165,19 @@ def test_heads_and_routers_stay_in_high_precision():
         for each in conversion_report(convert_to_float8_training(model(), serving="deepgemm")).skipped
     }
     assert reasons == dict.fromkeys(["mlp.gate", "router", "lm_head"], "high precision in deepgemm")
-    with pytest.raises(ValueError, match=r"module_filter_fn admits mlp\.gate, which engines keep in high precision"):
+    with pytest.raises(ValueError, match=r"engines keep mlp\.gate in high precision, but it would be"):
         convert_to_float8_training(model(), serving="deepgemm", module_filter_fn=lambda module, name: True)
+
+
+def test_recipes_by_layer_leave_heads_and_routers_out_too():
+    recipes = LayerRecipes("blockwise", {"mlp.experts.0": "blockwise_with_gw_hp"})
+    skipped = conversion_report(convert_layers(model(), recipes, serving="deepgemm")).skipped
+    assert [layer.name for layer in skipped] == ["mlp.gate", "router", "lm_head"]
+    assert {layer.reason for layer in skipped} == {"high precision in deepgemm"}
+    listed = LayerRecipes("blockwise", {"lm_head": "blockwise_with_gw_hp"})
+    for options in ({"recipes": listed}, {"recipes": recipes, "module_filter_fn": lambda module, name: True}):
+        with pytest.raises(ValueError, match="serving='deepgemm': engines keep .* in high precision"):
+            convert_layers(model(), serving="deepgemm", **options)
 
 
 @pytest.mark.parametrize(
