@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import quaver.experts.gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
+from quaver.linear.class_change import Layer, add_layer, has_layer
 from quaver.linear.shared_input import RECOMPUTED_HOOKS
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
@@ -88,6 +90,11 @@ class PolicyChanges(NamedTuple):
     also_keep: frozenset[Any] = frozenset()
     never_keep: frozenset[Any] = frozenset()
 
+    @classmethod
+    def parse(cls, also_keep: Iterable[str], never_keep: Iterable[str]) -> PolicyChanges:
+        """Make an instance from names of operators. Raises ValueError."""
+        return cls(operations_to_keep(also_keep), named_operations(never_keep))
+
 
 NO_CHANGES = PolicyChanges()
 
@@ -106,7 +113,7 @@ def apply_activation_checkpointing(
 
     Results are bit-identical in eager code. In compiled code they are if the compiler fuses, and so rounds, alike. Call
     it after the conversion to float8 and tensor parallelism, before `compile` and `fully_shard`. Each module's class
-    becomes a subclass of its class; the module object, its name, parameters and state_dict stay.
+    becomes a subclass with the same name and signature; names, parameters and the state_dict stay.
 
     Args:
         modules: the blocks of a model, in order.
@@ -130,8 +137,10 @@ def apply_activation_checkpointing(
     modules = list(modules)
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    changes = PolicyChanges(operations_to_keep(also_keep), named_operations(never_keep))
-    if any(changes) and (mode != "selective" or selected_every(selective_ac_option) is not None):
+    also_keep, never_keep = tuple(also_keep), tuple(never_keep)
+    if any(PolicyChanges.parse(also_keep, never_keep)) and (
+        mode != "selective" or selected_every(selective_ac_option) is not None
+    ):
         raise ValueError(
             "also_keep and never_keep: expected none unless mode is selective and selective_ac_option is op, got "
             f"operators with mode {mode!r} and option {selective_ac_option!r}"
@@ -141,14 +150,12 @@ def apply_activation_checkpointing(
     if mode in ("none", "memory_budget"):
         return
     every = 1 if mode == "full" else selected_every(selective_ac_option)
-    by_policy = every is None
     chosen = modules if every is None else modules[every - 1 :: every]
     for module in chosen:
-        if isinstance(module, _Checkpointed):
+        if has_layer(module, Checkpointing):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
-        # The ignore: mypy compares nn.Module's __hash__ with its metaclass's.
-        module.__class__ = _checkpointed_class(type(module), by_policy, preserve_rng_state, changes)  # type: ignore[arg-type]
+        add_layer(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
 
 
 def selected_every(selective_ac_option: str) -> int | None:
@@ -280,10 +287,6 @@ def _find_dropout_index(operation: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-class _Checkpointed:
-    """Marks the classes that `_checkpointed_class` makes."""
-
-
 def _wrap_in_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Run the module's `RECOMPUTED_HOOKS` around `forward` in its recomputation too."""
     before, after = module._forward_pre_hooks.get(RECOMPUTED_HOOKS), module._forward_hooks.get(RECOMPUTED_HOOKS)
@@ -300,34 +303,40 @@ def _wrap_in_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[.
     return call
 
 
-@functools.cache
-def _checkpointed_class(
-    cls: type[nn.Module], by_policy: bool, preserve_rng_state: bool, changes: PolicyChanges
-) -> type[nn.Module]:
-    """A subclass of `cls` whose forward is checkpointed.
+@dataclass(frozen=True)
+class Checkpointing(Layer):
+    """Checkpoints the forward.
 
-    FSDP2 changes classes for the same reasons: a wrapper module would change the names of everything inside, and a
-    forward replaced on the instance would still be the original's after a deepcopy.
+    A wrapper module would change the names of everything inside, and a forward that is replaced on the instance would
+    still be the original's after a deepcopy.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
 
-    def compiled_contexts() -> tuple[Any, Any]:  # not inside `forward`: torch 2.11 cannot trace its closure there
-        return selective_checkpoint_contexts(changes) if by_policy else _make_recompute_contexts()
+    by_policy: bool
+    preserve_rng_state: bool
+    also_keep: tuple[str, ...] = ()  # names, because operators cannot be pickled
+    never_keep: tuple[str, ...] = ()
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        def block(*args: Any, **kwargs: Any) -> Any:
-            return cls.forward(self, *args, **kwargs)
+    def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        by_policy, changes = self.by_policy, PolicyChanges.parse(self.also_keep, self.never_keep)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
 
-        if torch.compiler.is_compiling():
-            return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
-        recomputed = _wrap_in_hooks(self, block)
-        if by_policy:
-            count = self.__dict__.setdefault("_matmul_count", MatmulCount())
-            contexts = functools.partial(selective_checkpoint_contexts, changes, count)
-            return checkpoint(recomputed, *args, context_fn=contexts, **options, **kwargs)
-        return checkpoint(recomputed, *args, **options, **kwargs)
+        def compiled_contexts() -> tuple[Any, Any]:  # not in `checkpointed`: torch 2.11 cannot trace its closure there
+            return selective_checkpoint_contexts(changes) if by_policy else _make_recompute_contexts()
 
-    return type(f"Checkpointed{cls.__name__}", (_Checkpointed, cls), {"forward": forward, "__module__": cls.__module__})
+        def checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def block(*args: Any, **kwargs: Any) -> Any:
+                return cls.forward(module, *args, **kwargs)
+
+            if torch.compiler.is_compiling():
+                return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
+            recomputed = _wrap_in_hooks(module, block)
+            if by_policy:
+                count = module.__dict__.setdefault("_matmul_count", MatmulCount())
+                contexts = functools.partial(selective_checkpoint_contexts, changes, count)
+                return checkpoint(recomputed, *args, context_fn=contexts, **options, **kwargs)
+            return checkpoint(recomputed, *args, **options, **kwargs)
+
+        return checkpointed
 
 
 def _set_memory_budget(memory_budget: float) -> None:

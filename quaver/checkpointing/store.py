@@ -15,18 +15,19 @@ in compiled code.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.checkpointing.hooks import STORED_IN, Storage, StoringModule, skip_conversion, storing
 from quaver.kernels.operation import library
+from quaver.linear.class_change import Layer, add_layer, has_layer, remove_layers
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.names import enclosing_modules
@@ -71,7 +72,7 @@ def store_activations_in_float8(
         )
     matmuls = _find_matmuls(chosen.values())
     for name, module in chosen.items():
-        if isinstance(module, _Storing):
+        if has_layer(module, _Storing):
             raise ValueError(f"{name or 'the model'} stores its activations in float8 already")
     for name, module in model.named_modules():
         if "forward" in vars(module) and (name in chosen or module in matmuls):
@@ -79,12 +80,11 @@ def store_activations_in_float8(
                 f"{name or 'the model'} overrides `forward` on the instance, which bypasses storing; patch the class "
                 "instead, or name other modules"
             )
-    _prepare_compiler()
     for name, module in chosen.items():
-        module.__class__ = _make_storing_class(type(module))  # type: ignore[arg-type]
+        add_layer(module, _Storing())
         module._activation_storage = Storage(name, block_size)  # type: ignore[assignment]
     for matmul in matmuls:
-        matmul.__class__ = _make_skipping_class(type(matmul))  # type: ignore[arg-type]
+        add_layer(matmul, _Skipping())
     return list(chosen)
 
 
@@ -96,16 +96,11 @@ def _prepare_compiler() -> None:
 
 
 def stop_storing_activations(model: nn.Module) -> None:
-    """Undo `store_activations_in_float8`.
-
-    Modules whose class was changed again since, for example by `fully_shard`, keep a class that stores nothing.
-    """
+    """Undo `store_activations_in_float8`."""
     for module in model.modules():
-        if isinstance(module, _Storing):
-            module._activation_storage = None
-        if type(module).__mro__[1] in (_Storing, _Skipping):
-            module.__class__ = type(module).__mro__[2]
-            module.__dict__.pop("_activation_storage", None)
+        remove_layers(module, _Storing)
+        remove_layers(module, _Skipping)
+        vars(module).pop("_activation_storage", None)
 
 
 def default_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -164,7 +159,7 @@ def _find_matmuls(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
     Float8 linears are excluded, since they tell the hooks which tensors to skip (linear/saved_tensors.py).
     """
-    descendants = {child for module in modules for child in module.modules() if not isinstance(child, _Skipping)}
+    descendants = {child for module in modules for child in module.modules() if not has_layer(child, _Skipping)}
     return {child for child in descendants if _is_matmul(child) and not _is_float8(child)}
 
 
@@ -207,63 +202,41 @@ def _run_annotated(storing_module: StoringModule | None, forward: Callable[..., 
     return result
 
 
-class _Storing:
-    """Marks the classes that `_make_storing_class` makes."""
+@dataclass(frozen=True)
+class _Storing(Layer):
+    """Stores what the forward saves for backward."""
 
-    _activation_storage: Storage | None
+    def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        _prepare_compiler()
 
+        def stored(module: Any, *args: Any, **kwargs: Any) -> Any:
+            storage: Storage = module._activation_storage
+            if not torch.is_grad_enabled() or _is_exporting_or_tracing():
+                return cls.forward(module, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return _run_annotated((cls.__name__, storage.block_size), cls.forward, module, *args, **kwargs)
+            with storing(storage, args, kwargs):
+                return cls.forward(module, *args, **kwargs)
 
-@functools.cache
-def _make_storing_class(cls: type[nn.Module]) -> type[nn.Module]:
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        storage = self._activation_storage
-        if storage is None or not torch.is_grad_enabled() or _is_exporting_or_tracing():
-            return cls.forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _run_annotated((cls.__name__, storage.block_size), cls.forward, self, *args, **kwargs)
-        with storing(storage, args, kwargs):
-            return cls.forward(self, *args, **kwargs)
-
-    return _make_subclass(cls, _Storing, forward)
+        return stored
 
 
-class _Skipping:
-    """Marks the classes that `_make_skipping_class` makes."""
+@dataclass(frozen=True)
+class _Skipping(Layer):
+    """Keeps a module around from storing what the forward saves for backward."""
 
+    def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        def skipped(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_exporting_or_tracing():
+                return cls.forward(module, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return _run_annotated(None, cls.forward, module, *args, **kwargs)
+            with skip_conversion():
+                return cls.forward(module, *args, **kwargs)
 
-@functools.cache
-def _make_skipping_class(cls: type[nn.Module]) -> type[nn.Module]:
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_exporting_or_tracing():
-            return cls.forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _run_annotated(None, cls.forward, self, *args, **kwargs)
-        with skip_conversion():
-            return cls.forward(self, *args, **kwargs)
-
-    return _make_subclass(cls, _Skipping, forward)
+        return skipped
 
 
 def _is_exporting_or_tracing() -> bool:
     """Whether torch.export or torch.jit.trace records the code, to run it without a backward and without quaver."""
     return is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-
-
-def _make_subclass(cls: type[nn.Module], mark: type, forward: Callable[..., Any]) -> type[nn.Module]:
-    """A class with the name and the signature of `cls`: libraries find blocks by name, and arguments by signature."""
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduce_ex}
-    return type(cls.__name__, (mark, cls), {**namespace, "forward": functools.wraps(cls.forward)(forward)})
-
-
-def _reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
-    """Pickle the original class, and make the subclass again on load: pickle cannot find it by name."""
-    return _new, (type(self).__mro__[2], isinstance(self, _Storing)), self.__getstate__()
-
-
-def _new(cls: type[nn.Module], stores: bool) -> Any:
-    if stores:
-        _prepare_compiler()
-    subclass: Any = (_make_storing_class if stores else _make_skipping_class)(cls)  # type: ignore[arg-type]
-    return object.__new__(subclass)

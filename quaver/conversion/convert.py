@@ -8,10 +8,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from quaver.conversion.delayed import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
@@ -22,6 +20,7 @@ from quaver.conversion.report import (
     obstacle_of,
 )
 from quaver.conversion.roles import HEADS, is_router
+from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm_method import Float8GroupedMM, to_plain_grouped_mm
 from quaver.experts.module import (
     Float8Experts,
@@ -39,7 +38,7 @@ from quaver.fsdp.gathered import (
     make_all_gather_weights,
     restore_plain_weights,
 )
-from quaver.linear.class_change import float8_class
+from quaver.linear.class_change import change_class, get_class_parts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
@@ -48,7 +47,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, re
 from quaver.recipes.serving import serving_config
 from quaver.runtime.names import listed, owners_of_weights
 from quaver.runtime.slow_paths import slow_paths
-from quaver.torch_private.fsdp import fsdp_module_class, has_run
+from quaver.torch_private.fsdp import has_run
 from quaver.weights.cast_once import is_cast_once
 
 logger = logging.getLogger(__name__)
@@ -135,42 +134,26 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
         RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
             DistributedDataParallel holds a weight that was prepared for that, or its class was changed since.
     """
-    linears = [child for child in module.modules() if isinstance(child, Float8Linear)]
-    has_ddp = any(isinstance(child, nn.parallel.DistributedDataParallel) for child in module.modules())
+    modules = list(module.modules())
+    has_ddp = any(isinstance(child, nn.parallel.DistributedDataParallel) for child in modules)
     for name, weight in weights_under(module):
         _check_can_restore(weight, name, has_ddp)
-    experts = [child for child in module.modules() if isinstance(child, Float8Experts)]
-    if any(map(parametrize.is_parametrized, experts)):
-        raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
-    for layer in experts:
-        check_whole(layer)
-    converted: list[Float8Linear | Float8Experts] = [*linears, *experts]
-    for linear_or_experts in converted:
-        restore_plain_weights(linear_or_experts)
-    for linear in linears:
-        plain = _restore(linear, _to_linear)
-        getattr(plain, "to_original", lambda: None)()  # another class became an nn.Linear for the conversion
-    for layer in experts:
-        _restore(layer, to_plain_experts)
-    for grouped in [child for child in module.modules() if isinstance(child, Float8GroupedMM)]:
-        _restore(grouped, to_plain_grouped_mm)
-    for child in module.modules():
+    for name, child in module.named_modules():
+        if isinstance(child, Float8Linear | Float8Grouped):
+            _check_class(child, name)
+    for child in modules:
         vars(child).pop(FILTER_REASON, None)
+        if isinstance(child, Float8Linear | Float8Experts):
+            restore_plain_weights(child)
+        if isinstance(child, Float8Linear):
+            getattr(_to_linear(child), "to_original", lambda: None)()  # another class became an nn.Linear before
+        elif isinstance(child, Float8Experts):
+            to_plain_experts(child)
+        elif isinstance(child, Float8GroupedMM):
+            to_plain_grouped_mm(child)
     stop_sharing_inputs(module)
     drop_false_quantization(module)
     return module
-
-
-Converted = TypeVar("Converted", bound=nn.Module)
-
-
-def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> nn.Module:
-    """Convert back. A module that `fully_shard` sharded after its conversion stays an FSDPModule."""
-    before, plain, sharded = type(converted), to_plain(converted), fsdp_module_class()
-    if sharded is not None and issubclass(before, sharded) and not isinstance(plain, sharded):
-        namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
-        plain.__class__ = type(f"FSDP{type(plain).__name__}", (sharded, type(plain)), namespace)
-    return plain
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
@@ -323,7 +306,7 @@ def _convert(
 
 
 def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
-    module, is_whole = weight.module, weight.local is weight.parameter
+    is_whole = weight.local is weight.parameter
     if is_cast_once(weight):
         raise RuntimeError(
             f"{name or 'the module'} cannot be converted back inside cast_weights_once; leave the scope before that"
@@ -334,13 +317,19 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
         obstacle = "fully_shard gathers its weight in float8"
     elif is_all_gather_weight(weight) and has_ddp:
         obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
-    elif isinstance(module, Float8Linear) and (
-        type(module).forward is not Float8Linear.forward or parametrize.is_parametrized(module)
-    ):
-        obstacle = f"its class was changed to {type(module).__name__} (by checkpointing or a parametrization, say)"
     else:
         return
     raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")
+
+
+def _check_class(module: Float8Linear | Float8Grouped, name: str) -> None:
+    if get_class_parts(module).float8 is None:
+        raise RuntimeError(
+            f"{name or 'the module'} cannot be converted back: its class was changed to {type(module).__name__} (for "
+            "example by a parametrization); convert back before that"
+        )
+    if isinstance(module, Float8Experts):
+        check_whole(module)
 
 
 def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[str]]) -> None:
@@ -360,16 +349,15 @@ def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[s
 
 def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     """Make `linear` a Float8Linear in place: same object, parameters, hooks and attributes."""
-    converted_from = type(linear)
-    linear.__class__ = float8_class(converted_from, Float8Linear)
+    change_class(linear, float8=Float8Linear)
     float8 = typing.cast(Float8Linear, linear)
-    float8.set_up(config, converted_from)
+    float8.set_up(config)
     return float8
 
 
 def _to_linear(linear: Float8Linear) -> nn.Linear:
     """Restore the original class of `linear` in place: same object, parameters, hooks and attributes."""
-    linear.__class__ = linear._converted_from  # type: ignore[assignment]
+    change_class(linear, float8=None)
     for name in OWN_ATTRIBUTES:
         delattr(linear, name)
     vars(linear).pop("probe", None)

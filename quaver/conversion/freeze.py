@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from quaver.experts.module import (
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.kernels.operands import expect
-from quaver.linear.class_change import float8_class
+from quaver.linear.class_change import change_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
@@ -175,8 +174,7 @@ def store_float8_weight(
         to_float8(module, config) if isinstance(module, nn.Linear) else to_float8_experts(module, config)
     setattr(module, name, nn.Parameter(frozen, requires_grad=False))
     frozen_class = FrozenFloat8Linear if isinstance(module, nn.Linear) else FrozenFloat8Experts
-    converted: Any = module
-    module.__class__ = float8_class(converted._converted_from, frozen_class)
+    change_class(module, float8=frozen_class)
 
 
 def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:

@@ -16,6 +16,7 @@ from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
+from quaver.linear.class_change import get_class_parts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.scale_state import LinearScales
@@ -174,7 +175,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
 
 def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     """Return why `linear` cannot be converted, or ""."""
-    cls = type(linear)
+    cls = get_class_parts(linear).original
     if isinstance(linear, Float8Linear):
         return missing_weight(linear)
     weight = linear._parameters.get("weight")

@@ -16,8 +16,6 @@ class Float8Grouped(nn.Module):
     """A converted module with 3-D weights. Its subclasses multiply."""
 
     float8_config: Float8LinearConfig
-    _converted_from: type[nn.Module]
-
     _last_run: LastRun
 
     def note_run(self, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
-from quaver.linear.class_change import float8_class
+from quaver.linear.class_change import change_class, get_class_parts
 from quaver.linear.last_run import LastRun
 from quaver.recipes.config import Float8LinearConfig
 
@@ -64,20 +64,18 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
     Raises:
         ValueError: unknown arguments of `_grouped_mm`, or a config that `float8_grouped_mm` refuses.
     """
-    converted_from = type(module)
-    arguments = match_arguments(converted_from)
+    arguments = match_arguments(get_class_parts(module).original)
     if obstacle := find_config_obstacle(config):
         raise ValueError(obstacle)
-    module.__class__ = float8_class(converted_from, Float8GroupedMM)
+    change_class(module, float8=Float8GroupedMM)
     experts = typing.cast(Float8GroupedMM, module)
-    experts.float8_config, experts._converted_from, experts._arguments = config, converted_from, arguments
-    experts._last_run = LastRun()
+    experts.float8_config, experts._arguments, experts._last_run = config, arguments, LastRun()
     return experts
 
 
 def to_plain_grouped_mm(module: Float8GroupedMM) -> nn.Module:
     """Convert `module` back in place to its original class."""
-    module.__class__ = module._converted_from  # type: ignore[assignment]
-    for name in ("float8_config", "_converted_from", "_arguments", "_last_run"):
+    change_class(module, float8=None)
+    for name in ("float8_config", "_arguments", "_last_run"):
         delattr(module, name)
     return module

@@ -36,7 +36,7 @@ from quaver.experts.grouped_mm import (
     get_quantized_operands,
     multiply_by_weight,
 )
-from quaver.linear.class_change import float8_class
+from quaver.linear.class_change import change_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import LastRun
 from quaver.linear.protocols import MatmulProbe, PreparedOperands
@@ -46,7 +46,7 @@ from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import disable_compile
 
-OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_converted_from", "_prepared_weights", "_last_run")
+OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_prepared_weights", "_last_run")
 """The attributes that a Float8Experts adds to the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -229,10 +229,9 @@ def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
 
 def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Experts:
     """Turn `module` itself into Float8Experts: same object, parameters, hooks and attributes."""
-    converted_from = type(module)
-    module.__class__ = float8_class(converted_from, Float8Experts)
+    change_class(module, float8=Float8Experts)
     experts = typing.cast(Float8Experts, module)
-    experts.float8_config, experts._converted_from, experts._last_run = config, converted_from, LastRun()
+    experts.float8_config, experts._last_run = config, LastRun()
     experts.dispatcher, experts._prepared_weights, experts.gathering = experts.planned_dispatcher, {}, None
     return experts
 
@@ -248,7 +247,7 @@ def check_whole(module: Float8Experts) -> None:
 
 def to_plain_experts(module: Float8Experts) -> nn.Module:
     """Convert `module`, whose experts are all on this rank, back in place to its original class."""
-    module.__class__ = module._converted_from  # type: ignore[assignment]
+    change_class(module, float8=None)
     for name in OWN_ATTRIBUTES:
         delattr(module, name)
     vars(module).pop("probes", None)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import is_experts, is_transposed, weights_of
+from quaver.linear.class_change import get_class_parts
 from quaver.runtime.names import plain_name
 
 Parts = tuple[str, ...]
@@ -157,7 +158,7 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
 
 
 def _original_class_name(experts: nn.Module) -> str:
-    return str(getattr(experts, "_converted_from", type(experts)).__name__)
+    return get_class_parts(experts).original.__name__
 
 
 def _default_parts(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | None:

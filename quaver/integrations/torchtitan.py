@@ -37,6 +37,8 @@ _QuantizedConfig: Any = Linear.Config if TorchAOLinear is None else TorchAOLinea
 class Float8TitanLinear(Float8Linear, Linear):
     """torchtitan's linear in float8. LoRAConverter can derive from it."""
 
+    replaces = Linear
+
     @dataclass(kw_only=True, slots=True)
     class Config(_QuantizedConfig):
         """A `Linear.Config` that builds a float8 linear."""
@@ -55,7 +57,7 @@ class Float8TitanLinear(Float8Linear, Linear):
             emulate=config.emulate,
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         )
-        self.set_up(float8, Linear)
+        self.set_up(float8)
         convert_to_float8_training(self, config=float8)  # prepares the weight for a float8 all-gather
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from quaver.linear.class_change import change_class, get_class_parts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 
 
@@ -41,13 +42,17 @@ class Conv1DLinear(nn.Linear):
         """Make this module a Conv1D again. Called by `convert_to_high_precision`."""
         _transpose(self.weight)
         del self.in_features, self.out_features
-        self.__class__ = Conv1D  # type: ignore[assignment]
+        change_class(self, original=Conv1D)
 
 
 def find_conv1ds(model: nn.Module) -> list[nn.Module]:
     """Return the Conv1Ds that PEFT did not wrap and whose weight is a plain parameter."""
     wrapped = {getattr(module, "base_layer", None) for module in model.modules()}
-    plain = [module for module in model.modules() if type(module) is Conv1D and "forward" not in vars(module)]
+    plain = [
+        module
+        for module in model.modules()
+        if get_class_parts(module).original is Conv1D and "forward" not in vars(module)
+    ]
     return [conv for conv in plain if conv not in wrapped and type(conv.weight) is nn.Parameter and conv.weight.numel()]
 
 
@@ -57,7 +62,7 @@ def to_linears(modules: list[nn.Module]) -> list[Conv1DLinear]:
     for linear in linears:
         _transpose(linear.weight)
         linear.in_features, linear.out_features = linear.nx, linear.nf
-        linear.__class__ = Conv1DLinear
+        change_class(linear, original=Conv1DLinear)
     return linears
 
 

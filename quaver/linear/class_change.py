@@ -1,42 +1,112 @@
-"""The class of a converted module: a float8 class in front of the class that the module had.
+"""Changes the class of a module in place: to a float8 class, and to subclasses that run code around its forward.
 
-[Note: a change of class] A conversion assigns `module.__class__` and keeps the object. So every reference to the module
-stays valid: a second parent's, a hook's, an optimizer's name map. Converting back is exact for the same reason.
+[Note: a change of class] These functions assign `module.__class__` and keep the object. So every reference to the
+module stays valid: a second parent's, a hook's, an optimizer's name map. The way back is exact for the same reason.
+
+A class consists of these parts, from the inside out. Each can be added or removed whatever the others are:
+
+    original    the class that the module had
+    float8      Float8Linear or another float8 class, which provides the forward
+    layers      code around the forward, in the order of the calls of `add_layer`
+    FSDP2       FSDPModule, from `fully_shard`
+
+pickle finds a class by its name, which these classes do not have. So a pickled module names the parts, and unpickling
+makes its class again.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from typing import Any, SupportsIndex, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 
-Float8Module = TypeVar("Float8Module", bound=nn.Module)
+from quaver.torch_private.fsdp import fsdp_module_class
 
 
-def float8_class(cls: type[nn.Module], float8: type[Float8Module]) -> type[Float8Module]:
-    """Return the class for a converted module of class `cls`: `float8` for nn.Linear, else a subclass of both.
+class Layer:
+    """Code around a module's forward. Instances are hashable and can be pickled; equal ones make the same class."""
 
-    `float8` comes first in the MRO: it provides `forward`, and everything else that `cls` defines stays.
-    """
-    return float8 if cls is nn.Linear else _class_of_both(cls, float8)  # type: ignore[arg-type,return-value]
+    def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """Return a forward that calls the one of `cls`, the class below."""
+        raise NotImplementedError
+
+
+class ClassParts(NamedTuple):
+    """The parts of a class; see the top of the file. FSDP2's is not listed."""
+
+    original: type[nn.Module]
+    float8: type[nn.Module] | None = None
+    layers: tuple[Layer, ...] = ()
+
+
+def get_class_parts(module: nn.Module) -> ClassParts:
+    """Return the parts of the module's class. A class that this file did not make is an `original`."""
+    cls = type(module)
+    cls = cls.__bases__[1] if _is_fsdp_class(cls) else cls
+    if "replaces" in vars(cls):  # a float8 class itself
+        return ClassParts(vars(cls)["replaces"], cls)
+    parts: ClassParts = vars(cls).get("_class_parts", ClassParts(cls))
+    return parts
+
+
+def change_class(module: nn.Module, **parts: Any) -> None:
+    """Replace parts of the module's class, by the names of `ClassParts`."""
+    changed: tuple[Any, ...] = get_class_parts(module)._replace(**parts)
+    cls: Any = _make_class(*changed)
+    before = type(module)
+    if _is_fsdp_class(before):
+        namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
+        cls = type(f"FSDP{cls.__name__}", (before.__bases__[0], cls), namespace)
+    module.__class__ = cls
+
+
+def add_layer(module: nn.Module, layer: Layer) -> None:
+    """Run `layer` around the forward that `module` has."""
+    change_class(module, layers=(*get_class_parts(module).layers, layer))
+
+
+def remove_layers(module: nn.Module, kind: type[Layer]) -> None:
+    """Remove the layers of this class, wherever they are."""
+    if has_layer(module, kind):
+        layers = get_class_parts(module).layers
+        change_class(module, layers=tuple(layer for layer in layers if not isinstance(layer, kind)))
+
+
+def has_layer(module: nn.Module, kind: type[Layer]) -> bool:
+    """Return whether a layer of this class runs around the module's forward."""
+    return any(isinstance(layer, kind) for layer in get_class_parts(module).layers)
+
+
+def _is_fsdp_class(cls: type) -> bool:
+    fsdp, bases = fsdp_module_class(), cls.__bases__
+    return fsdp is not None and len(bases) == 2 and issubclass(bases[0], fsdp)
 
 
 @functools.cache
-def _class_of_both(cls: type[nn.Module], float8: type[nn.Module]) -> type[nn.Module]:
-    name = f"{float8.__name__.removesuffix('Linear').removesuffix('Experts')}{cls.__name__}"
-    namespace = {"__module__": cls.__module__, "__reduce_ex__": _reduce_of_both}
-    return types.new_class(name, (float8, cls), exec_body=lambda body: body.update(namespace))
+def _make_class(original: Any, float8: Any, layers: tuple[Layer, ...]) -> type[nn.Module]:
+    """Make a class with the name and signature by which libraries find modules and their arguments."""
+    namespace: dict[str, Any] = {"_class_parts": ClassParts(original, float8, layers), "__reduce_ex__": _reduce_ex}
+    if layers:
+        cls = _make_class(original, float8, layers[:-1])
+        forward = functools.wraps(cls.forward)(layers[-1].make_forward(cls))
+        namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+        return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(namespace))
+    if float8 is None or vars(float8).get("replaces") is original:
+        made: type[nn.Module] = float8 or original
+        return made
+    name = f"{float8.__name__.removesuffix('Linear').removesuffix('Experts')}{original.__name__}"
+    namespace |= {"__module__": original.__module__}
+    # `float8` provides the forward, and everything else that `original` defines stays.
+    return types.new_class(name, (float8, original), exec_body=lambda body: body.update(namespace))
 
 
-def _reduce_of_both(self: Any, protocol: SupportsIndex) -> Any:
-    # pickle finds a class by its name. A class that `float8_class` made cannot be found, so unpickling makes it again.
-    float8 = type(self).__mro__[1]
-    if not hasattr(self, "_converted_from") or type(self) is not float8_class(self._converted_from, float8):
-        return object.__reduce_ex__(self, protocol)
-    return _new_of_both, (self._converted_from, float8), self.__getstate__()
+def _reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
+    parts = vars(type(self)).get("_class_parts")
+    return (_new, parts, self.__getstate__()) if parts else object.__reduce_ex__(self, protocol)
 
 
-def _new_of_both(cls: type[nn.Module], float8: type[nn.Module]) -> nn.Module:
-    return object.__new__(float8_class(cls, float8))
+def _new(*parts: Any) -> nn.Module:
+    return object.__new__(_make_class(*parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.recipes.torchao_forms import LinearMMConfig, is_torchao_tensor
 from quaver.torch_private.tracing import FakeTensor
 
-OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from", "_last_run")
+OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_last_run")
 """The attributes that a Float8Linear adds to nn.Linear."""
 
 
@@ -35,6 +35,8 @@ class Float8Linear(nn.Linear):
         config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
     """
 
+    replaces: ClassVar[type[nn.Linear]] = nn.Linear
+    """A converted nn.Linear is of this class itself (class_change.py); a converted subclass, of a subclass of both."""
     config: Float8LinearConfig
     scaling: LinearScales | None
     """Its persistent scales, if the config has any (scale_state.py)."""
@@ -46,7 +48,6 @@ class Float8Linear(nn.Linear):
     """Set if FSDP2 all-gathers the weight in float8 (fsdp/gathered.py)."""
     _prepared_weight: PreparedOperands | None
     """Set while a `cast_weights_once` is open."""
-    _converted_from: type[nn.Linear]
     _last_run: LastRun
     probe: MatmulProbe | None = None
     """Set while a monitor is attached (numerics/monitoring.py)."""
@@ -62,7 +63,7 @@ class Float8Linear(nn.Linear):
         config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.set_up(resolve_config(config), nn.Linear)
+        self.set_up(resolve_config(config))
 
     @classmethod
     def from_float(
@@ -78,14 +79,13 @@ class Float8Linear(nn.Linear):
         float8.weight, float8.bias = linear.weight, linear.bias
         return float8.train(linear.training)
 
-    def set_up(self, config: Float8LinearConfig, converted_from: type[nn.Linear]) -> None:
-        """Set the attributes of a new Float8Linear; `converted_from` is the class to convert it back to."""
+    def set_up(self, config: Float8LinearConfig) -> None:
+        """Set the attributes of a new Float8Linear."""
         self.config = config
         self.scaling = None
         self.sharding = None
         self.gathering = None
         self._prepared_weight = None
-        self._converted_from = converted_from
         self._last_run = LastRun()
 
     def forward(self, input: Tensor) -> Tensor:

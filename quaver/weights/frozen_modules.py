@@ -59,6 +59,8 @@ class FrozenModule(nn.Module):
 class FrozenFloat8Linear(FrozenModule, Float8Linear):
     """A Float8Linear whose weight is stored in float8; `freeze_to_float8` makes it."""
 
+    replaces = nn.Linear
+
 
 class FrozenFloat8Experts(FrozenModule, Float8Experts):
     """A Float8Experts whose weights are stored in float8; `freeze_to_float8` makes it."""
