@@ -26,8 +26,8 @@ def assert_float8_training(
 ) -> None:
     """Raise RuntimeError unless `model` trains in float8 as it was converted.
 
-    Call it when model and optimizer are complete, after all wrappers (DDP, `fully_shard`, PEFT) were applied; with
-    `require_native` after a step.
+    Call it when model and optimizer are complete, after all wrappers (DDP, `fully_shard`, PEFT) were applied. Call it
+    again after a step: only then does it find float8 linears that nothing calls, and `require_native` what ran.
 
     Args:
         model: the model that trains, or a wrapper around it.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.runs import idle_modules, missing_weight, read_weights, replaced_forward
+from quaver.conversion.runs import idle_modules, missing_weight, replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
@@ -129,8 +129,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     submodules, copies, and layers that were replaced or made by hand. Modules other than `nn.Linear` are covered by
     shape and name: all 2-D and 3-D parameters outside embeddings, convolutions, norms and the like.
 
-    A layer that did not run while others trained counts as skipped: its parent reads its weight without calling it, or
-    it takes no part in training. Before the first step, a note names the linears whose weights a parent reads.
+    After a step, a layer that did not run while others trained counts as skipped: its parent reads its weight without
+    calling it, or it takes no part in training.
     """
     layers: list[LayerReport] = []
     configs: dict[str, None] = {}
@@ -166,7 +166,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         backend = child.backend if isinstance(child, Float8Linear) and converted else ""
         layers.append(LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend))
     convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
-    all_notes = [*notes, *read_weights(module), *_notes_on_guesses(experts), *(slow_paths() if configs else [])]
+    all_notes = [*notes, *_notes_on_guesses(experts), *(slow_paths() if configs else [])]
     return ConversionReport("\n".join(configs), layers, all_notes, convolutions)
 
 

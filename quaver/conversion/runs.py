@@ -1,17 +1,13 @@
-"""Finds converted float8 modules that did not run, or may never run."""
+"""Finds converted float8 modules that did not run, or whose forward was replaced."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from torch import nn
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.weight_readers import readers_of_weights
 from quaver.experts.base import Float8Grouped
 from quaver.linear.last_run import has_run, is_idle
 from quaver.linear.module import Float8Linear
-from quaver.runtime.names import listed
 
 
 def idle_modules(model: nn.Module) -> dict[str, str]:
@@ -25,32 +21,18 @@ def idle_modules(model: nn.Module) -> dict[str, str]:
     idle = {name: module for name, module in float8.items() if is_idle(module, trained_at)}
     if not idle:
         return {}
-    experts, readers = ActiveExperts(model), readers_of_weights(model)
+    experts = ActiveExperts(model)
     return {
-        name: f"converted, but it did not run while others trained: {_why_idle(module, readers.get(id(module), ''))}"
+        name: f"converted, but it did not run while others trained: {_why_idle(module)}"
         for name, module in idle.items()
         if experts.count_linear(name) == 1
     }
 
 
-def _why_idle(module: Float8Linear | Float8Grouped, reader: str) -> str:
+def _why_idle(module: Float8Linear | Float8Grouped) -> str:
     if "forward" in vars(module):
         return "the forward that replaced its own does not call the original"
-    return f"{reader} reads its weight and does not call it" if reader else "nothing called it"
-
-
-def read_weights(model: nn.Module) -> Iterator[str]:
-    """Yield a note for each parent that reads the weight of float8 linears that did not run and may never run."""
-    names: dict[str, list[str]] = {}
-    idle, readers = idle_modules(model), readers_of_weights(model)
-    for name, module in model.named_modules():
-        if id(module) in readers and isinstance(module, Float8Linear) and not has_run(module) and name not in idle:
-            names.setdefault(readers[id(module)], []).append(name)
-    for reader, linears in names.items():
-        yield (
-            f"{reader} reads the weight of {listed(linears)}: if it multiplies by this weight without calling the "
-            "linear, nothing runs in float8; after a training step the report shows which linears ran"
-        )
+    return "nothing called it; its parent may read its weight instead, for example in F.linear"
 
 
 def replaced_forward(module: Float8Linear | Float8Grouped) -> str:

@@ -78,23 +78,19 @@ def refused(model, reason):
         assert_float8_training(model)
 
 
-def test_a_linear_whose_weight_its_parent_reads_is_no_float8(caplog):
+def test_a_linear_whose_weight_its_parent_reads_is_no_float8():
     model = convert_to_float8_training(nn.Sequential(Attention(), Attention(), nn.Linear(16, 16)))
-    note = "Attention.projected reads the weight of 0.qkv, 1.qkv: if it multiplies"
-    assert caplog.text.count("reads the weight") == caplog.text.count(note) == 1
     with torch.no_grad():
         model(torch.ones(4, 16))
     assert conversion_report(model).float8_flops_fraction == 1  # it is no step
     assert_float8_training(model)
     step(model)
     report = conversion_report(model)
-    reason = "it did not run while others trained: Attention.projected reads its weight and does not call it"
-    assert {layer.name: layer.reason for layer in report.skipped} == dict.fromkeys(
-        ["0.qkv", "1.qkv"], f"converted, but {reason}"
-    )
+    reason = "it did not run while others trained: nothing called it; its parent may read its weight instead"
+    assert [layer.name for layer in report.skipped] == ["0.qkv", "1.qkv"]
+    assert all(layer.reason.startswith(f"converted, but {reason}") for layer in report.skipped)
     assert report.float8_flops_fraction == pytest.approx(1 / 3)
-    assert not report.notes
-    refused(model, f"0.qkv, 1.qkv: converted, but {reason}; leave it out")
+    refused(model, f"0.qkv, 1.qkv: converted, but {reason}.*; leave it out")
     for attention in model[:2]:
         attention.projected = lambda input: attention.qkv(input)[..., :16]  # noqa: B023 - the last one for both
     step(model)
@@ -182,34 +178,29 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "nu
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "idle", "read"),
+    ("name", "sizes", "idle"),
     [
         pytest.param(
             "Mamba",
             {**SIZES, "vocab_size": 32},
             {"dt_proj"},
-            {"x_proj", "dt_proj", "out_proj"},
             marks=pytest.mark.nightly,
         ),
         (
             "WavLM",
             {**SIZES, "conv_dim": (16,), "conv_kernel": (10,), "conv_stride": (5,), "layerdrop": 0.0},
             {"q_proj", "k_proj", "v_proj", "out_proj"},
-            {"q_proj", "k_proj", "v_proj", "out_proj"},
         ),
     ],
 )
-def test_models_of_transformers_whose_parents_read_weights(name, sizes, idle, read):
+def test_models_of_transformers_whose_parents_read_weights(name, sizes, idle):
     config = getattr(transformers, f"{name}Config")(**sizes)
     model = convert_to_float8_training(transformers.AutoModel.from_config(config).train())
-    (note,) = (note for note in conversion_report(model).notes if "reads the weight of" in note)
-    assert any(leaf in note for leaf in read)
     model(torch.ones(1, 8, dtype=torch.long) if name == "Mamba" else torch.randn(1, 100))
     report = conversion_report(model)
     found = {layer.name.rpartition(".")[2] for layer in report.skipped if "did not run" in layer.reason}
     assert found == idle
-    assert not any("reads the weight" in note for note in report.notes)
-    refused(model, "reads its weight and does not call it")
+    refused(model, "nothing called it; its parent may read its weight instead")
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
