@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver import Float8Linear
 from quaver.conversion.high_precision import float8_modules
 from quaver.lab.runs.json_lines import read_metrics
-from quaver.lab.settings import Float8, TrainConfig, Validation
-from quaver.lab.trainer.float8 import in_high_precision
+from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Validation
+from quaver.lab.trainer.float8 import convert_model, in_high_precision
+from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
@@ -151,3 +152,27 @@ def test_every_block_but_the_output_projection_can_stay_out(tiny_float8_config):
     assert converted(run) == {"lm_head"}
     with pytest.raises(ValueError, match=r"nothing to convert: .*float8.skip_first_layers = 2"):
         prepare(with_float8(tiny_float8_config, "none", skip_first_layers=2))
+
+
+def test_the_trainer_converts_by_layer():
+    name = "model.layers.1.mlp.down_proj"
+    config = Float8(layer_recipes=(f"{name}=mxfp8", "model.layers.0.mlp.up_proj=high_precision"))
+    with torch.device("meta"):
+        llama = Llama(Model())
+    convert_model(llama, config, tokens=64, device=torch.device("cpu"))
+    recipes = {name: module.config.recipe_name.value for name, module in float8_modules(llama)}
+    assert recipes[name] == "mxfp8"
+    assert recipes.keys().isdisjoint(["model.layers.0.mlp.up_proj", "lm_head"])
+    assert recipes["model.layers.0.mlp.down_proj"] == "tensorwise"
+
+
+def test_bad_recipes_by_layer_are_refused_with_the_name_of_the_setting():
+    with pytest.raises(ValueError, match="float8.layer_recipes: expected an entry 'layer=recipe', got '0'"):
+        Float8(layer_recipes=("0",))
+
+
+def test_tensor_parallelism_refuses_recipes_by_layer():
+    with pytest.raises(
+        ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"
+    ):
+        TrainConfig(float8=Float8(layer_recipes=("a=rowwise",)), parallelism=Parallelism(tensor_parallel_degree=2))

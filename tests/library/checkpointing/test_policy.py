@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from quaver import (
     Float8LinearConfig,
@@ -472,14 +472,33 @@ def test_results_that_are_saved_can_be_written_to(kept, recipe):
     assert_same(gradients("selective", also_keep=kept), gradients("none"))
 
 
-def test_attention_that_draws_random_numbers_is_not_saved():
-    decide = checkpointing.selective_checkpoint_contexts()[0].policy_fn
-    attention, query = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.empty(1)
-    context = SelectiveCheckpointContext(is_recompute=False)
-    decisions = [decide(context, attention, query, query, query, *dropout) for dropout in ((), (0.0,), (0.1,))]
-    decisions.append(decide(context, attention, query, query, query, dropout_p=0.1))
-    saves, recomputes = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-    assert decisions == [saves, saves, recomputes, recomputes]
+class FlashAttention(nn.Module):
+    """Calls a GPU's operator, which has a meta kernel, and an operator whose backward needs its result."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+
+    def forward(self, query):
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        return attend(query, query, query, *self.args, **self.kwargs)[0].sin()
+
+
+@pytest.mark.parametrize(
+    ("module", "recomputed"),
+    [
+        (FlashAttention(), 0),
+        (FlashAttention(0.0), 0),
+        (FlashAttention(0.1), 1),
+        (FlashAttention(dropout_p=0.1), 1),
+    ],
+)
+def test_attention_that_draws_random_numbers_is_not_saved(module, recomputed):
+    apply_activation_checkpointing([module])
+    output = module(torch.empty(1, 2, 16, 32, dtype=torch.float16, device="meta", requires_grad=True))
+    with Calls() as backward:
+        output.sum().backward()
+    assert backward.counts[torch.ops.aten._scaled_dot_product_flash_attention.default] == recomputed
 
 
 @pytest.mark.parametrize(

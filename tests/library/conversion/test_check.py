@@ -18,25 +18,31 @@ from quaver import (
     convert_to_high_precision,
 )
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
+from quaver.linear.last_run import note_run
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import warn_once
 from tests.mixture import GroupedExperts
 
 
+def note(linear, device, backend):
+    """Record a forward as on a device that this machine may lack."""
+    note_run(linear, torch.device(device), linear.config, lambda config, device: backend)
+
+
 def test_training_may_be_required_to_multiply_natively():
     model = nn.Sequential(*(Float8Linear(16, 16, device="meta") for _ in range(2)))  # no device is needed to tell
     assert_float8_training(model)
-    for ran_on in (None, torch.device("cpu")):  # a smoke test before it moved
-        for linear in model:
-            linear._last_run.device = ran_on
+    for ran_on in (None, "cpu"):  # a smoke test before it moved
+        for linear in model if ran_on else ():
+            note(linear, ran_on, "exact")
         with pytest.raises(RuntimeError, match="have not run yet, so nothing is known of .*: 0, 1$"):
             assert_float8_training(model, require_native=True)
     for linear in model:
-        linear._last_run.device, linear._last_run.backend = torch.device("meta"), "native"
+        note(linear, "cuda:0", "native")
     assert_float8_training(model, require_native=True)
     warn_once("key", "no native matmul on cuda:0")
-    for backend in ("exact", "native and exact"):
-        model[1]._last_run.backend = backend
+    for ran_on, backend in (("cuda:1", "exact"), ("cuda:2", "native and exact")):
+        note(model[1], ran_on, backend)
         assert_float8_training(model)
         with pytest.raises(RuntimeError, match="multiply exactly, not on float8 units: 1; no native matmul"):
             assert_float8_training(model, require_native=True)

@@ -1,4 +1,4 @@
-"""A recipe for each layer: what is converted to what, in a library, in transformers' models and in the trainer."""
+"""A recipe for each layer: which layers are converted to which recipe."""
 
 import pytest
 import torch
@@ -6,9 +6,6 @@ from torch import nn
 
 from quaver import Float8Linear, LayerRecipes, conversion_report
 from quaver.conversion.layer_recipes import convert_layers
-from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig
-from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import Llama
 
 
 def model() -> nn.Module:
@@ -62,8 +59,6 @@ def test_a_file_with_another_type_is_refused(tmp_path, value):
 def test_bad_entries_are_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         LayerRecipes.parse("tensorwise", entries)
-    with pytest.raises(ValueError, match=f"float8.layer_recipes: {message}"):
-        Float8(layer_recipes=tuple(entries))
 
 
 def test_a_layer_that_is_not_there_is_refused_before_any_is_converted():
@@ -71,22 +66,3 @@ def test_a_layer_that_is_not_there_is_refused_before_any_is_converted():
     with pytest.raises(ValueError, match="layer_recipes has '7', which is no module of this Sequential"):
         convert_layers(plain, LayerRecipes("tensorwise", {"7": "rowwise"}))
     assert set(recipes_of(plain).values()) == {"high_precision"}
-
-
-def test_the_trainer_converts_by_layer():
-    name = "model.layers.1.mlp.down_proj"
-    config = Float8(layer_recipes=(f"{name}=mxfp8", "model.layers.0.mlp.up_proj=high_precision"))
-    with torch.device("meta"):
-        llama = Llama(Model())
-    convert_model(llama, config, tokens=64, device=torch.device("cpu"))
-    found = recipes_of(llama)
-    assert found[name] == "mxfp8"
-    assert found["model.layers.0.mlp.up_proj"] == found["lm_head"] == "high_precision"
-    assert found["model.layers.0.mlp.down_proj"] == "tensorwise"
-
-
-def test_tensor_parallelism_refuses_it():
-    with pytest.raises(
-        ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"
-    ):
-        TrainConfig(float8=Float8(layer_recipes=("a=rowwise",)), parallelism=Parallelism(tensor_parallel_degree=2))

@@ -17,6 +17,7 @@ from quaver import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
+from quaver.linear.last_run import note_run
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import warn_once
 from tests.library.conversion.test_convert import Model
@@ -304,7 +305,8 @@ def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
     caplog.clear()
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "2")
     assert "slow on cuda:0" not in caplog.text  # it was logged when it happened
-    model[0]._last_run.backend = "native and exact"
+    with torch.no_grad():
+        note_run(model[0], torch.device("cuda:0"), model[0].config, lambda config, device: "native and exact")
     report = conversion_report(model)
     assert report.notes == ["slow on cuda:0"]
     assert [layer.backend for layer in report.layers] == ["native and exact", "not run yet", ""]
