@@ -25,9 +25,8 @@ from quaver import (
 from quaver.checkpointing import policy as checkpointing
 from quaver.checkpointing.policy import MATMULS, apply_activation_checkpointing
 from quaver.kernels import cpu
-from quaver.lab.settings import Model
 from quaver.lab.trainer.memory import TensorBytes
-from quaver.lab.trainer.model import Block, rope_tables
+from tests.models import Block, rope_tables
 from tests.steps import assert_same, draw
 from tests.thinned import at_night, thinned
 
@@ -43,11 +42,10 @@ class Net(nn.Module):
 
     def __init__(self, width: int, blocks: int = 1) -> None:
         super().__init__()
-        shape = Model(dim=width, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=width * 7 // 2)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(blocks))
+        self.layers = nn.ModuleList(Block(width, width * 7 // 2) for _ in range(blocks))
 
     def forward(self, x):
-        cos, sin = rope_tables(x.shape[1], x.shape[2] // 4, 1e4, x.device)
+        cos, sin = rope_tables(x.shape[1], x.shape[2] // 4, x.device)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return x
@@ -213,7 +211,7 @@ def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
                 with Calls() as forward:
                     output = net(input)
                 gc.collect()
-                tables = 2 * 4096 * 1024 * 4  # of rope, which a model computes once
+                tables = 2 * 4096 * 512 * 4  # of rope, which a model computes once
                 kept = tensors.live_bytes - output.untyped_storage().nbytes() - tables
                 with Calls() as backward:
                     output.backward(torch.ones_like(output))

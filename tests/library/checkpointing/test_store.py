@@ -27,10 +27,10 @@ from quaver.checkpointing.partition import StoringPartitioner
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
 from quaver.lab.trainer.mixture import Mixture
-from quaver.lab.trainer.model import rope_tables
 from quaver.recipes.scaling import dynamic_cast_blocks
 from quaver.runtime.slow_paths import clear_slow_paths
 from tests.library.checkpointing.test_policy import Net, make
+from tests.models import rope_tables
 from tests.reference import sqnr_db
 from tests.steps import assert_same, by_torch_save, draw
 from tests.thinned import at_night, thinned
@@ -166,7 +166,7 @@ def test_a_checkpoint_recomputes_in_high_precision_and_stores_nothing(recipe, mo
 def test_a_reentrant_checkpoint_recomputes_in_high_precision():
     exact, net = step(make("rowwise", width=256)), stored("rowwise")
     layer = net.layers[0]
-    cos_sin = rope_tables(64, 64, 1e4, "cpu")
+    cos_sin = rope_tables(64, 64, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
         loss = checkpoint(layer, inputs(), *cos_sin, use_reentrant=True).float().square().mean()
     loss.backward()
