@@ -1,8 +1,8 @@
 """Float8 codes of a saved activation: e4m3 in blocks of consecutive elements, each with a power-of-two scale.
 
-A block is `block_size` elements that are adjacent in memory, so a transposed view of a matrix has the same codes as the
-matrix. If the number of elements is not a multiple of `block_size`, blocks start again at each row of the innermost
-dim. Blocks of 128 take 1.03 bytes per element.
+The `block_size` elements of a block are adjacent in memory, so a matrix and its transposed view have the same codes. If
+the number of elements is not a multiple of `block_size`, blocks start again at each row of the innermost dim. Blocks of
+128 take 1.03 bytes per element.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class MemoryLayout:
         self.columns = block_size if fills else self.shape[-1]
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """The elements in memory order, [rows, columns]; a view of a dense tensor."""
+        """Return the elements in memory order, [rows, columns]; a view if the tensor is dense."""
         return tensor.permute(self.order).reshape(-1, self.columns)
 
     def from_matrix(self, matrix: Tensor) -> Tensor:
-        """Undo `to_matrix`: a tensor with the original shape and order of strides."""
+        """Undo `to_matrix`: return a tensor with the original shape and order of strides."""
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return matrix.view(self.shape).permute(inverse)
 
@@ -87,5 +87,5 @@ decode = operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
 
 
 def decode_in_graph(codes: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
-    """`decode` for a graph: the custom op on a CPU; on a GPU PyTorch ops, which Inductor fuses into their readers."""
+    """Call `decode` on a CPU. On a GPU, run its PyTorch ops, which Inductor fuses into the ops that read the result."""
     return (decode if is_cpu(codes) else _decode_blocks)(codes, scale, layout, dtype)

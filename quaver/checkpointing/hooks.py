@@ -9,8 +9,8 @@ Tensors that autograd saves inside the block are stored in float8. These are not
     parameters                   and anything derived from one parameter only, except embedding lookups
     tensors without gradient     masks (no code holds their infinities), tables of rotary embeddings, attention's
                                  logsumexp, the statistics of a norm
-    small tensors                fewer elements than a block, or at most 1/8 of the module's largest argument, as the
-                                 results of reductions
+    small tensors                fewer elements than a block, or at most 1/8 of the module's largest argument, for
+                                 example results of reductions
     what matmuls save            float8 linears save codes already, and other linears keep their inputs
 
 A storage that is saved several times is stored once. The codes are looked up by the position of the tensor's elements
@@ -18,8 +18,8 @@ in memory, while they are alive and the tensor's version is unchanged. A write t
 `.data`) between two saves in one forward is missed here too.
 
 Autograd runs the innermost hooks only. So these hooks call the ones around the block, with the codes and scales or with
-the tensor that is not converted. Inside an activation checkpoint nothing is stored, because almost nothing is saved;
-the recomputation is in high precision.
+the tensor that is not converted. Inside an activation checkpoint nothing is stored: almost
+nothing is saved there, and the recomputation is in high precision.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StoredCodes:
         self._unpack: Any = _identity if outer is None else outer[1]
         self.bytes = codes.nbytes + scale.nbytes
         self._codes, self._scale = pack(codes), pack(scale)
-        # References, so that no other hooks get the same id and no other storage the same key while the codes live.
+        # Held so that no other hooks can get the same id, and no other storage the same key, while the codes are alive.
         self._outer = outer
         self._source = StorageWeakRef(matrix.untyped_storage())
 
@@ -88,7 +88,7 @@ _live_codes: weakref.WeakValueDictionary[tuple[Any, ...], StoredCodes] = weakref
 
 
 class StoredTensor:
-    """The object that the hooks save in place of a tensor. For a DTensor it holds this rank's part."""
+    """The object that the hooks save instead of a tensor. For a DTensor it holds this rank's part."""
 
     __slots__ = ("_sharding", "codes", "layout")
 
@@ -97,20 +97,20 @@ class StoredTensor:
         self._sharding = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
     def unpack(self) -> Tensor:
-        """The dequantized tensor, with the original shape, dtype and order of strides.
+        """Return the dequantized tensor, with the original shape, dtype and order of strides.
 
         Raises:
             RuntimeError: in a double backward.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "activations that are stored in float8 support no double backward: call backward without "
-                "create_graph=True, or let modules store none with stop_storing_activations(model)"
+                "activations that are stored in float8 do not support double backward: call backward without "
+                "create_graph=True, or call stop_storing_activations(model)"
             )
         return self.restore()
 
     def restore(self) -> Tensor:
-        """`unpack` without the check for a double backward."""
+        """Do the same as `unpack`, without the check for a double backward."""
         with torch.no_grad():
             local = self.layout.from_matrix(self.codes.restore(self.layout.dtype))
             if self._sharding is None:
@@ -178,7 +178,7 @@ class Pack(PackHook):
         )
 
     def is_skipped(self, tensor: Tensor) -> bool:
-        """Whether this tensor is not converted; see the top of the file."""
+        """Return whether this tensor is not converted; see the top of the file."""
         if not tensor.requires_grad or _in_matmul.depth or _is_derived_from_parameter(tensor):
             return True
         local = waited_local_tensor(tensor)
@@ -210,7 +210,7 @@ _LOOKUPS = re.compile("Embedding|Index|Gather")
 
 
 def _is_derived_from_parameter(tensor: Tensor) -> bool:
-    """Whether a chain of ops with one input leads back to a parameter, without a lookup of rows."""
+    """Return whether a chain of ops with one input leads back to a parameter, without a lookup of rows."""
     node: Any = tensor.grad_fn
     while node is not None and len(node.next_functions) == 1 and not _LOOKUPS.search(node.name()):
         node = node.next_functions[0][0]

@@ -1,15 +1,15 @@
 """Stores activations in float8 in compiled code: quantizes in the forward graph and dequantizes in the backward graph.
 
 torch.compile decides what to save when it partitions the joint graph of forward and backward. The partitioner here runs
-Inductor's, then replaces saved tensors by their codes and scales:
+Inductor's, then replaces saved tensors with their codes and scales:
 
     forward returns       ..., saved              ->    ..., codes, scale
-    backward takes        saved, ..., tangents    ->    codes, scale, ..., tangents
+    backward reads        saved, ..., tangents    ->    codes, scale, ..., tangents
 
 It replaces results of the nodes inside a module that stores, which store.py annotates, and graph inputs that a storing
 module reads, for example the residual stream. The rules of hooks.py apply; the largest argument is the largest tensor
 that nodes of the module's class read from outside. Tensors that a matmul of the backward reads, directly or through a
-view, stay unchanged too: they are inputs of linears in high precision. A tensor that two graphs save is stored by each.
+view, are not replaced: they are inputs of linears in high precision. If two graphs save a tensor, each stores it.
 
 The backward recomputes what the partitioner chose to recompute, from the dequantized tensors. Backends other than
 Inductor do not partition this way and store nothing.
@@ -69,7 +69,7 @@ class StoringPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        """Hash of this folder's code, which decides what is stored and how, for the compiler's caches of graphs."""
+        """Return a hash of this folder's code, for the compiler's caches: the code decides what is stored, and how."""
         files = sorted(Path(__file__).parent.glob("*.py"))
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -77,7 +77,7 @@ class StoringPartitioner(CustomPartitionerFn):
 def _find_nodes_to_store(
     forward: Graph, saved: dict[str, Node], num_outputs: int, static: set[str], with_gradient: set[str]
 ) -> Iterable[tuple[Node, int]]:
-    """The saved nodes of the forward graph to store, with their block sizes. `saved`: the inputs of the backward."""
+    """Yield the saved nodes of the forward graph to store, with block sizes. `saved`: the inputs of the backward."""
     outputs = _get_results(forward)
     largest = _measure_largest_arguments(forward, static)
     differentiable = _find_differentiable(forward, with_gradient)
@@ -90,7 +90,7 @@ def _find_nodes_to_store(
 
 
 def _find_differentiable(graph: Graph, with_gradient: set[str]) -> set[Node]:
-    """The nodes that depend on an input with a gradient; masks and tables do not."""
+    """Return the nodes that depend on an input with a gradient; masks and tables do not."""
     differentiable: set[Node] = set()
     for node in graph.nodes:
         if node.name in with_gradient or not differentiable.isdisjoint(node.all_input_nodes):
@@ -99,7 +99,10 @@ def _find_differentiable(graph: Graph, with_gradient: set[str]) -> set[Node]:
 
 
 def _find_storing_module(node: Node) -> StoringModule | None:
-    """The storing module that computes a saved node, or else that reads it: a graph input or a linear's result."""
+    """Return the storing module that computes a saved node.
+
+    If there is none, as for a graph input or a linear's result, return the one that reads it.
+    """
     module = _get_annotation(node)
     if module is not None:
         return module
@@ -113,7 +116,7 @@ def _get_annotation(node: Node) -> StoringModule | None:
 
 
 def _measure_largest_arguments(graph: Graph, static: set[str]) -> dict[StoringModule, int]:
-    """The number of elements of the largest tensor that the nodes of each class of modules read from outside it."""
+    """Return, by class of modules, the elements of the largest tensor that its nodes read from outside the class."""
     largest: dict[StoringModule, int] = {}
     for node in graph.nodes:
         module = _get_annotation(node)
@@ -126,7 +129,7 @@ def _measure_largest_arguments(graph: Graph, static: set[str]) -> dict[StoringMo
 
 
 def _count_elements(node: Node) -> int:
-    """The number of elements of a floating-point tensor of known shape; 0 for anything else."""
+    """Return the number of elements of a floating-point tensor of known shape; 0 for anything else."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point() or not _is_static(value):
         return 0
@@ -185,7 +188,7 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
 
 
 def _get_next_node(graph: Graph, node: Node) -> Node:
-    """The first node before which a reader of `node` may be inserted."""
+    """Return the first node before which a reader of `node` may be inserted."""
     if node.op == "placeholder":
         return next(following for following in graph.nodes if following.op != "placeholder")
     following: Node = node.next

@@ -8,21 +8,22 @@ recomputes everything except the results that a policy saves:
     saved:      every second matmul, attention, reduce-scatters, amaxes
     recomputed: the last matmul, pointwise results, casts to float8
 
-Matmuls are counted alike in every precision, so a float8 block saves the same results as the bfloat16 block, and its
-amaxes. An amax is a few numbers and spares a read of a whole tensor. Never save the result of the `abs` before it: it
-is as large as the tensor, unsharded weights included, and float8 then needs more memory than bfloat16. `also_keep` and
-`never_keep` change the policy and can cause that mistake; `quaver memory --vs` shows its cost.
+A policy counts matmuls alike in every precision. So a float8 block saves the results that a bfloat16 block saves, and
+its amaxes. An amax is a few numbers, and saving it avoids another read of the tensor. Never save the result of the
+`abs` before an amax. It is as large as the tensor, which may be an unsharded weight, and float8 then needs more memory
+than bfloat16. `also_keep` and `never_keep` change the policy and can cause that mistake.
 
-[Note: which matmuls] A recomputation ends before the last matmul, since the block's backward does not read its result.
-Saving it would waste memory, as counting from the first does in a Llama block of seven matmuls. So matmuls are counted
-from the last one. An eager block knows their number from its previous forward; its first forward
-counts from the first. So does compiled code, where Inductor does not save results that nothing reads.
+[Note: which matmuls] A recomputation ends before the last matmul, because the block's backward does not read its
+result. Saving that result would waste memory. Counting from the first matmul would save it in a Llama block, which has
+seven matmuls. So matmuls are counted from the last one. An eager block knows their number from its previous forward,
+and counts from the first matmul in its first forward. Compiled code always counts from the first: Inductor does not
+save results that nothing reads.
 
 [Note: what a policy counts] A policy finds a saved result by counting the calls of its op (torch.utils.checkpoint). A
-block must therefore issue the same ops in its forward and in its recomputation. Repeated casts change nothing: they are
-functions of their operands, and persistent scales record maxima. The cache of a shared activation belongs to one
-dispatch mode (linear/shared_input.py). The ops of FSDP2's hooks inside a block are hidden from policies
-(torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
+block must therefore issue the same ops in its forward and in its recomputation. A repeated cast has the same result,
+because it depends only on its operands; persistent scales record maxima, which a repetition does not change. The cache
+of a shared activation belongs to one dispatch mode (linear/shared_input.py). The ops of FSDP2's hooks inside a block
+are hidden from policies (torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
 """
 
 from __future__ import annotations
@@ -111,9 +112,10 @@ def apply_activation_checkpointing(
 ) -> None:
     """Checkpoint `modules` in place, so that they save less between forward and backward.
 
-    Results are bit-identical in eager code. In compiled code they are if the compiler fuses, and so rounds, alike. Call
-    it after the conversion to float8 and tensor parallelism, before `compile` and `fully_shard`. Each module's class
-    becomes a subclass with the same name and signature; names, parameters and the state_dict stay.
+    Results are bit-identical in eager code. In compiled code they are if the compiler fuses the same ops, because
+    fusion changes rounding. Call it after the conversion to float8 and tensor parallelism, before `compile` and
+    `fully_shard`. Each module's class becomes a subclass with the same name and signature; names, parameters and the
+    state_dict stay.
 
     Args:
         modules: the blocks of a model, in order.
@@ -122,9 +124,9 @@ def apply_activation_checkpointing(
         selective_ac_option: "op": every module, by the policy at the top of the file. A number n of at least 1 as a
             string: every n-th module as in "full", and the others are not checkpointed.
         memory_budget: with mode "memory_budget", the fraction of activations to save: 1 for all, 0 for inputs only. It
-            applies to everything that this process compiles from now on. The compiler takes exact float8 matmuls
-            (quaver.linear.gemm) for cheap ops, and below 1 saves less than the budget allows. Below 1 torch compiles no
-            attention of mode "selective": set the budget to 1 first.
+            applies to everything that this process compiles from now on. The compiler counts exact float8
+            matmuls (quaver.linear.gemm) as cheap ops, and below 1 saves less than the budget allows. Below 1 torch does
+            not compile attention in modules of mode "selective": set the budget to 1 first.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout do not need it.
         also_keep: with mode "selective" and option "op", operators whose results the policy also saves, such as
             "aten.silu"; see `named_operations`.
@@ -171,7 +173,7 @@ def selected_every(selective_ac_option: str) -> int | None:
 
 
 def named_operations(names: Iterable[str]) -> frozenset[Any]:
-    """The operators with these names. "aten.abs" names all overloads, "aten.abs.default" one.
+    """Return the operators with these names. "aten.abs" names all overloads, "aten.abs.default" one.
 
     Raises:
         ValueError: torch has no operator of a name.
@@ -180,7 +182,7 @@ def named_operations(names: Iterable[str]) -> frozenset[Any]:
 
 
 def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
-    """The operators with these names whose results a policy can save.
+    """Return the operators with these names whose results a policy can save.
 
     Raises:
         ValueError: torch has no operator of a name, or a recomputation could not use its saved result. The result is a
@@ -200,18 +202,21 @@ def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
 
 
 def _explain_refusal(operation: Any) -> str:
-    """The reason why a policy cannot save the result of an operator, or ""."""
+    """Return the reason why a policy cannot save the result of an operator, or ""."""
     schema = operation._schema
     if has_kernel(operation, "CompositeImplicitAutograd"):
-        return "is made of other operators; name those, as aten.mm for aten.linear"
+        return "is a composite operator; name the operators that it decomposes into, such as aten.mm for aten.linear"
     if schema.is_mutable:
         return "writes to its arguments, as its recomputation must"
     if any(returned.alias_info for returned in schema.returns):
-        return "returns a view of its argument; name the operator that made what it views"
+        return "returns a view of its argument; name the operator that computes the argument"
     if not any("Tensor" in str(returned.type) for returned in schema.returns):
         return "returns no tensor"
     if torch.Tag.nondeterministic_seeded in operation.tags:
-        return "draws random numbers, and its recomputation must draw them again, so that later operators get theirs"
+        return (
+            "draws random numbers, and its recomputation must draw them again, so that later operators draw the same "
+            "numbers as in the forward"
+        )
     return ""
 
 
@@ -239,7 +244,7 @@ class MatmulCount:
 def selective_checkpoint_contexts(
     changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None
 ) -> tuple[Any, Any]:
-    """A `context_fn` for `torch.utils.checkpoint.checkpoint`: the policy at the top of the file, for one forward.
+    """Make the contexts of `torch.utils.checkpoint`'s `context_fn` for one forward, with the policy at the top.
 
     Args:
         changes: changes to that policy.
@@ -250,13 +255,13 @@ def selective_checkpoint_contexts(
 
 
 def _make_recompute_contexts() -> tuple[Any, Any]:
-    """A policy that saves nothing. It can go with torch 2.11, which without one recomputes no autograd.Function."""
+    """Make contexts that save nothing. Without them torch 2.11 recomputes no autograd.Function; they can go with it."""
     hide_from_policies()
     return policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
-    """The policy of one forward of one block, which counts its matmuls."""
+    """Make the policy of one forward of one block. The policy counts the matmuls of the block."""
     calls = {False: 0, True: 0}  # by is_recompute: torch 2.11 also calls the policy in the recomputation
     matmuls_before = count.matmuls
 
@@ -273,7 +278,7 @@ def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., Ch
 
 
 def _has_dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call is attention with dropout.
+    """Return whether this call is attention with dropout.
 
     It must be recomputed, so that it draws random numbers again and later dropouts get the masks of the forward.
     """

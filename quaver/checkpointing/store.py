@@ -9,8 +9,8 @@ By default these modules store:
     activation functions          classes of torch.nn and of transformers
     attention and feed-forward    the nearest module around two or more linears, and modules of experts
 
-The linears inside save what they saved before. hooks.py describes which tensors are stored, and partition.py the same
-in compiled code.
+Linears inside these modules save what they saved before. hooks.py describes which tensors are stored, and partition.py
+which are in compiled code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def store_activations_in_float8(
     Args:
         modules: a pattern of module names as in `fnmatch`, or several, such as ["*.mlp"]; None for the default modules
             (see the top of the file).
-        block_size: 32 or 128. A block takes one byte per element, and 4 for its scale.
+        block_size: 32 or 128. A block has one byte per element, and 4 bytes for its scale.
 
     Returns:
         The names of the modules that store.
@@ -104,7 +104,7 @@ def stop_storing_activations(model: nn.Module) -> None:
 
 
 def default_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of `model` that store by default, by name; see the top of the file."""
+    """Return the modules of `model` that store by default, by name; see the top of the file."""
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
     linear_count = Counter(next(enclosing_modules(name, modules), "") for name in linears)
@@ -123,12 +123,12 @@ def _match_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Mo
         matched = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not matched:
             names = ", ".join(list(modules)[1:4])
-            raise ValueError(f"modules has {pattern!r}, which matches no module; names are like {names}")
+            raise ValueError(f"modules: {pattern!r} matches no module; names are, for example, {names}")
         can_store = {name: module for name, module in matched.items() if not _is_matmul(module)}
         if not can_store:
             raise ValueError(
-                f"modules has {pattern!r}, which matches only linears, convolutions and embeddings; their inputs stay "
-                "as they are"
+                f"modules: {pattern!r} matches only linears, convolutions and embeddings, whose inputs are not stored "
+                "in float8"
             )
         chosen.update(can_store)
     return chosen
@@ -148,14 +148,14 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _is_matmul(module: nn.Module) -> bool:
-    """Whether `module` is a linear, a convolution or an embedding: it has a matrix and no child modules."""
+    """Return whether `module` is a linear, a convolution or an embedding: it has a matrix and no child modules."""
     if _is_norm(module) or _is_experts(module):
         return False
     return _has_matrix(module) and not list(module.children())
 
 
 def _find_matmuls(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The matmuls in `modules` that save inputs in high precision.
+    """Return the matmuls in `modules` that save inputs in high precision.
 
     Float8 linears are excluded, since they tell the hooks which tensors to skip (linear/saved_tensors.py).
     """
@@ -238,5 +238,5 @@ class _Skipping(Layer):
 
 
 def _is_exporting_or_tracing() -> bool:
-    """Whether torch.export or torch.jit.trace records the code, to run it without a backward and without quaver."""
+    """Return whether torch.export or torch.jit.trace records the code, to run it without a backward and quaver."""
     return is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ class SavedActivation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes_before: int
-    """Bytes of its storage. Several views of one storage count their own bytes each, and the first one the rest too."""
+    """The bytes of its storage. If a storage has several views, each counts its bytes, and the first also the rest."""
     bytes_after: int
     sqnr_db: float | None
     """20 log10(norm(tensor) / norm(tensor - dequantized)); None for a tensor that is not converted."""
@@ -56,7 +56,7 @@ class ActivationReport:
         width = max((len(activation.module) for activation in self.saved), default=0)
         with_bytes = [activation for activation in self.saved if activation.bytes_before or activation.bytes_after]
         lines = [_format_line(activation, width) for activation in with_bytes]
-        lines.append(f"{self.bytes_before:,} bytes are {self.bytes_after:,} in float8")
+        lines.append(f"{self.bytes_before:,} bytes before, {self.bytes_after:,} bytes with float8")
         lines += [f"gradients of {name or 'the rest'}: {db:.1f} dB" for name, db in self.gradient_sqnr_db.items()]
         return "\n".join(lines)
 
@@ -64,7 +64,8 @@ class ActivationReport:
 def activation_report(model: nn.Module, step: Callable[[], object]) -> ActivationReport:
     """Run `step` twice, without and with storing, and report what autograd saved and how gradients differ.
 
-    Every rank of a model with DTensors must call it. The saved tensors are this rank's; errors cover whole gradients.
+    Every rank of a model with DTensors must call it. The report lists this rank's tensors, and errors of full
+    gradients.
 
     Args:
         model: a model after `store_activations_in_float8`, in eager code.
@@ -88,8 +89,7 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     if not saved:
         raise ValueError(
             "expected a step that saves activations in float8, but no module that stores saved anything: call "
-            "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints (compiled "
-            "code is stored by Inductor alone, where shapes are static)"
+            "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints"
         )
     return ActivationReport(tuple(saved), _compare_by_block(exact, stored))
 
@@ -121,7 +121,7 @@ def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter])
         bytes_before = 0 if key in counted else storage.nbytes()
         if bytes_before:
             first_views[key] = len(saved), local.nbytes
-        elif key in first_views and view not in counted_views:  # as q, k and v of one matmul
+        elif key in first_views and view not in counted_views:  # for example q, k and v of one matmul
             index, first_bytes = first_views[key]
             first = saved[index]
             bytes_before = min(local.nbytes, first.bytes_before - first_bytes)
@@ -169,5 +169,5 @@ def _compute_norm(tensor: Tensor) -> float:
 def _format_line(saved: SavedActivation, width: int) -> str:
     shape = " x ".join(map(str, saved.shape))
     dtype = str(saved.dtype).removeprefix("torch.")
-    error = "as it is" if saved.sqnr_db is None else f"{saved.sqnr_db:.1f} dB"
+    error = "unchanged" if saved.sqnr_db is None else f"{saved.sqnr_db:.1f} dB"
     return f"{saved.module:{width}}  {shape:22} {dtype:14} {saved.bytes_before:14,} {saved.bytes_after:14,}  {error}"

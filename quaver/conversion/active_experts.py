@@ -1,4 +1,4 @@
-"""Counts the experts that a token of a mixture takes, from the router, the block or the config of the model."""
+"""Counts the active experts of a token, from the router, the block or the config of the model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ROUTER = re.compile("router|gate$", re.IGNORECASE)
 class ActiveExperts:
     """Counts the matrices of each weight that multiply a token.
 
-    Experts are linears in a ModuleList or ModuleDict called `experts` or the like, or 3-D parameters [E, .., ..].
-    Shared experts count fully. So do all matrices of a model without experts, a router or a number of active experts,
-    such as the heads of XLNet's attention.
+    Experts are linears in a ModuleList or ModuleDict whose name contains "expert" or "moe", or 3-D parameters
+    [E, .., ..]. Every shared expert counts. So does every matrix of a model without experts, a router or a number of
+    active experts, for example the heads of XLNet's attention.
 
     Attributes:
         unknown: the weights whose number of active experts is unknown; they count as one.

@@ -38,13 +38,13 @@ def assert_float8_training(
             (`Float8Linear.backend`). A CPU has no float8 units and always multiplies exactly.
     Raises:
         RuntimeError: with one line for each problem. Torchao has converted linears. No linear is in float8. A float8
-            linear has an unfinished conversion or no weight, or did not run while others trained, or since its forward
-            was replaced. Its weight requires no gradient or is not in the optimizer. The optimizer holds a parameter
-            twice, or parameters of another model instead of this one's. With `require_native`, a float8 linear
-            multiplied exactly or did not run.
+            linear has an unfinished conversion, has no weight, did not run while others trained, or has not run since
+            its forward was replaced. Its weight requires no gradient or is not in the optimizer. The optimizer holds a
+            parameter twice, or parameters of another model instead of this one's. With `require_native`, a float8
+            linear multiplied exactly or did not run.
 
-    A replaced forward may call the original. Before a step this is unknown and logged at WARNING. Compiled code is not
-    checked.
+    A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Compiled
+    code is not checked.
     """
     problems = [*_problems_of_the_model(model, allow_frozen)]
     if require_native:
@@ -56,7 +56,7 @@ def assert_float8_training(
 
 
 def is_torchao_linear(module: nn.Module) -> bool:
-    """Whether `module` is a linear that torchao converted."""
+    """Return whether torchao converted `module`, a linear."""
     return any(cls.__module__ == "torchao.float8.float8_linear" for cls in type(module).__mro__)
 
 
@@ -114,7 +114,7 @@ def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
     if exact:
         yield "; ".join([f"float8 linears that multiply exactly, not on float8 units: {listed(exact)}", *slow_paths()])
     if idle:
-        yield f"float8 linears that have not run yet, so nothing is known of their matmuls: {listed(idle)}"
+        yield f"float8 linears that have not run yet, so the backends of their matmuls are unknown: {listed(idle)}"
 
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:

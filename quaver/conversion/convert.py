@@ -65,7 +65,7 @@ class FilterDecision:
 
 
 ModuleFilter = Callable[[nn.Module, str], "bool | FilterDecision"]
-"""Takes a linear or experts and the fully qualified name; returns whether to convert it."""
+"""Called with a linear or experts and the fully qualified name; returns whether to convert it."""
 
 
 def convert_to_float8_training(
@@ -85,20 +85,20 @@ def convert_to_float8_training(
     `enable_fsdp_float8_all_gather` the weights become new parameters around the same memory: convert before
     `fully_shard`, and make the optimizer after both. `conversion_report(module)` lists each layer.
 
-    A second call leaves converted layers alone. If its filter admits a converted layer, the config must be equal.
+    A second call does not change converted layers. If its filter admits a converted layer, the config must be equal.
 
     Args:
         module: any module, or an `nn.Linear` itself.
         config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
-        serving: the engine with whose codes the forward multiplies, a name of recipes/serving.py such as
+        serving: the inference engine whose codes the forward multiplies, a name of recipes/serving.py such as
             "vllm-per-token". `config` then applies to the backward (`serving_config`), by default the recipe of the
-            engine's granularity. Layers that engines keep in high precision (lm_head, routers) stay so.
+            engine's granularity. Layers that engines keep in high precision (lm_head, routers) are not converted.
         module_filter_fn: called with each linear or module of experts (experts/module.py) and its fully qualified
             name; false leaves it in high precision. It may return a `FilterDecision` with a reason for the report.
         include_subclasses: also convert subclasses of `nn.Linear` that override `forward`; their forward is not called.
     Returns:
-        `module`. Gives a UserWarning with the reasons if nothing was converted. Logs linears that the filter admits
-        but that cannot be converted at WARNING.
+        `module`. If nothing was converted, a UserWarning gives the reasons. Linears that the filter admits and that
+        cannot be converted are logged at WARNING.
     Raises:
         ValueError: an unknown recipe or engine; a filter that admits layers that engines keep in high precision; an
             admitted layer that is converted with another config; a tied weight that would be gathered in float8.
@@ -277,7 +277,7 @@ def _convert(
     experts: list[tuple[str, nn.Module]],
     config: Float8LinearConfig,
 ) -> None:
-    """Convert the chosen linears and experts, all or none. Converted ones get the state that they lack."""
+    """Convert the chosen linears and experts, all or none. Those that are converted already get the state they lack."""
     with ExitStack() as undo:
         converted: list[tuple[str, Float8Linear]] = []
         for name, linear in chosen:

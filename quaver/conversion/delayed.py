@@ -82,8 +82,8 @@ def sync_float8_amax_and_scale_history(
 ) -> None:
     """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
 
-    It may run before or after `optimizer.step()`. Without it a RuntimeWarning comes after 1,000 forwards ([Note: a
-    forgotten sync] in linear/scale_state.py). Does nothing for models without delayed scaling.
+    It may run before or after `optimizer.step()`. If it is never called, a RuntimeWarning says so after 1,000
+    forwards ([Note: a forgotten sync] in linear/scale_state.py). Does nothing for models without delayed scaling.
     `torch.compile(fullgraph=True)` traces it, with bit-identical results.
 
     Args:
@@ -157,23 +157,24 @@ def _check_measured(amaxes: dict[str, float]) -> None:
                 "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
                 "all of them must be named in Float8LinearConfig.shared_inputs"
             )
-        more = f", and {len(bad) - 1} more have no amax to scale by either" if len(bad) > 1 else ""
+        more = f", and {len(bad) - 1} more tensors have no usable amax" if len(bad) > 1 else ""
         raise RuntimeError(f"calibration: {bad[0]} {problem}{more}; no scale was changed")
 
 
 class TensorScaling(NamedTuple):
-    """How the persistent scale of one tensor fitted its amax in the step before the last sync."""
+    """The persistent scale of one tensor, compared with its amax in the step before the last sync."""
 
     name: str
     quant_scale: float
-    """The scale of its casts: from its amax if it was scaled dynamically; the stored scale if it was not cast."""
+    """The scale of its casts. After a dynamic cast it is computed from amax; without a cast it is the stored scale."""
     is_dynamic: bool
     """Whether it was scaled dynamically, because it had no history."""
     amax: float
     """-1 if it was not cast."""
     used_over_ideal: float
-    """`quant_scale` over the scale that brings amax to the format's largest number: above 1 the tensor saturates, 2**-n
-    leaves n powers of two unused. 1 if it was scaled dynamically, inf or NaN if amax is, NaN if it was not cast."""
+    """The ratio of `quant_scale` to the scale that maps amax to the format's largest number. Above 1 the tensor
+    saturates; 2**-n leaves n powers of two unused. It is 1 after a dynamic cast, inf or NaN if amax is, and NaN without
+    a cast."""
     saturated: int
     """The largest number of elements that saturated in one cast on one rank."""
 
@@ -225,7 +226,7 @@ class Float8ScalingState:
             state.reset_amax_buffer()
 
     def report(self) -> list[TensorScaling]:
-        """Return how each scale fitted in the last synced step. Waits for the device."""
+        """Compare each scale with its amax in the last synced step. Waits for the device."""
         steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
         values = {key: step.tolist() for key, step in steps.items()}
         return [_scaling_of(name, *values[id(state)][slot]) for name, state, slot in self._slots]

@@ -4,9 +4,9 @@
     grad_input  = grad_output @ codes         the same codes and scales; there is no grad_weight
 
 The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element, and
-scales. Both matmuls read tensorwise and blockwise codes. Row-wise scales run along the contracted dim of grad_input, so
-the exact matmul (linear/gemm.py) dequantizes the weight there: a second cast would give the backward other weights than
-the forward.
+scales. Both matmuls read tensorwise and blockwise codes. Row-wise scales run along the contracted dim of grad_input. So
+the exact matmul (linear/gemm.py) dequantizes the weight for grad_input: a second cast would give the backward other
+weights than the forward.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
 
 
 def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
-    """Whether a linear, or experts, cannot be converted or are already frozen with this config."""
+    """Return whether a linear, or experts, cannot be converted or are already frozen with this config."""
     if isinstance(module, FrozenModule) and all(weight.config == config for weight in weights_of_module(module)):
         return True
     if isinstance(module, nn.Linear):
@@ -154,10 +154,10 @@ def store_float8_weight(
 
     Args:
         module: an nn.Linear or experts, on any device including meta, or already converted with `config`.
-        codes, dequant_scale: float8 [N, K] and float32 (), [N, 1] or one for each block of `config`; for experts stacks
-            in the layout of the module. They are kept, not copied.
-        config: how activations and gradients are cast. It may promise that every dequant_scale is a power of two
-            (`weight_scales_are_powers_of_2`).
+        codes: float8 [N, K], or a stack in the layout of the experts. Not copied.
+        dequant_scale: float32; (), [N, 1] or one number for each block of `config`, or a stack of these. Not copied.
+        config: the casts of activations and gradients, and of the weight. With `weight_scales_are_powers_of_2` every
+            dequant_scale must be a power of two.
         dtype: the high-precision dtype that the weight presents.
         name: the name of the weight in `module`.
     Raises:
@@ -178,7 +178,7 @@ def store_float8_weight(
 
 
 def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
-    """Return the config for frozen weights; None means "blockwise". Raises ValueError unless it has one weight cast."""
+    """Return the config for frozen weights; None means "blockwise". Raises ValueError if it cannot freeze weights."""
     config = resolve_config("blockwise" if config is None else config)
     if config.casts.weight.row.scale_rule is not None:  # the backward also multiplies the stored codes
         config = replace(config, cast_config_weight_for_grad_input=config.cast_config_weight)

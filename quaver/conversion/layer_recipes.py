@@ -5,7 +5,7 @@
     layer_recipes = ["model.layers.0.mlp.down_proj=blockwise", "model.layers.3.mlp.down_proj=high_precision"]
 
 `quaver doctor --model` writes such a file under a budget of decibels. `quaver train` and
-`prepare_model_for_float8(model, LayerRecipes.read(path))` take it.
+`prepare_model_for_float8(model, LayerRecipes.read(path))` read it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LayerRecipes:
         recipe: the recipe of layers that are not in `layers`.
         layers: the recipe, or `HIGH_PRECISION`, by the fully qualified name of a linear or a module of experts.
     Raises:
-        ValueError: a recipe is unknown, or one in `layers` has delayed or static scales and is not `recipe`: a model
-            has one state for these scales.
+        ValueError: a recipe is unknown; or one in `layers` has delayed or static scales and is not `recipe`, because a
+            model has one state for these scales.
     """
 
     recipe: str = "tensorwise"
@@ -103,20 +103,20 @@ def convert_layers(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """`convert_to_float8_training` with a recipe for each layer; returns `module`.
+    """Call `convert_to_float8_training` with a recipe for each layer; returns `module`.
 
     Args:
         config_of: returns the config for the name of a recipe.
         serving: as for `convert_to_float8_training`, for all recipes.
         module_filter_fn: false leaves a layer in high precision, regardless of its recipe.
     Raises:
-        ValueError: `module` lacks a layer of `recipes`; or as `convert_to_float8_training`. In the second case the
+        ValueError: `module` lacks a layer of `recipes`, or `convert_to_float8_training` raises. In the second case the
             layers of earlier recipes stay converted.
     """
     names = {name for name, _ in module.named_modules()}
     for name in recipes.layers:
         if name not in names:
-            raise ValueError(f"layer_recipes has {name!r}, which is no module of this {type(module).__name__}")
+            raise ValueError(f"layer_recipes: {name!r} is not a module of this {type(module).__name__}")
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
     decide_unlisted = module_filter_fn if serving is None else serving_filter(module, serving, module_filter_fn)

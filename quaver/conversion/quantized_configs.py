@@ -1,8 +1,8 @@
 """Removes `quantization_config` from the configs of transformers' models that are not quantized.
 
 `AutoConfig.from_pretrained` of a float8 folder returns a config with a `quantization_config`. `from_config` makes a
-high-precision model that keeps this entry. A later reader would then take the weights that `save_pretrained` writes for
-float8 codes without scales, and get NaN. transformers sets `hf_quantizer` on a model that it quantized, and
+high-precision model that keeps this entry. A later reader would then interpret the weights that `save_pretrained`
+writes as float8 codes without scales, and get NaN. transformers sets `hf_quantizer` on a model that it quantized, and
 `_is_quantized` in its configs; from other high-precision models this file removes the entry. A state_dict does not know
 its model, so `keep_configs_true` hooks into the loading and saving of models. This file can go when `from_config` drops
 the entry or quantizes (transformers 5.23 does neither).
@@ -41,7 +41,9 @@ def drop_false_quantization(model: nn.Module) -> None:
         for config in configs:
             for key in QUANTIZATION_KEYS:
                 vars(config).pop(key, None)
-        logger.info("%s is in high precision: its config says so now", type(module).__name__)
+        logger.info(
+            "removed quantization_config from the config of %s, which is in high precision", type(module).__name__
+        )
 
 
 def configs_of(config: object) -> Iterator[Any]:

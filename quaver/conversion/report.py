@@ -38,8 +38,8 @@ class LayerReport:
     Attributes:
         name: the name of the linear, or of the parameter if another module has the weight.
         in_features, out_features: the last two dims of the weight, a matrix or a stack of matrices.
-        matrices_per_token: the number of matrices of this weight that multiply a token: 1 for a linear, the active
-            experts for a stack, the mean k / E for one expert in a list of E experts with k active.
+        matrices_per_token: how many matrices of this weight multiply a token. 1 for a linear; the active experts for a
+            stack; k / E on average for one of E listed experts of which k are active.
         backend: how the float8 matmuls ran last: "native" (on float8 units), "exact" (the same numbers without float8
             units), "native and exact" or "not run yet"; "" for skipped layers.
     """
@@ -71,8 +71,8 @@ class ConversionReport:
 
     Attributes:
         config: the configs of the float8 linears, one per line.
-        notes: notes about these configs, about what expert parallelism sends, about mixtures whose FLOPs are a guess,
-            and about the slow paths that this process took (slow_paths.py).
+        notes: notes about these configs, about what expert parallelism sends, about mixtures whose number of active
+            experts is unknown, and about the slow paths that this process took (slow_paths.py).
         convolutions: the number of convolutions. They stay in high precision, and `float8_flops_fraction` does not
             count them, because their FLOPs depend on the size of the input.
     """
@@ -182,21 +182,21 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     if weight is not None and weight.dtype.itemsize == 1:
         if not any("scale" in name for name in (*linear._parameters, *linear._buffers)):
             return (
-                f"its weight is stored in {weight.dtype} without a scale, and cast before each forward (layerwise "
-                "casting, say): convert before that"
+                f"its weight is stored in {weight.dtype} without a scale, and cast before each forward (for example "
+                "by layerwise casting): convert before that"
             )
         return (
             f"its weight is stored in {weight.dtype}, which another library quantized: load its checkpoint in high "
             "precision (quaver import, or quaver.export.load_float8) to train it"
         )
     if "forward" in vars(linear):
-        return "its forward was replaced on the instance (by an Accelerate hook or a tp_plan, say): convert before that"
+        return "its forward was replaced on the instance (by an Accelerate hook or a tp_plan): convert before that"
     if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its parent reads the weight without calling the module (nn.MultiheadAttention)"
     if parametrize.is_parametrized(linear):
         return "it is parametrized (torch.nn.utils.parametrize): remove the parametrization first"
     if weight is None:
-        return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
+        return "its weight is not a parameter: it is computed (weight_norm, pruning) or flattened (FSDP1)"
     if cls.forward is not nn.Linear.forward and not include_subclasses:
         return (
             f"subclass {_class_name(cls)} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
@@ -206,7 +206,7 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     if linear.in_features == 0 or linear.out_features == 0:
         return "shape: a feature dimension is 0"
     taken = [name for name in OWN_ATTRIBUTES if hasattr(linear, name)]
-    return f"it has attributes of its own that Float8Linear needs: {', '.join(taken)}" if taken else ""
+    return f"it has attributes with names that Float8Linear uses: {', '.join(taken)}" if taken else ""
 
 
 def _class_name(cls: type[nn.Module]) -> str:
@@ -256,8 +256,8 @@ def _notes(config: Float8LinearConfig) -> Iterator[str]:
 def _notes_on_guesses(experts: ActiveExperts) -> Iterator[str]:
     if experts.unknown:
         yield (
-            f"unknown how many of the experts or matrices in {listed(experts.unknown)} a token takes: the share "
-            "of FLOPs counts one; set num_experts_per_tok in the model's config, or top_k of the router"
+            f"the number of experts in {listed(experts.unknown)} that a token uses is unknown, so the FLOP share "
+            "counts one; set num_experts_per_tok in the model's config, or top_k of the router"
         )
 
 
@@ -288,7 +288,7 @@ def _other_matmul_weights(
         if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
             out_features, in_features = parameter.shape[-2:]
             filtered, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Grouped), ""
-            reason = f"{parameter.dim()}-D parameter of {_class_name(type(module))}, which is no nn.Linear"
+            reason = f"{parameter.dim()}-D parameter of {_class_name(type(module))}, which is not an nn.Linear"
             if is_experts(module):
                 reason = filtered or "experts, not converted or new since the conversion"
                 if is_transposed(module):

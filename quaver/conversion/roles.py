@@ -13,5 +13,5 @@ ROUTERS = ("gate", "router")
 
 
 def is_router(parent: nn.Module, name: str) -> bool:
-    """Whether the child `name` of `parent` is a router. The gate of a gated MLP has no experts beside it."""
+    """Return whether the child `name` of `parent` is a router. The gate of a gated MLP has no experts beside it."""
     return name == "router" or (name in (*ROUTERS, "shared_expert_gate") and hasattr(parent, "experts"))

@@ -38,17 +38,23 @@ def _why_idle(module: Float8Linear | Float8Grouped) -> str:
 def replaced_forward(module: Float8Linear | Float8Grouped) -> str:
     """Return a warning that the forward of a float8 module was replaced, or "".
 
-    There is no warning if the module ran since, because the new forward then calls the original, nor for experts whose
+    A module that ran since gives no warning, because its new forward calls the original. Neither do experts whose
     forward a plan for expert parallelism replaced.
     """
     if "forward" not in vars(module) or has_run(module) or getattr(module, "planned_dispatcher", None) is not None:
         return ""
     ran = "" if module.backend == "not run yet" else ", and it has not run since"
-    return f"its forward was replaced on the instance{ran}: float8 only if that calls the original; a step shows it"
+    return (
+        f"its forward was replaced on the instance{ran}: it runs in float8 only if the replacement calls the original "
+        "forward; run a training step to find out"
+    )
 
 
 def missing_weight(linear: nn.Linear) -> str:
     """Return an error if `linear` is a Float8Linear without a weight, else ""."""
     if not isinstance(linear, Float8Linear) or getattr(linear, "weight", None) is not None:
         return ""
-    return "converted, but its weight was deleted: what took it (an adapter of LyCORIS, say) multiplies in its place"
+    return (
+        "converted, but its weight was deleted: the code that removed it (for example, a LyCORIS adapter) multiplies "
+        "instead"
+    )

@@ -1,4 +1,6 @@
-"""`LastRun`: where and how a float8 module ran last, so that a report can tell modules that ran from others.
+"""`LastRun`: where and how a float8 module ran last, for reports and checks.
+
+With it a report can tell modules that ran from modules that were only converted.
 
 An eager forward records it in its module. A compiled forward cannot write to its module, so tracing records that
 modules of this kind are compiled; nothing else is known about them.
@@ -18,7 +20,7 @@ from quaver.torch_private.tracing import assume_constant_result
 
 _clock = itertools.count(1)
 _traced_at: dict[tuple[int, ...], int] = {}
-"""When a module of each kind was last traced, on `_clock`."""
+"""The time on `_clock` at which a module of each kind was last traced."""
 
 
 class LastRun:
@@ -58,7 +60,7 @@ def note_run(
 
 
 def _get_kind(module: Any) -> tuple[int, ...]:
-    """Return what modules that share a compiled graph have in common: a linear's shape; () for experts."""
+    """Return a key of the modules that may share a compiled graph: a linear's shape; () for experts."""
     return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
 
 

@@ -5,7 +5,7 @@ an in-place kernel, an optimizer that bypasses them). Inside, the caller promise
 change that torch can see raises.
 
 A whole weight is quantized at the entry. A shard that FSDP2 all-gathers in float8 is quantized for its first all-gather
-in the scope, because its scale takes a collective; later all-gathers send the same codes. The model may be in train or
+in the scope, because its scale needs a collective; later all-gathers send the same codes. The model may be in train or
 eval mode then: with a persistent scale, each forward that trains records the amax of that cast ([Note: who records] in
 linear/scale_state.py).
 """
@@ -107,9 +107,9 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
     the optimizer steps. While it is open the codes take one byte per element and layout. Under FSDP2 with float8
     all-gather each rank quantizes its shard once, keeps the codes, and sends them in all all-gathers.
 
-    Weights in high-precision modules are ignored, and weights that are all-gathered in high precision or sharded by
-    FSDP1 or only by tensor parallelism. A torch checkpoint around eager modules may run its backward after the exit. It
-    then multiplies by the codes of its forward.
+    The scope ignores weights of high-precision modules, weights that are all-gathered in high precision, and weights
+    that only FSDP1 or only tensor parallelism shards. A torch checkpoint around eager modules may run its backward
+    after the exit. It then multiplies by the codes of its forward.
 
     Args:
         model: a model with float8 modules, wrapped or not.
@@ -152,7 +152,7 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
 
 
 def is_cast_once(weight: ModuleWeight) -> bool:
-    """Whether a `cast_weights_once` is open for this weight."""
+    """Return whether a `cast_weights_once` is open for this weight."""
     gathering = typing.cast(AllGatherState | None, weight.module.gathering)
     return weight.prepared is not None or (gathering is not None and weight.name in gathering.prepared)
 

@@ -1,8 +1,8 @@
 """`FrozenFloat8Linear` and `FrozenFloat8Experts`: modules whose weights are stored in float8 (linear/frozen_weight.py).
 
 Their state_dicts hold a `FrozenState` for each weight (frozen_state.py), under its name in the high-precision model.
-They load frozen weights bit-exactly. High-precision weights keep the current scales if these represent them exactly,
-else they are quantized with new scales.
+They load frozen weights bit-exactly. High-precision weights are quantized with the current scales if these represent
+them exactly, else with new scales.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight
         return _match_dtensor(own.with_codes(codes), value)
     if own.is_part:
         raise ValueError(
-            "the scales of this base do not hold these values, and a shard cannot have others; load them before "
+            "these values do not fit the scales of the whole weight, which a shard must keep; load them before "
             "fully_shard, or into a base that was frozen from the same weights"
         )
     quantized = typing.cast(FrozenFloat8Weight, own.clone())

@@ -60,7 +60,7 @@ _ROUNDINGS = "stochastic_roundings"
 
 
 _UNCOUNTED = itertools.count(-2, -1)
-"""Distinct numbers in place of the versions of inference tensors, which have none."""
+"""Distinct numbers instead of versions, which inference tensors do not have."""
 _NEVER = -1, -1
 """The versions that mark codes as older than the master."""
 
@@ -208,7 +208,7 @@ def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> t
 
 
 class Primary(NamedTuple):
-    """A primary weight, its module, and the master that the wrapped optimizer holds in place of the weight."""
+    """A primary weight, its module, and the master that the wrapped optimizer holds instead of the weight."""
 
     name: str
     module_weight: ModuleWeight
@@ -219,8 +219,8 @@ class Primary(NamedTuple):
 class Float8PrimaryOptimizer(Optimizer):
     """Wraps an optimizer that steps on the masters of float8 primary weights; see `use_float8_primary_weights`.
 
-    Its param groups hold the model's parameters. Changes to them, as by a scheduler, reach the wrapped optimizer at its
-    next step. State dicts are the wrapped optimizer's. The model's state dict holds the masters.
+    Its param groups hold the model's parameters. Changes to them, for example by a scheduler, reach the wrapped
+    optimizer at its next step. State dicts are the wrapped optimizer's. The model's state dict holds the masters.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -330,7 +330,7 @@ class Float8PrimaryOptimizer(Optimizer):
             if typing.cast(Tensor, module_weight.parameter) is not weight:
                 raise RuntimeError(
                     f"{name} was replaced after use_float8_primary_weights (by load_state_dict(assign=True) or "
-                    "fully_shard, say), so the optimizer would not train it: load without assign, shard without "
+                    "fully_shard), so the optimizer would not train it: load without assign, shard without "
                     "primary weights"
                 )
             if weight.wrapped is not master:  # model.to() copied it
@@ -390,8 +390,8 @@ def use_float8_primary_weights(
     """Store in float8 the weights of float8 linears and experts that `optimizer` trains; its parameters become masters.
 
     For one process and for DDP. Under FSDP2 the shards are the masters already, and `cast_weights_once` saves casts.
-    Call it after the model has its weights, and before schedulers, DDP or Accelerate's `prepare`. Use the result in
-    place of `optimizer`. Losses are bit-identical to training ordinary parameters of the master's dtype.
+    Call it after the model has its weights, and before schedulers, DDP or Accelerate's `prepare`. Use the result
+    instead of `optimizer`. Losses are bit-identical to training ordinary parameters of the master's dtype.
 
     Args:
         model: a converted model, changed in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.

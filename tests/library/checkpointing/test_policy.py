@@ -506,7 +506,7 @@ def test_attention_that_draws_random_numbers_is_not_saved(module, recomputed):
         ("aten.mul.out", "which writes to its arguments"),
         ("aten.view", "which returns a view of its argument"),
         ("aten.detach", "which returns a view of its argument"),
-        ("aten.linear", "which is made of other operators"),
+        ("aten.linear", "which is a composite operator"),
         ("aten.native_dropout", "which draws random numbers"),
         ("aten.sym_size", "which"),
         ("quaver.update_amax_buffer", "which writes to its arguments"),

@@ -35,7 +35,7 @@ def test_training_may_be_required_to_multiply_natively():
     for ran_on in (None, "cpu"):  # a smoke test before it moved
         for linear in model if ran_on else ():
             note(linear, ran_on, "exact")
-        with pytest.raises(RuntimeError, match="have not run yet, so nothing is known of .*: 0, 1$"):
+        with pytest.raises(RuntimeError, match="have not run yet, so the backends .* are unknown: 0, 1$"):
             assert_float8_training(model, require_native=True)
     for linear in model:
         note(linear, "cuda:0", "native")
@@ -145,7 +145,7 @@ def test_a_wrapper_is_judged_by_what_ran(replaced_at, caplog):
         refused(model, f"0: {replaced}, and it has not run since")
     else:
         assert_float8_training(model)
-        assert f"0: {replaced}: float8 only if that calls the original; a step shows it" in caplog.text
+        assert f"0: {replaced}: it runs in float8 only if the replacement calls the original forward" in caplog.text
     assert replaced in conversion_report(model).layers[0].reason
     step(model)
     assert_float8_training(model)

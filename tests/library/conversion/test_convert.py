@@ -240,12 +240,15 @@ def with_attribute():
         (patched, "its forward was replaced on the instance"),
         (parametrized, "it is parametrized"),
         (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)), "it is parametrized"),
-        (lambda: nn.utils.weight_norm(nn.Linear(16, 16)), "its weight is no parameter but computed"),
-        (lambda: nn.utils.spectral_norm(nn.Linear(16, 16)), "its weight is no parameter but computed"),
-        (lambda: prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5), "its weight is no parameter but computed"),
+        (lambda: nn.utils.weight_norm(nn.Linear(16, 16)), "its weight is not a parameter"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(16, 16)), "its weight is not a parameter"),
+        (
+            lambda: prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5),
+            "its weight is not a parameter",
+        ),
         (lambda: Scaled(16, 16), "subclass Scaled of nn.Linear overrides forward"),
         (lambda: nn.LazyLinear(16), "a LazyLinear without a shape: run a forward"),
-        (with_attribute, "attributes of its own that Float8Linear needs: config"),
+        (with_attribute, "attributes with names that Float8Linear uses: config"),
     ],
 )
 def test_what_cannot_be_converted_is_skipped_and_named(make, reason, caplog):

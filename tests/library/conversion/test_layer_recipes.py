@@ -63,6 +63,6 @@ def test_bad_entries_are_refused(entries, message):
 
 def test_a_layer_that_is_not_there_is_refused_before_any_is_converted():
     plain = model()
-    with pytest.raises(ValueError, match="layer_recipes has '7', which is no module of this Sequential"):
+    with pytest.raises(ValueError, match="layer_recipes: '7' is not a module of this Sequential"):
         convert_layers(plain, LayerRecipes("tensorwise", {"7": "rowwise"}))
     assert set(recipes_of(plain).values()) == {"high_precision"}

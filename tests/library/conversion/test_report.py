@@ -35,7 +35,7 @@ def test_a_report_is_of_the_model_as_it_is():
     assert [layer.converted for layer in conversion_report(by_hand).layers] == [True, False]
     assert conversion_report(by_hand).config == str(resolve_config("rowwise"))
     by_hand[0].forward = functools.partial(Float8Linear.forward, by_hand[0])
-    assert "replaced on the instance: float8 only if" in conversion_report(by_hand).layers[0].reason
+    assert "replaced on the instance: it runs in float8 only if" in conversion_report(by_hand).layers[0].reason
 
 
 class Experts(nn.Module):
@@ -62,7 +62,7 @@ def test_weights_of_other_modules_are_listed():
         ("gru.weight_ih_l0", 16, 24),
         ("gru.weight_hh_l0", 8, 24),
     ]
-    assert layers[0].reason == "3-D parameter of Experts, which is no nn.Linear"
+    assert layers[0].reason == "3-D parameter of Experts, which is not an nn.Linear"
     assert [layer.name for layer in layers if layer.converted] == ["linear"]
 
 
@@ -94,7 +94,7 @@ def test_the_report_has_every_linear_and_why():
             False,
             "subclass Scaled of nn.Linear overrides forward (include_subclasses=True replaces its forward)",
         ),
-        "attention.in_proj_weight": (False, "2-D parameter of MultiheadAttention, which is no nn.Linear"),
+        "attention.in_proj_weight": (False, "2-D parameter of MultiheadAttention, which is not an nn.Linear"),
         "attention.out_proj": (False, "its parent reads the weight without calling the module (nn.MultiheadAttention)"),
         "head": (True, "weight tied to embed"),
     }
@@ -227,7 +227,7 @@ def test_the_active_experts_of_a_list_are_counted(settings, active):
     layers = {layer.name: layer for layer in report.layers}
     assert layers["experts.3.up"].matrices_per_token == (active or 1) / 8
     assert layers["shared_experts.0.up"].matrices_per_token == 1
-    assert ("unknown how many of the experts or matrices in experts a token takes: " in str(report)) is (active is None)
+    assert ("the number of experts in experts that a token uses is unknown" in str(report)) is (active is None)
 
 
 def test_a_router_says_how_many_experts_are_active():
@@ -247,7 +247,7 @@ def test_experts_without_a_count_are_said_to_be_unknown(caplog):
     report = conversion_report(convert_to_float8_training(model))
     assert matrices_per_token(report)["experts.w1"] == 1
     for text in (caplog.text, str(report), str(report.to_dict()["notes"])):
-        assert "unknown how many of the experts or matrices in experts.w1 a token takes: " in text
+        assert "the number of experts in experts.w1 that a token uses is unknown" in text
     model.shared_experts = model.pop("experts")
     report = conversion_report(model)
     assert matrices_per_token(report)["shared_experts.w1"] == 4
@@ -271,7 +271,7 @@ def test_a_stack_that_is_no_mixture_of_experts_takes_no_count_of_the_model():
     ("scale", "expected"),
     [
         ("weight_scale", "its weight is stored in torch.float8_e4m3fn, which another library quantized"),
-        ("", "its weight is stored in torch.float8_e4m3fn without a scale, and cast before each forward (layerwise"),
+        ("", "its weight is stored in torch.float8_e4m3fn without a scale, and cast before each forward (for example"),
     ],
 )
 def test_a_weight_that_another_library_quantized_or_stores_in_float8_is_named_as_such(scale, expected):
@@ -294,7 +294,7 @@ class Linear(nn.Module):
 def test_a_class_that_is_called_as_one_of_torch_is_named_with_its_module():
     model = nn.Sequential(Linear(), type("Linear", (nn.Linear,), {"forward": lambda self, input: input})(16, 16))
     reasons = [layer.reason for layer in conversion_report(model).layers]
-    assert reasons[0] == f"2-D parameter of {__name__}.Linear, which is no nn.Linear"
+    assert reasons[0] == f"2-D parameter of {__name__}.Linear, which is not an nn.Linear"
     assert reasons[1].startswith(f"subclass {__name__}.Linear of nn.Linear overrides forward")
 
 

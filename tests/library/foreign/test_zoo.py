@@ -78,7 +78,7 @@ def test_an_architecture(name, recipe):
         for each, module in model.named_modules()
         for leaf in weights_in_float8(module)
     ]
-    kinds = [layer.reason.removesuffix(", which is no nn.Linear").split()[-1] for layer in report.skipped]
+    kinds = [layer.reason.removesuffix(", which is not an nn.Linear").split()[-1] for layer in report.skipped]
     for kind, count in NEVER_CONVERTED.get(name, {}).items():
         assert kinds.count(kind) == count
     assert not set(linears) - {layer.name for layer in report.layers}
