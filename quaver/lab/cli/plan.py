@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,7 @@ def views_of(
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
     rows = [_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
-    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *NUMBERS)
-    title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
-    yield make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
+    yield layout_table(rows, memory)
     yield (
         "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
         "Batch: sequences of a micro-batch x micro-batches; L: training.reduce = last, A: last_all_reduce. "
@@ -232,6 +230,13 @@ def views_of(
     )
     share = describe_sustained_share(cluster.spec)
     yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"
+
+
+def layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
+    """Return the table of layouts whose peak fits into `memory` bytes; `rows` are cells."""
+    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *NUMBERS)
+    title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
+    return make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
 
 
 def _notes_on_steps(options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult) -> Iterator[str]:

@@ -10,10 +10,10 @@ from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
 
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.trainer.memory import describe_memory
+from quaver.lab.trainer.tables import fit_table, make_table
 
 
 class Stdout:
@@ -139,15 +139,15 @@ def print_results(summary: dict[str, Any]) -> None:
         rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}", "", ""))
         rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}", "", ""))
     rows.append(("peak memory (bytes)", "peak_memory_bytes", "{:,}", "peak_memory_ratio", "{:.2f}x"))
-    table = Table("", *(Column(name, justify="right") for name in runs))
-    table.title = f"{summary['status']} after {summary['steps']} steps"
-    if comparison:
-        table.add_column("compared", justify="right")
+    columns = [*runs, *(["compared"] if comparison else [])]
+    cells = []
     for label, key, style, ratio, ratio_style in rows:
-        cells = [_cell(run[key], style) for run in runs.values()]
+        cells.append([label, *(_cell(run[key], style) for run in runs.values())])
         if comparison:
-            cells.append(_cell(comparison[ratio], ratio_style) if ratio else "")
-        table.add_row(label, *cells)
+            cells[-1].append(_cell(comparison[ratio], ratio_style) if ratio else "")
+    title = f"{summary['status']} after {summary['steps']} steps"
+    table = make_table(title, ("", *columns), rows=cells, wrapped=("",), right=columns)
+    console.width = fit_table(table, console.width)
     console.print(table)
     sources = {run["peak_memory_source"] for run in runs.values()}
     console.print(f"peak memory: {'; '.join(sorted(sources))}", soft_wrap=True, highlight=False, markup=False)

@@ -4,6 +4,7 @@ import importlib
 import io
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,12 +14,13 @@ import torch
 
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.lab.bench import working as working_module
+from quaver.lab.bench.doctor_gpu import LayersOnGpu, describe_gpu
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.working import working
-from quaver.lab.cli import VERBS, bench, convert, dry_run, main
+from quaver.lab.cli import VERBS, bench, convert, doctor_gpu, dry_run, main, plan
 from quaver.lab.cli.bench import ledger, roofline
-from quaver.lab.cli.console import show
+from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.doctor_model import SHOWN, Survey
 from quaver.lab.cli.doctor_model import views_of as survey_views
 from quaver.lab.cli.memory import views
@@ -28,6 +30,7 @@ from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.trainer.display import print_results
 from quaver.numerics.matmul_sums import Sums
 from quaver.numerics.survey import SurveyedLinear
 from quaver.numerics.survey_sums import MatmulSums
@@ -184,6 +187,21 @@ def memory_views():
     return [tensors, views.category_table(found), next(views.comparison_views(comparison, found, found, 1))]
 
 
+def plan_views():
+    """Layouts of 16,384 GPUs that wait for tens of percents of a step."""
+    numbers = [("2x16", "bf16x2", "15x32 A", 98765, 104.5, 99, 20), ("512x32", "fp8x2", "1x1 L", 1209, 9.8, 8, 10)]
+    rows = []
+    for degrees, gather, batch, speed, seconds, mfu, wait in numbers:
+        cells = ("tensorwise", degrees, "8x4", gather, batch, "1/2", "174.9", "67.1M", f"{seconds}", f"{speed:,}")
+        rows.append((f"{len(rows) + 1}*", *cells, f"{mfu}", f"{wait}"))
+    return [plan.layout_table(rows, 80 * GIB)]
+
+
+def gpu_views():
+    layers = LayersOnGpu("model.layers.*.self_attn.q_proj", 126, 16384, 128256, True, "float8.filter_fqns has 'x'")
+    return doctor_gpu.views_of(replace(describe_gpu(find_device_spec("B200")), recipe="rowwise", layers=[layers]))
+
+
 def links_views():
     traffic = Traffic("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
     return views.links_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
@@ -220,6 +238,8 @@ TABLES = {
         ["60.000", "20.0%", "saved activations: 128 x bfloat16", "_scaled_mm", EXPERTS, SOURCE, f"{300 * GIB:,}"],
     ),
     "memory --fit": (advice_views, ["1023 GiB", "0.000123 s", "10.0%"]),
+    "plan": (plan_views, ["tensorwise", "98,765", "wait", "  20 \n", "  10 \n", "15x32 A"]),
+    "doctor --gpu --model": (gpu_views, ["model.layers.*.", "self_attn.q_proj", "128,256"]),
     "memory --links": (links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
     "doctor --model": (survey_of_a_model, [NAME, "grad_output", LONGEST, "25.1"]),
     "train --dry-run": (
@@ -245,3 +265,26 @@ def test_tables_fit_80_columns_and_lose_no_word(table, monkeypatch, capsys):
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert [word for word in words if word not in text] == []
+
+
+def test_a_table_of_more_numbers_than_80_columns_is_wider_and_cuts_none(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    numbers = [f"{10**place:,}" for place in range(12, 22)]
+    columns = ("what", *map(str, range(len(numbers))))
+    show([make_table("title", columns, rows=[("a long text", *numbers)], wrapped=("what",), right=columns[1:])])
+    text = capsys.readouterr().out
+    assert [number for number in numbers if number not in text] == []
+    assert "…" not in text
+
+
+def test_results_of_a_run_cut_no_number(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    sizes = {"validation_loss": 2.5, "tokens_per_s": 123456789.0, "tflops": 1.0, "mfu": 0.5, "mfu_by_precision": 0.5}
+    run = sizes | {"peak_memory_bytes": 150_123_456_789, "peak_memory_source": "CUDA's allocator"}
+    compared = {"loss_gap": -0.0123, "tokens_per_s_ratio": 1.25, "peak_memory_ratio": 0.75}
+    about = {"status": "finished", "steps": 1, "bfloat16_peak": {"source": "a data sheet"}, "comparison": compared}
+    print_results(about | {"runs": {f"{LONGEST}:dequantized": run, "bfloat16": run}})
+    text = capsys.readouterr().out
+    assert text.count("150,123,456,789") == text.count(" 123,456,789 ") == 2
+    assert "-1.23%" in text
+    assert "…" not in text
