@@ -223,13 +223,13 @@ class Estimate:
     def _saved_outside(self) -> int:
         """Return the bytes of the rotary tables, the last block's output and the gathered input of the head."""
         tables = 2 * self.config.training.seq_len * self.model.head_dim * _FLOAT32
-        stream = self.stream_bytes * self.model.dim // self.layout.tensor
-        return tables + self.tokens * (stream + _LOW * self.model.dim)
+        stream = _STORED if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
+        return tables + int(self.tokens * self.model.dim * (stream / self.layout.tensor + _LOW))
 
     def _saved_by_blocks(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves."""
         checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
-        stream = self.stream_bytes * self.model.dim // self.layout.tensor
+        stream = int(self._saved_stream_bytes() * self.model.dim) // self.layout.tensor
         everything = self._saved_without_checkpoint()
         every = selected_every(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
@@ -241,6 +241,11 @@ class Estimate:
         else:
             yield from (stream if number % every == 0 else everything for number in range(1, layers + 1))
 
+    def _saved_stream_bytes(self) -> float:
+        """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
+        stores = self.config.activation_checkpoint.store_in_float8
+        return _STORED if stores and self.config.training.compile else self.stream_bytes
+
     def _attention(self) -> tuple[int, int, int]:
         """Return the features of queries and keys, and the bytes of attention's output with the sums of its scores."""
         queries, keys = self.model.dim, self.model.n_kv_heads * self.model.head_dim
@@ -250,18 +255,23 @@ class Estimate:
         """Return the bytes per token that the policy of checkpointing/policy.py saves.
 
         The policy saves every second matmul, attention and reduce-scatters. It counts matmuls from the first in
-        compiled code, where the last is not saved, and from the last in eager code.
+        compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the
+        policy saves as codes.
         """
         (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
         experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
-        if self.config.training.compile:
-            matmuls = _LOW * (queries + keys) + (_FLOAT32 * experts if experts else _LOW * self.model.hidden_dim)
-            matmuls += _LOW * (self.model.top_k * dim + shared) if experts else 0
+        is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
+        low, stream = _STORED if is_compiled and stores else _LOW, self._saved_stream_bytes()
+        attention += int((low - _LOW) * queries)
+        matmuls: float
+        if is_compiled:
+            matmuls = low * (queries + keys) + (_FLOAT32 * experts if experts else low * self.model.hidden_dim)
+            matmuls += low * (self.model.top_k * dim + shared) if experts else 0
         else:
             wide = self.model.top_k * 2 * self.model.hidden_dim + shared if experts else self.model.hidden_dim
             matmuls = _LOW * (keys + dim + wide)
-        scattered = 2 * _LOW * dim if tp > 1 else 0
-        return (self.stream_bytes * dim + matmuls + attention + scattered) // tp
+        scattered = 2 * low * dim if tp > 1 else 0
+        return int(stream * dim + matmuls + attention + scattered) // tp
 
     def _saved_without_checkpoint(self) -> int:
         """Return the bytes per token that a block saves without checkpointing.

@@ -124,6 +124,12 @@ CHANGES = [
     ({"activation_checkpoint": {"store_in_float8": True}}, -67.7),
     ({"activation_checkpoint": {"store_in_float8": True}, "float8": {"enable_float8_linear": False}}, -29.6),
     ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}, -58.9),
+    ({"training": {"compile": True}, "activation_checkpoint": {"mode": "selective"}}, -71.4),
+    (
+        {"training": {"compile": True}, "activation_checkpoint": {"mode": "selective", "store_in_float8": True}},
+        -112.4,
+    ),
+    ({"training": {"compile": True}, "activation_checkpoint": {"mode": "full", "store_in_float8": True}}, -136.4),
     ({"model": {"n_experts": 8, "hidden_dim": 512, "n_shared_experts": 1}}, 162.5),
     ({"data": {"document_mask": True}}, 25.2),
 ]
@@ -140,6 +146,11 @@ def test_settings_change_the_estimate_as_they_change_the_peak(sections, added):
 @pytest.mark.parametrize(("sections", "added"), [({}, 0.0), *CHANGES])
 def test_the_recorded_changes_are_those_of_today(sections, added):
     assert peak_bytes(changed(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
+
+
+def test_what_the_policy_saves_is_stored_in_compiled_code():
+    config = changed(load_config(CONFIGS / "llama3_8b.toml"), activation_checkpoint={"store_in_float8": True})
+    assert estimate_peak(config, 8) == pytest.approx(26_252_747_928, rel=0.01)  # as `quaver memory` predicts it
 
 
 def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
