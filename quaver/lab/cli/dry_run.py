@@ -8,7 +8,8 @@ from rich.table import Table
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import bad_input
-from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.cli.run_config import load_run
+from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, Settings, setting
 from quaver.lab.trainer.dry_run import DryRun, dry_run
 
@@ -23,8 +24,10 @@ class DryRunOptions(Settings):
 
 def print_dry_run(run_flags: list[str], ranks: int) -> int:
     """Print the plan of `quaver train RUN_FLAGS` on `ranks` processes; returns 0 when done, 2 for bad input."""
-    with bad_input(), working("planning the run"):
-        result = dry_run(load_config(*parse_arguments(run_flags, DryRunOptions)), ranks)
+    with bad_input():
+        config = load_run(*parse_arguments(run_flags, DryRunOptions))
+        with working("planning the run"):
+            result = dry_run(config, ranks)
     show(views_of(result))
     return 0
 

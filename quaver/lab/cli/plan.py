@@ -13,6 +13,7 @@ from quaver.lab.bench.results import check_writable, save
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.run_config import load_run
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
@@ -28,7 +29,7 @@ from quaver.lab.plan.unmodelled import iter_unmodelled
 from quaver.lab.plan.write import check_target, write_run
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, setting
 from quaver.lab.settings.flags import split_options
 from quaver.recipes.recipe_name import canonical_recipe
@@ -151,7 +152,7 @@ def run(argv: list[str]) -> int:
     """Print the fastest layouts; returns 0 when done, 2 for bad input."""
     with bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
-        config = load_config(*parse_arguments(run_flags, PlanOptions))
+        config = load_run(*parse_arguments(run_flags, PlanOptions))
         spec = options.device
         cluster = Cluster.of(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:

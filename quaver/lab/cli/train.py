@@ -15,8 +15,9 @@ from quaver.lab.cli.errors import (
     bad_input,
     print_error,
 )
+from quaver.lab.cli.run_config import load_run
 from quaver.lab.runs.errors import CheckpointError, OutputError
-from quaver.lab.settings.config_file import TrainFlags, load_config, parse_arguments
+from quaver.lab.settings.config_file import TrainFlags, parse_arguments
 from quaver.lab.settings.flags import exit_after_help, split_options
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
         return print_dry_run(run_flags, options.ranks)
     with _agree_on_input(ranks) as told:
         config_path, flags = parse_arguments(run_flags, Train)
-        plan = set_up_run(load_config(config_path, flags), ranks)
+        plan = set_up_run(load_run(config_path, flags, is_quiet=not ranks.is_first), ranks)
         told.append(plan.fingerprint)
     try:
         with _agree_on_input(ranks):

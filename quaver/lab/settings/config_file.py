@@ -12,24 +12,55 @@ from typing import Any
 
 import tomli_w
 
-from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.fields import Settings, expanded, hints_of, is_section, nearest, setting
+from quaver.lab.settings import Float8, Numerics, TrainConfig
+from quaver.lab.settings.fields import Settings, as_tuple, expanded, hints_of, is_section, nearest, setting
 from quaver.lab.settings.flags import split_flags
 
 Sections = dict[str, dict[str, Any]]
 
+_WITHOUT_FLOAT8 = ("enable_float8_linear", "recipe_name", "filter_fqns", "auto_filter", "emulate", "use_fast_accum")
+"""The settings of [float8] that a run without float8 may have."""
+
 
 def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig:
     """Return the defaults, overridden by the TOML file at `path`, overridden by `flags`.
+
+    A flag that turns float8 off also turns off what `list_turned_off` returns.
 
     Raises:
         ValueError: for a file that is not TOML, an unknown section or key, or a value that is wrong.
         OSError: if the file cannot be read.
     """
     sections = {} if path is None else read_toml(path)
+    for name in _list_turned_off(sections, flags or {}):
+        section, key = name.split(".")
+        del sections[section][key]
     for section, values in (flags or {}).items():
         sections[section] = {**sections.get(section, {}), **values}
     return build_config(sections)
+
+
+def list_turned_off(path: Path | None, flags: Sections) -> list[str]:
+    """Return the settings of the file that only float8 reads, if a flag turns float8 off, else nothing.
+
+    Settings that `flags` give are not among them, and neither are those of the file that have their defaults.
+    """
+    return [] if path is None else _list_turned_off(read_toml(path), flags)
+
+
+def _list_turned_off(sections: Sections, flags: Sections) -> list[str]:
+    if flags.get("float8", {}).get("enable_float8_linear") is not False:
+        return []
+    in_float8 = (f"float8.{name}" for name in hints_of(Float8) if name not in _WITHOUT_FLOAT8)
+    in_numerics = (f"numerics.{name}" for name in hints_of(Numerics))
+    found = []
+    for name in (*in_float8, *in_numerics, "validation.high_precision_too", "metrics.float8_scales_freq"):
+        section, key = name.split(".")
+        values = sections.get(section, {})
+        default = hints_of(TrainConfig)[section].__dataclass_fields__[key].default
+        if key in values and key not in flags.get(section, {}) and as_tuple(values[key]) != default:
+            found.append(name)
+    return found
 
 
 def read_toml(path: Path) -> Sections:

@@ -82,8 +82,7 @@ class Settings:
             value, hint = getattr(self, name), hints_of(kind)[name]
             if is_section(hint):
                 continue
-            if isinstance(value, list):
-                value = tuple(value)
+            value = as_tuple(value)
             try:
                 checked = _adapters(kind)[name].validate_python(value)
             except ValidationError as error:
@@ -121,6 +120,11 @@ def require(holds: bool, name: str, expected: str, value: object, fix: str = "")
     """Raise ValueError saying what setting `name` must be, its value, and what to do, unless `holds`."""
     if not holds:
         raise ValueError(f"{name} must be {expected}, got {value!r}" + (f"; {fix}" if fix else ""))
+
+
+def as_tuple(value: Any) -> Any:
+    """Return a list as a tuple, as settings have it, and other values unchanged."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def expanded(path: str) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from quaver.lab.settings import Float8, TrainConfig, Training
-from quaver.lab.settings.config_file import build_config, load_config, parse_arguments, write_config
+from quaver.lab.settings.config_file import build_config, list_turned_off, load_config, parse_arguments, write_config
 from quaver.lab.settings.fields import base_type, hints_of
 from quaver.lab.trainer.model import meta_llama
 
@@ -31,6 +31,24 @@ def test_a_flag_repairs_a_bad_value_in_the_file(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[training]\nsteps = 0\n")
     assert from_words(str(path), "--training.steps", "3").training.steps == 3
+
+
+def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(
+        '[float8]\nrecipe_name = "delayed"\nenable_fsdp_float8_all_gather = true\ndelayed_history_len = 4\n'
+        "precompute_float8_dynamic_scale_for_fsdp = true\ncast_weights_once = true\nlayer_recipes = []\n"
+        'filter_fqns = ["mlp"]\n[numerics]\nevery = 5\n[metrics]\nfloat8_scales_freq = 3\n'
+    )
+    words = [str(path), "--float8.enable_float8_linear", "false"]
+    config = from_words(*words)
+    assert config.float8 == Float8(enable_float8_linear=False, recipe_name="delayed", filter_fqns=("mlp",))
+    names = {f"float8.{name}" for name in ("enable_fsdp_float8_all_gather", "cast_weights_once", "delayed_history_len")}
+    names |= {"float8.precompute_float8_dynamic_scale_for_fsdp", "numerics.every", "metrics.float8_scales_freq"}
+    assert {*list_turned_off(*parse_arguments(words))} == names
+    assert list_turned_off(*parse_arguments([str(path), "--float8.emulate"])) == []
+    with pytest.raises(ValueError, match="enable_float8_linear must be true with float8.enable_fsdp_float8_all"):
+        from_words(*words, "--float8.enable_fsdp_float8_all_gather")  # both flags are meant
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,15 @@ def test_the_verb(capsys, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_one_flag_turns_float8_off_and_says_what_goes_with_it(capsys):
+    config = "train_configs/llama3_8b.toml"
+    assert main(["train", config, "--dry-run", "--ranks", "8", "--float8.enable_float8_linear", "false"]) == 0
+    output = capsys.readouterr()
+    assert "tensorwise" not in output.out
+    (line,) = (line for line in output.err.splitlines() if not line.startswith("..."))
+    assert line.startswith(f"quaver: float8.enable_float8_linear = false also turns off, of {config}: float8.enable_fs")
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

@@ -12,7 +12,8 @@ from quaver.lab.bench.results import Result, format_table, format_title, group_c
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, bad_input, print_error
-from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.cli.run_config import load_run
+from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import parse_options, split_options
 from quaver.lab.trainer.nonfinite import NonFiniteError
 
@@ -74,6 +75,6 @@ def _prepare(verb: str, argv: list[str]) -> tuple[BenchOptions, Callable[[], Res
     path, flags = parse_arguments(run_flags, kind)
     if options.device != "auto":
         flags.setdefault("training", {})["device"] = options.device
-    config = load_config(path, flags)
+    config = load_run(path, flags)
     options.prepare()
     return options, partial(options.measure_steps, options.set_up(config))

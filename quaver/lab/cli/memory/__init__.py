@@ -18,6 +18,7 @@ from quaver.lab.cli.memory.views import (
     prediction_views,
     side_by_side_table,
 )
+from quaver.lab.cli.run_config import load_run
 from quaver.lab.memory.faking.gpu import predicting_for
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
@@ -29,7 +30,7 @@ from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, setting
 from quaver.lab.settings.flags import split_options
 from quaver.roofline.device_specs import require_device_spec
@@ -98,7 +99,7 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
         config_path, flags = parse_arguments(run_flags, MemoryOptions)
-        config = load_config(config_path, flags)
+        config = load_run(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
         if options.links:
@@ -157,7 +158,7 @@ def _predict(
     other_flags = shlex.split(options.vs or "")
     if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
         is_over = not other_flags or other_flags[0].startswith("--")
-        other_config = load_config(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
+        other_config = load_run(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
     results: dict[str, Any] = {}
     with predicting_for(device), working("predicting a step") as tell:
         memory = predict_memory(config, options.ranks)
