@@ -11,7 +11,8 @@ from quaver.lab.settings.fields import Settings, choices_of, default_of, help_of
 HEAD = """# Configuration
 
 Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = value`) or a flag
-(`--section.name value`; flags win).
+(`--section.name value`; flags win). A setting that is true or false: `--float8.emulate`, `--float8.emulate false` or
+`--float8.no-emulate`.
 """
 
 

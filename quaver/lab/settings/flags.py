@@ -9,6 +9,7 @@ from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from quaver.lab.settings.fields import (
@@ -77,9 +78,10 @@ def exit_after_help(kind: type, argv: list[str], *, prog: str) -> None:
 def split_flags(kind: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
     """Return the values of the flags of `kind` in `argv`, and the other words in their order.
 
-    Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`. A list is
-    every word up to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces. Of
-    a repeated flag the last value counts; lists are joined.
+    Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; another word
+    after it is a wrong value, unless it may be an argument or names a file. A list is every word up to the next flag,
+    split at commas, or is written as in TOML. A string may hold flags and spaces. Of a repeated flag the last value
+    counts; lists are joined.
 
     Raises:
         ValueError: a flag has no value, or an argument is missing.
@@ -121,6 +123,7 @@ class _Parser(ArgumentParser):
         )
         self._spellings: dict[str, str] = {}
         self._switches: set[str] = set()
+        self._has_arguments = any(map(is_positional, fields(kind)))
         self._add(self.add_argument, kind, "")
 
     def error(self, message: str) -> NoReturn:
@@ -132,9 +135,15 @@ class _Parser(ArgumentParser):
         for word, after in itertools.pairwise([*argv, ""]):
             flag, equals, text = word.partition("=")
             flag = self._spellings.get(flag.replace("-", "_"), flag)
-            if flag in self._switches and not equals and after.lower() not in ("true", "false"):
+            if flag in self._switches and not equals and not self._is_value(after):
                 flag += "=true"
             yield flag + equals + text
+
+    def _is_value(self, word: str) -> bool:
+        """Whether `word` after a boolean flag is its value, perhaps a wrong one, and neither a flag nor a file."""
+        if self._has_arguments or not word:
+            return word.lower() in ("true", "false")
+        return not word.startswith("-") and not set(word) & set("./\\") and not Path(word).exists()
 
     def _add(self, add: Callable[..., object], kind: type, section: str) -> None:
         texts = help_of(kind)
