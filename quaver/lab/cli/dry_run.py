@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from quaver.lab.bench.working import working
-from quaver.lab.cli.console import make_table, show
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.console import make_table
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, Settings, setting
@@ -22,14 +21,11 @@ class DryRunOptions(Settings):
     ranks: MostRanks = setting(1, "With --dry-run: processes of the run.")
 
 
-def print_dry_run(run_flags: list[str], ranks: int) -> int:
-    """Print the plan of `quaver train RUN_FLAGS` on `ranks` processes; returns 0 when done, 2 for bad input."""
-    with bad_input():
-        config = load_run(*parse_arguments(run_flags, DryRunOptions))
-        with working("planning the run"):
-            result = dry_run(config, ranks)
-    show(views_of(result))
-    return 0
+def plan_run(run_flags: list[str], ranks: int) -> DryRun:
+    """Return the plan of `quaver train RUN_FLAGS` on `ranks` processes. Raises what `dry_run` raises for bad input."""
+    config = load_run(*parse_arguments(run_flags, DryRunOptions))
+    with working("planning the run"):
+        return dry_run(config, ranks)
 
 
 def views_of(run: DryRun) -> Iterator[str | Table]:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quaver.lab.cli.dry_run import DryRunOptions, print_dry_run
+from quaver.lab.cli.console import show
+from quaver.lab.cli.dry_run import DryRunOptions, plan_run, views_of
 from quaver.lab.cli.errors import (
     BAD_INPUT,
     EXIT_ALARM,
@@ -49,7 +50,11 @@ def run(argv: list[str]) -> int:
         if options.ranks != 1 and not options.dry_run:
             raise ValueError("--ranks is for --dry-run; start a run on many processes with torchrun")
     if options.dry_run:
-        return print_dry_run(run_flags, options.ranks)
+        with _agree_on_input(ranks):
+            planned = plan_run(run_flags, options.ranks) if ranks.is_first else None
+        if planned is not None:
+            show(views_of(planned))
+        return 0
     with _agree_on_input(ranks) as told:
         config_path, flags = parse_arguments(run_flags, Train)
         plan = set_up_run(load_run(config_path, flags, is_quiet=not ranks.is_first), ranks)

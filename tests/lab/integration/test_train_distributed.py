@@ -345,6 +345,18 @@ def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(
     check_diverged(where / "runs" / "diverges", first.stdout + second.stdout, first.stderr + second.stderr)
 
 
+def test_a_dry_run_is_printed_by_the_first_rank_alone(where):
+    words = ["train", "--dry-run", *words_of(where, "planned", HP)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, words, cwd=where)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "nothing was trained or written" in first.stdout
+    assert (second.stdout, second.stderr) == ("", "")
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, [*words, "--training.steps=0"], cwd=where)]
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.startswith("quaver: error: training.steps must be at least 1, got 0")
+    assert (second.stdout, second.stderr) == ("", "")
+
+
 @pytest.mark.nightly
 def test_torchrun_ends_the_ranks_of_a_diverging_run(where):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
