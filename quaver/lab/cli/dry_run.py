@@ -11,6 +11,7 @@ from quaver.lab.cli.run_config import load_run
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, Settings, setting
 from quaver.lab.trainer.dry_run import DryRun, dry_run
+from quaver.runtime.devices import MissingDeviceError, resolve_device
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ def views_of(run: DryRun) -> Iterator[str | Table]:
         if reasons:
             yield f"not in float8: {'; '.join(reasons)}"
     yield "nothing was trained or written; remove --dry-run to train"
+    try:
+        resolve_device(training.device)
+    except MissingDeviceError as error:
+        yield f"this machine cannot train it: {error}"
 
 
 def _linear_views(run: DryRun) -> Iterator[str | Table]:

@@ -77,7 +77,7 @@ class PlanOptions(Settings):
     )
     write: str | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
     row: AtLeast1 = setting(1, "Row to write, with --write.")
-    output: str = setting("runs/plan.json", "File of the JSON.")
+    output: str = setting("runs/plan.json", "File of the JSON, which is always written.")
 
     def check(self) -> None:
         """Raise ValueError for numbers without units, and OSError for files that cannot be written."""

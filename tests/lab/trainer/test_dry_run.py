@@ -71,6 +71,12 @@ def test_the_verb(capsys, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_device_that_is_not_here_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("quaver.runtime.devices.has_cuda", lambda: False)
+    assert main(["train", "--dry-run", "--training.device", "cuda"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("this machine cannot train it: device cuda was asked")
+
+
 def test_one_flag_turns_float8_off_and_says_what_goes_with_it(capsys):
     config = "train_configs/llama3_8b.toml"
     assert main(["train", config, "--dry-run", "--ranks", "8", "--float8.enable_float8_linear", "false"]) == 0

@@ -65,7 +65,7 @@ class MemoryOptions(Settings):
         None, "With --links: bytes per second to the file system of checkpoints, such as 50GB."
     )
     top: NotNegative = setting(12, "Rows of the largest tensors, and of differences, to print.")
-    output: str = setting("runs/memory.json", "File of the JSON.")
+    output: str = setting("runs/memory.json", "File of the JSON, which is always written.")
     html: str | None = setting(None, "File of a page: timeline, breakdown of the peak, tensors saved for backward.")
     png: str | None = setting(None, "File of a picture of the timeline.")
 
