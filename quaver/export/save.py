@@ -198,13 +198,18 @@ def _warn(plan: Plan) -> None:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    to_dict: Callable[[], dict[str, Any]] | None = getattr(getattr(model, "config", None), "to_dict", None)
-    if to_dict is None:
+    """Return the model's config as `save_pretrained` of transformers writes it: without defaults and local paths."""
+    of_model: Any = getattr(model, "config", None)
+    if not hasattr(of_model, "to_dict"):
         raise ValueError(
             "config: expected the content of config.json, because the model is not from transformers, got None"
         )
-    config = to_dict()
-    if "architectures" in config and not config["architectures"]:  # readers need it, and save_pretrained fills it in
+    whole: dict[str, Any] = of_model.to_dict()
+    config: dict[str, Any] = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else whole
+    config.pop("_name_or_path", None)
+    if "dtype" in whole:
+        config.setdefault("dtype", None)  # transformers before 5 calls it torch_dtype
+    if "architectures" in whole and not config.get("architectures"):  # readers need it; save_pretrained fills it in
         config["architectures"] = [type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")]
     return config
 

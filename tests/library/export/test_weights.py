@@ -1,5 +1,6 @@
 """Exported codes and scales are those that the training forward multiplies; what a format cannot hold is refused."""
 
+import json
 import math
 
 import pytest
@@ -279,3 +280,16 @@ def test_what_no_format_holds_is_refused():
         iter_float8_weights(tied)
     with pytest.raises(ValueError, match="embed_tokens.weight is on the meta device, where Accelerate's offload"):
         dict(iter_float8_weights(tiny().to("meta")))
+
+
+def test_config_json_is_what_save_pretrained_writes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+    model.config._name_or_path = str(tmp_path / "secret")
+    model.save_pretrained(tmp_path / "saved")
+    save_float8(model, tmp_path / "served", recipe="rowwise")
+    served, saved_config = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("served", "saved"))
+    assert served.pop("quantization_config")
+    assert served == saved_config
+    assert "secret" not in (tmp_path / "served" / "config.json").read_text()
