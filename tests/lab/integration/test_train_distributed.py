@@ -78,13 +78,14 @@ LAYOUTS = {
     "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
     "last_all_reduce": (4, "hp", [*HP, *REPLICATE, "--training.reduce=last_all_reduce", *ONE_SEQUENCE], EXACT),
     "scheduled": (2, "scheduled", [*SCHEDULED, *CAST_ONCE, "--validation.high_precision_too"], FLOAT8),
-    "scheduled_tensor": (2, "scheduled", [*SCHEDULED, *TENSOR, "--training.compile"], FLOAT8),
+    "scheduled_tensor": (2, "scheduled", [*SCHEDULED, *TENSOR], FLOAT8),
 }
 
 NIGHTLY = {
     # In each run test_experts_dispatch.py compiles split experts, test_experts.py those of two ranks, and
     # test_train_cli.py the blocks of the trainer.
     "mixture_split_compiled": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile"], FLOAT8),
+    "scheduled_tensor_compiled": (2, "scheduled", [*SCHEDULED, *TENSOR, "--training.compile"], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
     "last": (2, "tensorwise", CAST_ONCE, FLOAT8),
     "tied": (2, "tied", REFERENCES_AT_NIGHT["tied"], EXACT),
