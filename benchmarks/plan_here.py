@@ -26,13 +26,13 @@ from quaver.lab.plan.compute import BlockTimes
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step, list_block_groups
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.block import PerPass
 from quaver.roofline.device_specs import find_device_spec
-from quaver.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
 STEPS, WARM_UP = 9, 3

@@ -38,11 +38,11 @@ from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.manifest import MANIFEST, check_manifest
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Checkpoint, Model, TrainConfig
 from quaver.lab.settings.fields import OneOf
 from quaver.lab.trainer.huggingface.weights import meta_state
 from quaver.roofline.device_specs import peak_flops
-from quaver.runtime.ranks import Ranks
 
 WORDS = [
     *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),

@@ -33,8 +33,7 @@ LAB = {
     "lab/plan/": "asks what the GPU here is",
     "lab/recorder/": "measures by CUDA's allocator",
     "roofline/": "asks what the GPU here is",
-    "lab/runs/": "stores random states of a device",
-    "runtime/ranks.py": "NCCL, and a device for each rank",
+    "lab/runs/": "stores random states of a device; NCCL, and a device for each rank",
     "lab/trainer/": "the allocator's peaks, history and snapshots, and the profiler of a device",
 }
 """What asks a device about itself. These lines are listed apart: a virtual GPU has no memory and no clock."""

@@ -30,7 +30,7 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 from triton.runtime import interpreter
 
 from quaver.kernels import triton_blocks
-from quaver.lab.memory.compiling import gpu_code
+from quaver.lab.bench.ledger import gpu_code
 from quaver.lab.memory.compiling.inductor import settings_without_caches
 
 if TYPE_CHECKING:

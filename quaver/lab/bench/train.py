@@ -16,6 +16,7 @@ from quaver.lab.bench.harness import Timing
 from quaver.lab.bench.options import BenchOptions, Recipes
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.working import working
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import NotNegative, setting
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -24,7 +25,6 @@ from quaver.lab.trainer.process import determinism
 from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.lab.trainer.train import MEMORY_STEP
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.runtime.ranks import Ranks
 from quaver.torch_private.compiler import recompile_limit
 
 _MOST_COMPILED_VARIANTS = 64

@@ -13,8 +13,8 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
 from quaver.export.files import read_config
 from quaver.export.source import DEFAULT_FILTER, skeleton_of, skip_names
-from quaver.lab.bench.doctor_gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.cli.console import make_table, show
+from quaver.lab.doctor.gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from quaver.lab.bench.doctor import diagnose
 from quaver.lab.bench.working import working
+from quaver.lab.doctor.machine import diagnose
 
 
 def print_machine(*, as_json: bool, try_compile: bool) -> int:

@@ -20,13 +20,13 @@ from quaver.experts.module import is_experts
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.cli.doctor_sums import sums_as_dict, views_of_sums
+from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, float8_share, survey
+from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
 from quaver.lab.settings.fields import expanded
 from quaver.lab.trainer.float8 import linear_config
 from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import RECIPES
-from quaver.numerics.survey import SurveyedLinear, choose_recipes, float8_share, survey
-from quaver.numerics.survey_sums import MatmulSums, survey_sums
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.sqnr import without_inf
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from quaver.lab.bench.doctor_gpu import NVIDIA_GPUS
+from quaver.lab.doctor.gpu import NVIDIA_GPUS
 from quaver.lab.settings.fields import FiniteNotNegative, OneOf, Settings, setting
 from quaver.lab.settings.float8 import RECIPES
 from quaver.numerics.accumulation import HARDWARE

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from quaver.lab.cli.console import make_table
-from quaver.numerics.survey_sums import MatmulSums
+from quaver.lab.doctor.survey_sums import MatmulSums
 from quaver.recipes.sqnr import without_inf
 
 MATMULS_SHOWN, MATMULS_NAMED = 12, 4

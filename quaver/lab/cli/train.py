@@ -18,13 +18,13 @@ from quaver.lab.cli.errors import (
 )
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.runs.errors import CheckpointError, OutputError
+from quaver.lab.runs.ranks import Ranks, read_ranks
 from quaver.lab.settings.config_file import TrainFlags, parse_arguments
 from quaver.lab.settings.flags import exit_after_help, split_options
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import build
-from quaver.runtime.ranks import Ranks, read_ranks
 
 
 @dataclass(frozen=True)

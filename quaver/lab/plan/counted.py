@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from quaver.lab.bench.ledger.counting import check_triton
 from quaver.lab.bench.ledger.entries import LedgerEntry, list_entries
+from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
+from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import time_entry
-from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
-from quaver.lab.memory.compiling.launches import CompiledGraph
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.faking.gpu import as_on_a_gpu
 from quaver.lab.memory.runs.predict import fake_run, with_depth

@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from quaver.lab.recorder.callers import module_of
+from quaver.torch_private.collectives import AsyncCollectiveTensor
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.tracing import FakeTensor
@@ -197,7 +198,7 @@ class TensorBytes(StorageWatch):
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors with a storage inside `tensor`: itself, or the parts of a wrapper subclass.
 
-    Unlike `plain_tensors` in quaver/runtime/ranks.py, this does not wait for collectives: a storage exists before its
+    Unlike `plain_tensors`, this does not wait for collectives: a storage exists before its
     values do.
     """
     if is_traceable_wrapper_subclass(tensor):
@@ -224,3 +225,13 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _tensors(value)
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors inside `tensor`: a DTensor's shard on this rank, a float8 weight's codes and scales."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return plain_tensors(tensor.trigger_wait())  # a collective may still write into it
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]

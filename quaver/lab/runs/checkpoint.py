@@ -41,13 +41,13 @@ from quaver.conversion.delayed import Float8ScalingState
 from quaver.lab.runs.checkpoint_folder import FORMAT, CheckpointFolder, RunProgress, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import FileDigest, check_manifest, digests_of_rank
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.lab.settings import Checkpoint, TrainConfig
 from quaver.lab.settings.float8 import file_name
 from quaver.optim import load_states_of
 from quaver.runtime.agreement import on_every_rank, on_first_rank
 from quaver.runtime.devices import is_cuda_device
-from quaver.runtime.ranks import Ranks
 
 
 class SavedModel(Protocol):

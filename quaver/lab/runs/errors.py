@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quaver.runtime.ranks import Ranks
+from quaver.lab.runs.ranks import Ranks
 
 
 class CheckpointError(RuntimeError):

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from quaver.lab.recorder.allocator import measure_usage
-from quaver.lab.recorder.storages import TensorBytes
+from quaver.lab.recorder.storages import TensorBytes, plain_tensors
 from quaver.runtime.devices import is_cuda_device
-from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.memory import storage_key
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from quaver.experts.dispatch import Combine, Dispatch, DispatchTokens
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
+from quaver.lab.recorder.storages import plain_tensors
 from quaver.lab.settings import Model
 from quaver.lab.trainer.functional import swiglu
 from quaver.linear.function import compute_dtype
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
-from quaver.runtime.ranks import plain_tensors
 
 Kind = TypeVar("Kind", bound=nn.Module)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
+from quaver.lab.recorder.storages import plain_tensors
 from quaver.linear.module import Float8Linear
-from quaver.runtime.ranks import plain_tensors
 
 
 class NonFiniteError(RuntimeError):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.lab.recorder.storages import plain_tensors
 from quaver.lab.settings import LRScheduler, Optimizer
 from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, embeddings_of
-from quaver.runtime.ranks import plain_tensors
 
 REMAINING: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),

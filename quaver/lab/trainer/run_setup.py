@@ -13,6 +13,7 @@ import torch
 from quaver.conversion.report import ConversionReport
 from quaver.lab.data import TokenData, load_data
 from quaver.lab.runs.checkpoint_folder import read_record
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder, provenance, resumes
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
@@ -23,7 +24,6 @@ from quaver.lab.trainer.model import Llama, meta_llama
 from quaver.lab.trainer.parallelize import check_float8_gradients, check_tensor_parallel
 from quaver.runtime.agreement import on_every_rank
 from quaver.runtime.devices import is_cuda_device, resolve_device
-from quaver.runtime.ranks import Ranks
 
 
 @dataclass

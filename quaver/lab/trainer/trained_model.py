@@ -24,6 +24,7 @@ from quaver import (
 from quaver.conversion.high_precision import float8_modules
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.lab.data import Batch
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Optimizer, TrainConfig, Training
 from quaver.lab.settings.schedule import ScheduleEntry, matmuls_at
 from quaver.lab.trainer.float8 import in_high_precision, run_in_high_precision
@@ -53,7 +54,6 @@ from quaver.lab.trainer.parallelize import parallelize
 from quaver.numerics.monitoring import Monitor
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import synchronize
-from quaver.runtime.ranks import Ranks
 
 REMEDY = "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
 

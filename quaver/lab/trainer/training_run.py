@@ -8,6 +8,7 @@ import torch
 from quaver.lab.runs.checkpoint import Checkpointer, load_weights
 from quaver.lab.runs.checkpoint_folder import RunProgress
 from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
 from quaver.lab.trainer.alarms import fall_back
@@ -15,7 +16,6 @@ from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import peak_flops
-from quaver.runtime.ranks import Ranks
 
 
 class TrainingRun:

@@ -11,16 +11,16 @@ import torch
 
 from quaver.kernels import triton_amax, triton_cast, triton_copy
 from quaver.lab.bench.ledger.counting import Work, count_launches
+from quaver.lab.bench.ledger.disassembly import Loop, count_issued
 from quaver.lab.bench.ledger.entries import list_entries
+from quaver.lab.bench.ledger.kernel_layout import KernelLayout
 from quaver.lab.bench.ledger.kernels import count_float64_operations
+from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch, TritonKernel
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import compile_kernels, with_machine_code
 from quaver.lab.bench.ledger.table import iter_findings
 from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
 from quaver.lab.cli import main
-from quaver.lab.memory.compiling.kernel_layout import KernelLayout
-from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch, TritonKernel
-from quaver.lab.memory.compiling.machine_code import Loop, count_issued
 from quaver.lab.settings import Model
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost

@@ -14,8 +14,8 @@ import torch
 
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.lab.bench import working as working_module
-from quaver.lab.bench.doctor_gpu import LayersOnGpu, describe_gpu
 from quaver.lab.bench.ledger.entries import list_entries
+from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.working import working
 from quaver.lab.cli import VERBS, bench, convert, doctor_gpu, dry_run, main, plan
@@ -24,7 +24,9 @@ from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.doctor_model import SHOWN, Survey
 from quaver.lab.cli.doctor_model import views_of as survey_views
 from quaver.lab.cli.memory import views
-from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch
+from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
+from quaver.lab.doctor.survey import SurveyedLinear
+from quaver.lab.doctor.survey_sums import MatmulSums
 from quaver.lab.memory.runs.links import Links, Traffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
@@ -32,8 +34,6 @@ from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.trainer.display import print_results
 from quaver.numerics.matmul_sums import Sums
-from quaver.numerics.survey import SurveyedLinear
-from quaver.numerics.survey_sums import MatmulSums
 from quaver.roofline.device_specs import find_device_spec
 
 COMMANDS = [

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from quaver.lab.runs import checkpoint
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.trainer.run_setup import begin_folder
 from quaver.runtime.agreement import on_first_rank
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
-from quaver.runtime.ranks import Ranks
 from tests.ranks import RanksError, mesh_of, on_ranks, run
 
 

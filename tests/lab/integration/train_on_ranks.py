@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from quaver.lab.cli import main
+from quaver.lab.runs.ranks import read_ranks
 from quaver.lab.trainer.model import Block
-from quaver.runtime.ranks import read_ranks
 from tests.ranks import run
 
 LIMIT_S = 240
@@ -44,7 +44,7 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
     output, error = io.StringIO(), io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, launcher))
-        stack.enter_context(patch("quaver.runtime.ranks.open_store", lambda rank, world_size: store))
+        stack.enter_context(patch("quaver.lab.runs.ranks.open_store", lambda rank, world_size: store))
         stack.enter_context(patch.object(dist, "init_process_group", lambda *args, **options: made.append(args)))
         stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
         stack.enter_context(patch.object(Block, "compile", compile_quickly))

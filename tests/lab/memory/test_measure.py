@@ -14,12 +14,12 @@ import torch.distributed as dist
 from quaver.lab.cli.memory.views import side_by_side_table
 from quaver.lab.memory.runs.measure import MOST_RANKS, measure_memory, measure_rank, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.runtime.ranks import Ranks
 from tests.lab.integration.train_on_ranks import compile_quickly
 from tests.lab.trainer.runs import changed, run_to_end
 from tests.ranks import run as run_on_ranks

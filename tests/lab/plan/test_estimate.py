@@ -8,6 +8,7 @@ import torch
 from benchmarks.plan_memory import peak_bytes
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.estimate import Estimate, estimate_peak
+from quaver.lab.recorder.storages import plain_tensors
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
@@ -20,7 +21,6 @@ from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.combined import list_parts
 from quaver.optim.state import make_state
-from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.dtensor import local_tensor
 from tests.lab.trainer.runs import changed
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from quaver.lab.runs import ranks as ranks_module
+from quaver.lab.runs.ranks import Ranks, read_ranks
 from quaver.lab.settings import Float8, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.runtime import ranks as ranks_module
 from quaver.runtime.devices import MissingDeviceError
-from quaver.runtime.ranks import Ranks, read_ranks
 
 
 def config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: object) -> TrainConfig:

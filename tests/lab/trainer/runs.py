@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.parallelize import make_mesh
@@ -13,7 +14,6 @@ from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
-from quaver.runtime.ranks import Ranks
 
 
 def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:

@@ -10,6 +10,7 @@ import torch
 from quaver import Float8Linear
 from quaver.lab.runs.errors import OutputError, OutputFailures
 from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, TrainConfig
 from quaver.lab.trainer.metrics import open_loggers
@@ -17,7 +18,6 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare
 from quaver.numerics.record import Record
-from quaver.runtime.ranks import Ranks
 from tests.lab.trainer.runs import changed, numbers, run_to_end
 
 

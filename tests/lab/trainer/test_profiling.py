@@ -15,10 +15,10 @@ from torch import nn
 from quaver import Float8Linear
 from quaver.kernels import cpu
 from quaver.lab.runs.errors import OutputError, OutputFailures
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Profiling as ProfilingConfig
 from quaver.lab.settings import TrainConfig, Training
 from quaver.lab.trainer.profiling import Profiler
-from quaver.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
 EVERY_STEP = {"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0}

@@ -17,6 +17,7 @@ import torch
 
 from quaver.lab.cli import main
 from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Comm, Float8
 from quaver.lab.trainer import train as train_module
 from quaver.lab.trainer.nonfinite import NonFiniteError
@@ -24,7 +25,6 @@ from quaver.lab.trainer.process import Watchdog, determinism, quiet
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
-from quaver.runtime.ranks import Ranks
 from tests.isolated import Forked
 from tests.lab.trainer.runs import changed, run_to_end
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from quaver.kernels import triton_blocks, triton_cast
-from quaver.lab.memory.compiling.machine_code import parse_disassembly
+from quaver.lab.bench.ledger.disassembly import parse_disassembly
 from tests.library.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 from tests.thinned import at_night
 

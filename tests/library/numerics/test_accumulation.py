@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from quaver import Float8GemmConfig, Float8LinearConfig
+from quaver.lab.doctor.survey_sums import survey_sums
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import HOPPER, Accumulation, accumulate
 from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums, observe_sums, sample_rows
-from quaver.numerics.survey_sums import survey_sums
 from tests.reference import assert_same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
+from quaver.lab.doctor.survey_sums import survey_sums
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import observe
 from quaver.numerics.accumulation import HOPPER
@@ -21,7 +22,6 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix
-from quaver.numerics.survey_sums import survey_sums
 from quaver.optim import CombinedOptimizer
 from quaver.runtime.devices import simulate_capture, simulate_gpu
 from tests import steps as steps_of

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.lab.bench.ledger.entries import list_entries
+from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
-from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.faking.gpu import as_on_a_gpu
 from quaver.lab.settings import Model

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quaver.lab.memory.compiling.launches import Access
+from quaver.lab.bench.ledger.launches import Access
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.faking.gpu import as_on_a_gpu
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD, LedgerEntry
-from quaver.lab.memory.compiling.launches import Access, CompiledGraph
+from quaver.lab.bench.ledger.launches import Access, CompiledGraph
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from quaver.lab.bench.ledger.disassembly import MachineCode, compile_kernel
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.memory.compiling.machine_code import MachineCode, compile_kernel
 
 MACHINE_COLUMNS = (
     "kernel and its config",

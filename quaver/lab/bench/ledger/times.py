@@ -12,8 +12,8 @@ functions, integers, conversions), the rate of caches, the host, the overlap of 
 from __future__ import annotations
 
 from quaver.lab.bench.ledger.entries import CATEGORIES, LedgerEntry, find_matrices, find_query_and_key, find_scale_kind
+from quaver.lab.bench.ledger.gpu_code import GPUS
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.memory.compiling.gpu_code import GPUS
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH, kernel_of, rates_of
 from quaver.roofline.cost import KERNEL_LAUNCH_S

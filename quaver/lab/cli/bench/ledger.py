@@ -20,6 +20,7 @@ from quaver.lab.bench.ledger.counting import (
     count_launches,
     is_multiplied,
 )
+from quaver.lab.bench.ledger.gpu_code import GPUS
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import (
     MACHINE_COLUMNS,
@@ -37,7 +38,6 @@ from quaver.lab.bench.shapes import MODEL_NAMES, make_model
 from quaver.lab.bench.working import working
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import bad_input
-from quaver.lab.memory.compiling.gpu_code import GPUS
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.lab.settings.flags import parse_options

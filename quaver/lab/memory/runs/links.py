@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.runs.predict import fake_run
+from quaver.lab.recorder.storages import plain_tensors
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.linear.tensor import Float8Tensor
-from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.collectives import group_of_name
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

@@ -23,6 +23,7 @@ from quaver.lab.memory.predict import Prediction, record_step
 from quaver.lab.memory.runs.predict import COMPARED, RunMemory, make_train_step
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.recorder.recorder import CATEGORIES
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.parallelize import make_mesh
@@ -30,7 +31,6 @@ from quaver.lab.trainer.profiling import persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.devices import is_cuda_device, resolve_device
-from quaver.runtime.ranks import Ranks
 
 WARM_UP_STEPS = 2
 """After the first step the optimizer has its state, and code is compiled."""

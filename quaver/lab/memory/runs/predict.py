@@ -22,6 +22,7 @@ from quaver.lab.data import Batch
 from quaver.lab.memory.faking.experts import EVEN_LOAD, load_evenly
 from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
 from quaver.lab.memory.predict import Prediction, predict_step
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.dry_run import pretended_mesh
@@ -30,7 +31,6 @@ from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.profiling import persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.runtime.ranks import Ranks
 
 SEES_GATHERS = TorchVersion(torch.__version__) >= "2.13"
 """Whether resizes of fake storages are visible. They are not in torch 2.11, and 2.12 was not tried."""

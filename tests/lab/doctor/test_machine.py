@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quaver.experts.gemm import find_grouped_backend
-from quaver.lab.bench import doctor
-from quaver.lab.bench.doctor_gpu import describe_gpu
 from quaver.lab.cli import main
+from quaver.lab.doctor import machine as doctor
+from quaver.lab.doctor.gpu import describe_gpu
 from quaver.linear.gemm import find_backend
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS

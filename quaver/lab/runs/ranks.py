@@ -1,4 +1,4 @@
-"""The ranks of a run: their agreement on the input, their process group, and a rank's part of a tensor.
+"""The ranks of a run: their agreement on the input, and their process group.
 
 Bad input must end every rank with the same exit code and one line on the terminal. torchrun kills all ranks when one
 fails, so a rank that exits early hides its own message. Therefore the ranks first exchange errors in the launcher's
@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quaver.runtime.devices import MissingDeviceError, cuda_device, is_cuda_device
-from quaver.torch_private.collectives import AsyncCollectiveTensor
 
 STORE_TIMEOUT_S = 300
 """How long a rank waits for the others to check their input; imports from a cold disk are slow."""
@@ -182,13 +180,3 @@ def open_store(rank: int, world_size: int) -> Store:
     """Return the launcher's store, or a store that rank 0 hosts if the launcher has none."""
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=STORE_TIMEOUT_S)))
     return store
-
-
-def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors inside `tensor`: a DTensor's shard on this rank, a float8 weight's codes and scales."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return plain_tensors(tensor.trigger_wait())  # a collective may still write into it
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]

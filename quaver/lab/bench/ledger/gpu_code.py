@@ -36,8 +36,8 @@ from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 
+from quaver.lab.bench.ledger.launches import CompiledGraph, TritonKernel, read_graph
 from quaver.lab.memory.compiling.inductor import settings_without_caches
-from quaver.lab.memory.compiling.launches import CompiledGraph, TritonKernel, read_graph
 from quaver.roofline.attention import CUDNN, kernel_of
 
 _DEVICE = torch.device("cuda", 0)

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from torch._inductor.runtime import triton_helpers
 
-from quaver.lab.memory.compiling.kernel_layout import KernelLayout
+from quaver.lab.bench.ledger.kernel_layout import KernelLayout
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")

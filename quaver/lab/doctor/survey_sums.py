@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.lab.doctor.survey import hook_linears
 from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, sample_rows
-from quaver.numerics.survey import hook_linears
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 

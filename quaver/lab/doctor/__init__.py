@@ -1,0 +1,1 @@
+"""What `quaver doctor` finds out: what a machine, a GPU and a model's layers gain from float8."""
