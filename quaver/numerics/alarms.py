@@ -3,7 +3,7 @@
     alarms = Alarms()
     for header, sample in record:
         for event in alarms.update(header, sample):
-            print(event.message)
+            print(event)
 
 It reads dictionaries in the form of `numerics.jsonl`, so a run and its record give the same alarms.
 
@@ -48,6 +48,9 @@ class Alarm:
     """How many other tensors turned bad in the same sample because of it."""
     action: str = "log"
 
+    def __str__(self) -> str:
+        return f"step {self.step}: alarm: {self.message}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the alarm as a line of a record."""
         return {"kind": "alarm", **vars(self), "remedies": list(self.remedies)}
@@ -69,6 +72,9 @@ class Cleared:
         """A sentence like an alarm's."""
         how = "has not come back; this is its new level" if self.stays else "has ended"
         return f"{self.layer} {self.operand}: {self.rule} {how}"
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.message}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as a line of a record."""

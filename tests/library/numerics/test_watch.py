@@ -85,3 +85,14 @@ def test_a_loop_that_resumes_raises_what_an_uninterrupted_one_raises(tmp_path, s
     write(resumed, [{**header(), "step": step + 1}, *samples[step:10], {**header(), "step": 11}, *samples[10:]])
     assert again == [each for each in found if each.step > step]
     assert Record.read(path).steps.tolist() == list(range(1, 16))
+
+
+def test_print_of_an_alarm_is_the_line_that_the_guides_show(tmp_path):
+    found = []
+    sink = AlarmSink(tmp_path / "numerics.jsonl", on_event=found.append)
+    for line in (header(), *(sample(step, NAN if step == 5 else None) for step in range(1, 9))):
+        sink.write(line)
+    alarm, cleared = found
+    assert str(alarm) == f"step 5: alarm: {LAYERS[2]} input: has 8 elements that are not finite, since step 5"
+    assert str(cleared) == f"step 6: {LAYERS[2]} input: nonfinite has ended"
+    assert repr(alarm).startswith("Alarm(step=5, since=5, rule='nonfinite'")
