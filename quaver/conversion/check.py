@@ -14,6 +14,7 @@ from quaver.conversion.report import conversion_report, unfinished
 from quaver.conversion.runs import idle_modules, missing_weight, replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
+from quaver.linear.scale_state import LinearScales
 from quaver.recipes.torchao_forms import why_inference_only
 from quaver.runtime.names import listed
 from quaver.runtime.slow_paths import slow_paths
@@ -40,8 +41,9 @@ def assert_float8_training(
         RuntimeError: with one line for each problem. Torchao has converted linears. No linear is in float8. A float8
             linear has an unfinished conversion, has no weight, did not run while others trained, or has not run since
             its forward was replaced. Its weight requires no gradient or is not in the optimizer. The optimizer holds a
-            parameter twice, or parameters of another model instead of this one's. With `require_native`, a float8
-            linear multiplied exactly or did not run.
+            parameter twice, or parameters of another model instead of this one's. Weights changed between forwards
+            without a sync of the delayed scales (weights that FSDP2 gathers are not checked). With `require_native`, a
+            float8 linear multiplied exactly or did not run.
 
     A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Compiled
     code is not checked.
@@ -76,6 +78,12 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
     for name, linear in _float8_linears(model):
         for obstacle in filter(None, [why_inference_only(linear.weight), *unfinished(linear)]):
             yield f"{name}: {obstacle}"
+    scalings = [linear.scaling for _, linear in _float8_linears(model)]
+    if any(isinstance(scaling, LinearScales) and scaling.state.is_sync_forgotten for scaling in scalings):
+        yield (
+            "weights changed between forwards without a sync, so delayed scales are out of date: call "
+            "sync_float8_amax_and_scale_history(model) once a step, after the backward"
+        )
     frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
     if frozen and not allow_frozen:
         yield f"weights that require no gradient: {listed(frozen)}"

@@ -135,7 +135,7 @@ class Float8Linear(nn.Linear):
         if self.scaling is not None:
             if recording is None:
                 recording = self.scaling.state.calibrating or torch.is_grad_enabled()
-            return self.scaling.scales(recording=recording, device=device)
+            return self.scaling.scales(recording=recording, device=device, weight=self.weight)
         if self.config.has_persistent_scales:
             raise RuntimeError(
                 "this Float8Linear has delayed or static scaling but no state for its scales; give the model to "

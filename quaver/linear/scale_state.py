@@ -27,9 +27,10 @@ that is quantized before the forward (by `cast_weights_once`, or for an all-gath
 training. So its cast records into a separate buffer. Every forward that records gradients merges the maximum of
 this buffer into amax_buffer.
 
-[Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the forwards that record
-gradients since the last sync and warns at a number far above a step's microbatches. Until the first sync nothing
-saturates, because each cast computes a scale from its own amax. Compiled forwards are not counted.
+[Note: a forgotten sync] The state counts the forwards that record gradients since the last sync and warns at a number
+far above a step's microbatches. If a weight's version changed between two of them, an optimizer has stepped without a
+sync, which `assert_float8_training` reports. The weights that FSDP2 gathers keep their version. Until the first sync
+nothing saturates, because each cast computes a scale from its own amax. Compiled forwards are not counted.
 
 [Note: no buffers] Slots are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
 nothing. `float8_scaling_state(model)` saves and loads them under separate names.
@@ -58,13 +59,14 @@ from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.devices import is_capturing
 from quaver.torch_private.tracing import FakeTensor
+from quaver.torch_private.versions import version_of
 
 OPERANDS = ("input", "weight", "grad_output")
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
-_NOT_COPIED = ("views", "_persistent")
+_NOT_COPIED = ("views", "_persistent", "weight_versions")
 """Attributes of a `ScaleState` that copies do not get."""
 
 
@@ -81,6 +83,8 @@ class ScaleState:
         calibrating: whether static scales are being measured.
         host_decides: whether ranks read is_initialized to decide which amaxes they exchange, so each sync updates it.
         forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
+        weight_versions: the version of each linear's weight in its first training forward since the last sync.
+        is_sync_forgotten: whether a weight changed between training forwards since the last sync.
     """
 
     @torch.inference_mode(False)
@@ -110,6 +114,7 @@ class ScaleState:
         self.calibrating = False
         self.host_decides = False
         self.forwards_since_sync = 0
+        self.is_sync_forgotten = False
         self.refresh_after_load()
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
 
@@ -122,6 +127,7 @@ class ScaleState:
 
     def _reset_views(self) -> None:
         self.views: list[LinearScales] = []
+        self.weight_versions: dict[int, int] = {}
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,7 +193,7 @@ class ScaleState:
             self._refresh_known()
         elif self.host_decides:
             self.is_initialized.copy_(self.quant_scale > 0)
-        self.forwards_since_sync = 0
+        self.forwards_since_sync, self.weight_versions, self.is_sync_forgotten = 0, {}, False
 
     def _refresh_known(self) -> None:
         """Count a sync with unknown scales, and in the syncs of [Note: known scales] read `known` from the device."""
@@ -213,9 +219,15 @@ class ScaleState:
             self.known = known
             self._renew_views()
 
-    def count_forward(self) -> None:
-        """Count a forward that records gradients, and warn after `FORWARDS_WITHOUT_SYNC` for each linear."""
+    def count_forward(self, linear: int, weight: Tensor | None) -> None:
+        """Count a forward that records gradients, and warn after `FORWARDS_WITHOUT_SYNC` for each linear.
+
+        `linear`: the id of its `LinearScales`.
+        """
         self.forwards_since_sync += 1
+        if weight is not None and self.has_delayed and not weight.is_inference():
+            version = version_of(weight)
+            self.is_sync_forgotten |= version != self.weight_versions.setdefault(linear, version)
         if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
             warnings.warn(
                 f"{FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
@@ -250,11 +262,13 @@ class LinearScales:
             for record in (True, False)
         )
 
-    def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
+    def scales(self, *, recording: bool, device: torch.device, weight: Tensor | None = None) -> PersistentScales:
         """Return the scales for casts on `device`, to which the state moves.
 
-        `recording`: whether casts record amaxes, see [Note: who records]. If so, the forward is counted, and
-        `weight_observed` is merged into the state.
+        Args:
+            recording: whether casts record amaxes, see [Note: who records]. If so, the forward is counted, and
+                `weight_observed` is merged into the state.
+            weight: the linear's, for [Note: a forgotten sync].
         """
         state = self.state
         if device != state.device:
@@ -269,7 +283,7 @@ class LinearScales:
         if self.recorded.weight is not None and self.weight_observed is not None:
             record(self.recorded.weight, self.weight_observed)
         if not torch.compiler.is_compiling():
-            state.count_forward()
+            state.count_forward(id(self), weight)
         return self.recorded
 
     def observe_weight(self, device: torch.device, observed: Tensor | None = None) -> PersistentScale | None:

@@ -16,6 +16,7 @@ from quaver import (
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    sync_float8_amax_and_scale_history,
 )
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.linear.last_run import note_run
@@ -222,3 +223,24 @@ def test_a_linear_whose_weight_was_deleted_is_no_float8(recipe, caplog):
     with cast_weights_once(model):
         step(model[1])
     assert [type(each) for each in convert_to_high_precision(model)] == [nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("syncs", ["before the step", "after the step", "never"])
+def test_a_forgotten_sync_of_delayed_scales(syncs):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), config="delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(2):  # microbatches
+            model(torch.randn(4, 16)).square().sum().backward()
+        if syncs == "before the step":
+            sync_float8_amax_and_scale_history(model)
+        optimizer.step()
+        if syncs == "after the step":
+            sync_float8_amax_and_scale_history(model)
+    if syncs != "never":
+        assert_float8_training(model, optimizer)
+        return
+    with pytest.raises(RuntimeError, match=r"without a sync, .* call sync_float8_amax_and_scale_history\(model\)"):
+        assert_float8_training(model, optimizer)
+    sync_float8_amax_and_scale_history(model)
+    assert_float8_training(model, optimizer)
