@@ -20,8 +20,7 @@ model(input_ids=tokens, labels=tokens).loss.backward()
 optimizer.step()
 
 with tempfile.TemporaryDirectory() as folder:
-    written = save_float8(model, Path(folder) / "served")
-    print(f"{written.plan.count} float8 weights, {written.bytes_yielded:,} bytes; ignored: {written.plan.ignore}")
+    print(save_float8(model, Path(folder) / "served"))
     trainable = LlamaForCausalLM(model.config)
     trainable.load_state_dict(dict(load_float8(Path(folder) / "served", dtype=torch.float32)))
     print("loss", trainable(input_ids=tokens, labels=tokens).loss.item())

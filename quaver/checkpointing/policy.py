@@ -136,6 +136,8 @@ def apply_activation_checkpointing(
             operator whose result cannot be saved (see `operations_to_keep`); a budget outside 0 to 1; or a module that
             is checkpointed already.
     """
+    if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
+        raise TypeError(f"modules: expected blocks, such as model.layers, got {type(modules).__name__}")
     modules = list(modules)
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")

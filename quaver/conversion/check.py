@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quaver.conversion.report import conversion_report, unfinished
+from quaver.conversion.report import NOT_CONVERTED, conversion_report, unfinished
 from quaver.conversion.runs import idle_modules, missing_weight, replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
@@ -72,7 +72,13 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         return
     report = conversion_report(model)
     if not report.converted:
-        yield f"no linear is in float8 ({report.why_nothing()})"
+        if any(layer.reason == NOT_CONVERTED for layer in report.layers):
+            yield (
+                "no linear is in float8: call convert_to_float8_training (prepare_model_for_float8 for transformers) "
+                "before the optimizer is made"
+            )
+        else:
+            yield f"no linear is in float8 ({report.why_nothing()})"
         return
     yield from _problems_of_the_run(model)
     for name, linear in _float8_linears(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import typing
 import warnings
@@ -198,11 +199,20 @@ def _choose(
 
 
 def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
-    """Call a user's filter on a linear or on experts. Raises TypeError for a filter that fails on experts."""
+    """Call a user's filter on a linear or on experts.
+
+    Raises TypeError for a filter that fails on experts, or is no function of two arguments.
+    """
     if module_filter_fn is None:
         return FilterDecision(True, "")
     try:
         decision = module_filter_fn(module, name)
+    except TypeError as error:
+        if _takes(module_filter_fn, module, name):
+            raise
+        raise TypeError(
+            f"module_filter_fn: expected a function of a module and its name, got {module_filter_fn!r}"
+        ) from error
     except AttributeError as error:
         if isinstance(module, nn.Linear):
             raise
@@ -213,6 +223,14 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
     if isinstance(decision, FilterDecision):
         return decision
     return FilterDecision(bool(decision), "" if decision else "filter")
+
+
+def _takes(function: Callable[..., object], *arguments: object) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:  # it is not callable, or takes other arguments
+        return False
+    return True
 
 
 def serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:

@@ -87,7 +87,7 @@ def config_of(module: Float8Linear | Float8Grouped) -> Float8LinearConfig:
 
 def _check_names(matmuls: Iterable[str]) -> tuple[str, ...]:
     if isinstance(matmuls, str):
-        raise ValueError(f"high_precision_matmuls: expected a list of names, got the string {matmuls!r}")
+        raise ValueError(f"matmuls: expected a list of names, got the string {matmuls!r}; give [{matmuls!r}]")
     return tuple(matmuls)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training, serving_filter
+from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training, decide, serving_filter
 from quaver.recipes.config import Float8LinearConfig, resolve_config
 from quaver.recipes.recipe_name import canonical_recipe
 
@@ -136,7 +136,7 @@ def _filter_for(
         if own == HIGH_PRECISION:
             return FilterDecision(False, "layer_recipes: high precision")
         module_filter_fn = decide_listed if name in recipes.layers else decide_unlisted
-        decision = True if module_filter_fn is None else module_filter_fn(module, name)
+        decision = decide(module_filter_fn, module, name)
         return decision if own == recipe or not decision else FilterDecision(False, f"layer_recipes: {own}")
 
     return admits

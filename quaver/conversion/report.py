@@ -31,6 +31,10 @@ FILTER_REASON = "_float8_filter_reason"
 """The attribute of a module with the filter's reason; `conversion_report` computes all other reasons."""
 
 
+NOT_CONVERTED = "not converted, or new since the conversion"
+"""The reason of a linear in high precision, if nothing else is known."""
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """One matmul weight of the model: whether its matmuls run in float8, and why (or why not).
@@ -161,7 +165,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             reasons = [filtered, ties, shares, frozen, replaced_forward(child), *unfinished(child)]
             reason = "; ".join(filter(None, reasons))
         else:
-            reason = filtered or obstacle_of(child, False) or "not converted, or new since the conversion"
+            reason = filtered or obstacle_of(child, False) or NOT_CONVERTED
         shape = child.in_features, child.out_features
         backend = child.backend if isinstance(child, Float8Linear) and converted else ""
         layers.append(LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend))

@@ -183,6 +183,10 @@ class Float8Weights:
         self._gathered: dict[str, Tensor] = {}
         self._tensors = self._generate()
 
+    def __repr__(self) -> str:
+        ignored = f", in high precision: {', '.join(self.plan.ignore)}" if self.plan.ignore else ""
+        return f"Float8Weights({self.plan.count} float8 weights, {self.bytes_yielded:,} bytes yielded{ignored})"
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self
 

@@ -67,6 +67,7 @@ class QuaverConfig(QuantizationConfigMixin):
     Args:
         recipe: a recipe's name, a config, or a recipe for each layer, `LayerRecipes.read(path)`. None is "tensorwise";
             with `frozen` it is "blockwise" for a high-precision folder, and the stored codes for a float8 folder.
+        recipe_name: the same as `recipe`, for a name.
         frozen: store the weights once in float8, for adapters, as `freeze_to_float8` and `load_frozen` do. They do not
             train. With a `recipe`, the weights of a float8 folder are dequantized and quantized again.
         modules_to_not_convert: names of further modules that stay in high precision, beyond the defaults of
@@ -84,12 +85,16 @@ class QuaverConfig(QuantizationConfigMixin):
         self,
         recipe: Float8LinearConfig | Float8LinearRecipeName | LayerRecipes | str | None = None,
         *,
+        recipe_name: Float8LinearRecipeName | str | None = None,
         frozen: bool = False,
         modules_to_not_convert: Sequence[str] | None = None,
         serving: str | None = None,
         include_subclasses: bool = False,
     ) -> None:
         self.quant_method: Any = METHOD
+        if recipe is not None and recipe_name is not None:
+            raise TypeError(f"expected recipe or recipe_name, got both, {recipe!r} and {recipe_name!r}")
+        recipe = recipe_name if recipe is None else recipe
         for name, flag in (("frozen", frozen), ("include_subclasses", include_subclasses)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r}")

@@ -49,7 +49,7 @@ class ScalingGranularity(enum.Enum):
     ROWWISE = "axiswise"
     """The elements along the dim that the matmul contracts: one scale per row of the left operand."""
     AXISWISE = "axiswise"  # noqa: PIE796 - an alias on purpose
-    """torchao's name for ROWWISE, the same member. The values "axiswise" and "rowwise" are both accepted."""
+    """torchao's name for ROWWISE, the same member. `ScalingGranularity("rowwise")` is accepted, too."""
     BLOCKWISE = "blockwise"
     """The elements of a block of `CastConfig.block_size`."""
 
@@ -89,7 +89,13 @@ def check_type(config: object, name: str, expected: type) -> None:
         value = expected(**value)
     object.__setattr__(config, name, value)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}")
+        hint = _member_called(expected, value) if issubclass(expected, enum.Enum) else ""
+        raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}{hint}")
+
+
+def _member_called(kind: type[enum.Enum], name: object) -> str:
+    members = [member for member in kind if name in (member.name, member.name.lower(), member.value)]
+    return f"; write {members[0]}" if members else ""
 
 
 def check(is_valid: bool, name: str, expected: str, value: object) -> None:

@@ -6,6 +6,7 @@ import enum
 
 from quaver.recipes.cast_config import check
 from quaver.recipes.torchao_forms import from_torchao
+from quaver.runtime.names import suggest
 
 BACKWARDS = ("float8", "dequantized", "high_precision")
 """The values of `Float8LinearConfig.backward`."""
@@ -48,7 +49,8 @@ class Float8LinearRecipeName(enum.Enum):
         accepted = from_torchao(value, cls)
         if isinstance(accepted, cls):
             return accepted
-        raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(name.value for name in cls)}")
+        names = [name.value for name in cls]
+        raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(names)}{suggest(value, names)}")
 
 
 def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipeName, str]:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from quaver.recipes.cast_config import CastConfig, ScalingGranularity, ScalingType
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import E4M3
+from quaver.runtime.names import suggest
 
 
 class Serving(NamedTuple):
@@ -81,7 +82,7 @@ SERVING: dict[str, Serving] = {
 def serving_named(name: str) -> Serving:
     """Return the entry of `SERVING`. Raises ValueError for an unknown name, listing the choices."""
     if name not in SERVING:
-        raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}")
+        raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}{suggest(name, SERVING)}")
     return SERVING[name]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -54,6 +55,14 @@ def owners_of_weights(model: nn.Module) -> dict[int, list[str]]:
 def mask_layer_numbers(name: str) -> str:
     """Replace layer numbers in a module's name by "*", except at the beginning."""
     return _LAYER_NUMBER.sub("*", name)
+
+
+def suggest(name: object, choices: Iterable[str]) -> str:
+    """The end of a message about an unknown `name`: the choice that it begins or is near to, or ""."""
+    choices = list(choices)
+    begun = [choice for choice in choices if name and choice.startswith(str(name).lower())]
+    matches = begun or difflib.get_close_matches(str(name).lower(), choices, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:

@@ -408,6 +408,11 @@ def test_bad_arguments(arguments, message):
     assert type(layer) is nn.Linear
 
 
+def test_a_model_in_place_of_its_blocks():
+    with pytest.raises(TypeError, match="modules: expected blocks, such as model.layers, got Linear"):
+        apply_activation_checkpointing(nn.Linear(2, 2))
+
+
 def test_a_module_is_checkpointed_once():
     net = make(None, "full", width=64)
     with pytest.raises(ValueError, match="this Block is checkpointed already"):

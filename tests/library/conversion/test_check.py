@@ -16,6 +16,7 @@ from quaver import (
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    set_high_precision_matmuls,
     sync_float8_amax_and_scale_history,
 )
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
@@ -244,3 +245,19 @@ def test_a_forgotten_sync_of_delayed_scales(syncs):
         assert_float8_training(model, optimizer)
     sync_float8_amax_and_scale_history(model)
     assert_float8_training(model, optimizer)
+
+
+def test_a_model_that_was_not_converted():
+    with pytest.raises(RuntimeError, match="no linear is in float8: call convert_to_float8_training"):
+        assert_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    filtered = nn.Linear(16, 16)
+    with pytest.warns(UserWarning, match="nothing to convert"):
+        convert_to_float8_training(filtered, module_filter_fn=lambda module, name: False)
+    with pytest.raises(RuntimeError, match=r"no linear is in float8 \(nothing to convert: .*: filter"):
+        assert_float8_training(filtered)
+
+
+def test_matmuls_given_as_a_string():
+    model = convert_to_float8_training(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=r"matmuls: .* got the string 'output'; give \['output'\]"):
+        set_high_precision_matmuls(model, "output")

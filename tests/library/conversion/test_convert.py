@@ -375,6 +375,17 @@ def test_nothing_to_convert_warns_and_changes_nothing(model, filter_fn, message)
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
 
 
+@pytest.mark.parametrize("filter_fn", [["0"], lambda name: True])
+def test_a_filter_that_is_no_function_of_two_arguments(filter_fn):
+    with pytest.raises(TypeError, match=r"expected a function of a module and its name, got (\['0'\]|<)"):
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), module_filter_fn=filter_fn)
+
+
+def test_a_type_error_of_a_filter_is_its_own():
+    with pytest.raises(TypeError, match="^unsupported operand"):
+        convert_to_float8_training(nn.Linear(16, 16), module_filter_fn=lambda module, name: 1 + name)
+
+
 def test_experts_are_prepared_for_a_float8_all_gather_and_back():
     model = make_mixture(layers=1)
     expected, input = copy.deepcopy(model.state_dict()), torch.randn(8, 40)

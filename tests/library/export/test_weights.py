@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -41,6 +42,12 @@ def trained(recipe):
         with torch.no_grad():
             model.layer["o_proj"].weight.mul_(1.5)  # the scale of its codes is the delayed one, which saturates
     return model
+
+
+def test_the_result_says_what_was_written(tmp_path):
+    written = save_float8(tiny("rowwise"), tmp_path / "out", config={})
+    expected = rf"Float8Weights\({len(PROJECTIONS)} float8 weights, [\d,]+ bytes yielded, in high precision: .*\)"
+    assert re.fullmatch(expected, repr(written))
 
 
 def multiplied_weights(model, monkeypatch):

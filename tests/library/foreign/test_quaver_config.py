@@ -204,6 +204,10 @@ def test_frozen_codes_of_a_folder_meet_the_inputs_of_an_engine(folders):
         loaded(folders / "llama-fp8", serving="vllm-per-token", frozen=True)
 
 
+def test_a_recipe_may_be_given_as_recipe_name():
+    assert QuaverConfig(recipe_name="rowwise").to_dict() == QuaverConfig(recipe="rowwise").to_dict()
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error"),
     [
@@ -216,6 +220,7 @@ def test_frozen_codes_of_a_folder_meet_the_inputs_of_an_engine(folders):
         ([3], {}, "expected a Float8LinearConfig, a recipe's name"),
         ([], {"serving": "vlm"}, "serving: expected one of vllm-per-token, .* got 'vlm'"),
         (["delayed"], {"serving": "deepgemm"}, "expected a recipe with dynamic scaling"),
+        (["rowwise"], {"recipe_name": "mxfp8"}, "expected recipe or recipe_name, got both, 'rowwise' and 'mxfp8'"),
     ],
 )
 def test_a_config_says_what_is_wrong(arguments, options, error):

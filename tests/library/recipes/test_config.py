@@ -118,8 +118,10 @@ def test_a_recipe_or_its_name_stands_for_its_config():
     assert resolve_config("rowwise") == resolve_config(Float8LinearRecipeName.ROWWISE) == rowwise
     assert resolve_config(rowwise) is rowwise
     assert resolve_config(None) == Float8LinearConfig()
-    with pytest.raises(ValueError, match="unknown recipe 'rowise': expected one of tensorwise, rowwise"):
+    with pytest.raises(ValueError, match="recipe 'rowise': expected one of tensorwise, .*; did you mean 'rowwise'"):
         resolve_config("rowise")
+    with pytest.raises(ValueError, match="did you mean 'rowwise'"):
+        resolve_config("ROWWISE")
     for wrong in (7, CastConfig(), Float8LinearConfig):
         with pytest.raises(TypeError, match="config: expected a Float8LinearConfig, a recipe's name such as 'rowwise'"):
             resolve_config(wrong)
@@ -306,6 +308,10 @@ BAD = {
     "scale_calculation_mode: expected None unless scaling_granularity is": cast(
         scale_calculation_mode=ScaleCalculationMode.FLOOR
     ),
+    "scaling_granularity: expected ScalingGranularity, got 'rowwise'; write ScalingGranularity.ROWWISE": cast(
+        scaling_granularity="rowwise"
+    ),
+    "scaling_type: expected ScalingType, got 'delayed'; write ScalingType.DELAYED": cast(scaling_type="delayed"),
     "scale_calculation_mode: expected ScaleCalculationMode, got 'even'": cast(
         scaling_granularity=ScalingGranularity.BLOCKWISE, scale_calculation_mode="even"
     ),
