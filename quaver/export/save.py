@@ -58,7 +58,8 @@ def save_float8(
             `iter_float8_weights`. All ranks of a sharded model call this; rank 0 writes, its errors are raised on all.
             Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`, `set_kv_scales`).
         folder: a new path. comfyui writes one file NAME.safetensors, with the record in its header, from memory.
-        config: config.json without quantization_config; None for the model's, with its generation config.
+        config: config.json without quantization_config; None for the model's, with its generation config. Its dtype
+            becomes `dtype`, if given, and for MXFP8 bfloat16, in which alone transformers can run it.
         max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
         about: the origin, for the record of the bundle: "source", "step".
         files: more files to copy, such as the tokenizer's.
@@ -181,6 +182,8 @@ def _quantized_config(
     written = {**config, "quantization_config": quantization}
     key = "dtype" if "dtype" in config else "torch_dtype"
     stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
+    if plan.format.is_mx and (stored is not None or config.get(key)):
+        stored = torch.bfloat16  # transformers dequantizes MXFP8 to it, and cannot multiply it with another dtype
     if stored is not None:
         written[key] = str(stored).removeprefix("torch.")
     return config_text(written)

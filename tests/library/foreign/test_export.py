@@ -5,6 +5,7 @@ vLLM and SGLang, which need a GPU, are tested by the contract of their loaders: 
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -228,6 +229,17 @@ def test_what_else_save_pretrained_would_write(tmp_path):
     assert (config["dtype"], config["architectures"]) == ("float16", ["LlamaForCausalLM"])
     save_float8(model, tmp_path / "own", config={**model.config.to_dict(), "dtype": "bfloat16"})
     assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", ["compressed-tensors-mxfp8", "fp8", "compressed-tensors"])
+def test_transformers_runs_an_export_of_a_float32_model_at_its_defaults(format, dtype, tmp_path):
+    model = convert_to_float8_training(llama(), config="blockwise", module_filter_fn=not_the_head)
+    save_float8(model, tmp_path / "out", format=format, dtype=dtype)
+    with warnings.catch_warnings(action="ignore"):
+        got = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).float()
+    expected = logits_of(model)
+    assert (got - expected).norm() < 0.12 * expected.norm()
 
 
 UNMERGED = [
