@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
+from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.module import Float8Linear
@@ -403,8 +404,9 @@ def use_float8_primary_weights(
     Returns:
         The optimizer to use. It saves and loads as `optimizer` does; the model's state dict holds the masters.
     Raises:
-        ValueError: no weight to convert; a weight that is sharded, tied, multiplied in high precision, or has a delayed
-            or static scale; a scheduler or DDP that was made before; another master_dtype.
+        ValueError: no weight to convert; a weight that is sharded, tied, converted with
+            `enable_fsdp_float8_all_gather`, multiplied in high precision, or has a delayed or static scale; a scheduler
+            or DDP that was made before; another master_dtype.
         TypeError: `optimizer` is not a torch.optim.Optimizer, or already has primary weights.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Float8PrimaryOptimizer):
@@ -437,6 +439,8 @@ def use_float8_primary_weights(
 def _find_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
     parameter, module, casts = weight.parameter, weight.module, weight.config.casts
     is_whole = not isinstance(module, Float8Linear) or parameter.shape == (module.out_features, module.in_features)
+    if isinstance(parameter, Float8AllGatherWeight):
+        return "its config has enable_fsdp_float8_all_gather; convert without it, or under FSDP2 use cast_weights_once"
     if type(parameter) is not nn.Parameter or not is_whole:
         return f"it is a {type(parameter).__name__}; under FSDP2 use cast_weights_once"
     if not casts.weight.is_float8:

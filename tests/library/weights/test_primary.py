@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -494,8 +495,15 @@ def _scheduled():
     return model, optimizer
 
 
+def _gathering():
+    config = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+    return model, adamw(model.parameters())
+
+
 ERRORS = [
     (_scheduled, {}, "a scheduler was made for it"),
+    (_gathering, {}, "0.weight cannot .* its config has enable_fsdp_float8_all_gather; convert without it"),
     (lambda: (m := nn.Linear(16, 16), adamw(m.parameters())), {}, "got none; convert the model"),
     (lambda: (m := linears("delayed"), adamw(m.parameters())), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
     (lambda: (m := _tied(), adamw(m.parameters())), {}, "it is tied: 0.0.weight, 1.weight"),
