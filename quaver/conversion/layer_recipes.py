@@ -27,7 +27,9 @@ HIGH_PRECISION = "high_precision"
 
 @dataclass(frozen=True)
 class LayerRecipes:
-    """The recipe of each layer.
+    """The recipe of each layer, for `prepare_model_for_float8(model, recipes)`.
+
+    That function takes any nn.Module and needs transformers.
 
     Args:
         recipe: the recipe of layers that are not in `layers`.

@@ -19,8 +19,10 @@ from quaver import (
     ScaleCalculationMode,
     ScalingGranularity,
     ScalingType,
+    convert_to_float8_training,
     float8_linear,
 )
+from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.recipes.config import resolve_config
 from tests.reference import BLOCK_RECIPES, RECIPES
 
@@ -125,6 +127,11 @@ def test_a_recipe_or_its_name_stands_for_its_config():
     for wrong in (7, CastConfig(), Float8LinearConfig):
         with pytest.raises(TypeError, match="config: expected a Float8LinearConfig, a recipe's name such as 'rowwise'"):
             resolve_config(wrong)
+
+
+def test_recipes_of_layers_are_no_config():
+    with pytest.raises(TypeError, match=r"got LayerRecipes\(.*\); prepare_model_for_float8 takes LayerRecipes$"):
+        convert_to_float8_training(torch.nn.Linear(16, 16), config=LayerRecipes("rowwise"))
 
 
 def test_a_linear_and_the_function_take_a_recipes_name():
