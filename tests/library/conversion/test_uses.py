@@ -1,0 +1,79 @@
+"""What else is done with a converted model: evaluated, copied, pickled, exported, traced."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import convert_to_float8_training, freeze_to_float8, sync_float8_amax_and_scale_history
+
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed"]
+
+
+def make(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 48))
+    if recipe == "frozen":
+        return freeze_to_float8(model, config="rowwise")
+    convert_to_float8_training(model, config=recipe)
+    model(torch.randn(8, 64)).sum().backward()
+    sync_float8_amax_and_scale_history(model)
+    return model
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def exported(model, example, *, smallest):
+    return torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=smallest)},))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
+def test_evaluation_and_copies_have_the_bits_of_training(recipe):
+    model, input = make(recipe), torch.randn(48, 64)
+    expected = model(input)
+    model.eval()
+    assert model(input).equal(expected)
+    with torch.no_grad():
+        assert model(input).equal(expected)
+    with torch.inference_mode():
+        assert model(input).equal(expected)
+    assert copy.deepcopy(model)(input).equal(expected)
+    assert saved_and_loaded(model)(input).equal(expected)
+    if recipe == "frozen":
+        with pytest.raises(AttributeError, match="dtype"):  # as torch's pickle of any float8 tensor
+            pickle.loads(pickle.dumps(model))
+    else:
+        assert pickle.loads(pickle.dumps(model))(input).equal(expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:No complete tensor found")
+@pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
+def test_exported_and_traced_programs(recipe):
+    model, example, few = make(recipe).eval(), torch.randn(300, 64), torch.randn(7, 64)
+    expected = model(example)
+    program, buffer = torch.export.export(model, (example,)), io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    assert torch.export.load(buffer).module()(example).equal(expected)
+    with torch.no_grad():
+        assert exported(model, example, smallest=2).module()(few).equal(model(few))
+        assert torch.jit.trace(model, example)(example).equal(expected)
+    with pytest.raises(ValueError, match="Unknown type annotation"):
+        torch.jit.script(model)
+    if recipe in ("blockwise", "mxfp8"):
+        more = example[: {"blockwise": 129, "mxfp8": 33}[recipe]].contiguous()
+        assert exported(model, example, smallest=len(more)).module()(more).equal(model(more))
+        with pytest.raises(
+            torch._dynamo.exc.UserError, match="!= 1"
+        ):  # when this fails, docs/limitations.md can say so
+            exported(model, example, smallest=2)
+    else:
+        assert exported(model, example, smallest=2).module()(few).equal(model(few))
