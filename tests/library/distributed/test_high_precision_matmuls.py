@@ -144,7 +144,5 @@ def test_names_come_from_any_iterable_but_a_string():
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
     assert [linear.config.high_precision_matmuls for linear in linears] == [("output",)] * len(linears)
     for matmuls in ("output", lambda name: "output"):
-        with pytest.raises(
-            ValueError, match="matmuls: expected a list of names, got the string 'output'"
-        ):
+        with pytest.raises(ValueError, match="matmuls: expected a list of names, got the string 'output'"):
             set_high_precision_matmuls(model, matmuls)
