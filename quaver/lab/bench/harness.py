@@ -99,7 +99,7 @@ class Rotation(Generic[Input]):
     """
 
     def __init__(self, make: Callable[[], Input], bytes_each: int, device: torch.device) -> None:
-        """`make` is called once per copy of `bytes_each` bytes, and at least once."""
+        """Call `make` once per copy of `bytes_each` bytes, and at least once."""
         wanted = 2 * (find_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
         copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, bytes_each))
         self._inputs = [make() for _ in range(min(max(1, copies), _MOST_COPIES))]

@@ -43,7 +43,7 @@ class OptimizerStep:
     """Runs one training step of a block per call."""
 
     def __init__(self, block: BenchedBlock, sources: Rotation[Tensor], direction: Tensor) -> None:
-        """`sources`: inputs [B, T, D] that require gradients; `direction`: the gradient of the output, in its shape."""
+        """Take inputs [B, T, D] that require gradients, and `direction`, the gradient of the output, in its shape."""
         self.block, self.sources, self.direction = block, sources, direction
         self.optimizer = build_optimizer(block, Optimizer(lr=_SMALL_LR))
         self._has_persistent_scales = bool(float8_scaling_state(block))

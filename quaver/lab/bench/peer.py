@@ -25,7 +25,7 @@ RECIPES = (
 
 
 def is_peer_recipe(recipe: str) -> bool:
-    """Whether torchao also has this recipe."""
+    """Return whether torchao also has this recipe."""
     return canonical_recipe(recipe) in [name.value for name in RECIPES]
 
 

@@ -108,7 +108,7 @@ class Account:
             self.corrupt_places.append(f"{place}: {reason}")
 
     def is_text(self, place: str, value: Any) -> TypeGuard[str]:
-        """Whether `value` is a non-empty string of Unicode without NUL; if not, count it as empty or corrupt."""
+        """Return whether `value` is a non-empty string of Unicode without NUL; if not, count it as empty or corrupt."""
         reason = ""
         if not isinstance(value, str):
             reason = f"expected a string, got {type(value).__name__}"

@@ -95,7 +95,7 @@ class Prediction:
         return next((name for name, begin, end in self.report["spans"] if begin < event <= end), "other")
 
     def by(self, *keys: str) -> dict[tuple[str, ...], int]:
-        """Bytes at the peak by one or more columns of `at_peak`, such as "category" or "module"; the largest first."""
+        """Return the bytes at the peak by columns of `at_peak`, such as "category" or "module", the largest first."""
         sums: dict[tuple[str, ...], int] = {}
         for row in self.at_peak:
             values = tuple(str(row[key]) for key in keys)
@@ -109,7 +109,7 @@ class Prediction:
         return {name: sums[(name,)] for name in CATEGORIES if (name,) in sums}
 
     def to_dict(self, *, timeline: bool = False) -> dict[str, Any]:
-        """A dict for JSON. With `timeline` it includes the bytes of each category after each event."""
+        """Return a dict for JSON. With `timeline` it includes the bytes of each category after each event."""
         excluded = () if timeline else ("timeline", "columns")
         return {
             "peak_bytes": self.peak_bytes,

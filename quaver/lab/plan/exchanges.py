@@ -157,7 +157,7 @@ def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int],
 
 
 def _needs_amax(cast: CastConfig) -> bool:
-    """Whether the cast's one scale comes from the tensor itself."""
+    """Return whether the cast's one scale comes from the tensor itself."""
     return cast.is_tensorwise and not cast.is_persistent
 
 

@@ -200,7 +200,7 @@ def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gather
 
 
 def has_reductions(step_sequences: int, local: int, layout: ParallelDims | Degrees) -> bool:
-    """Whether data-parallel ranks reduce gradients in a step of several micro-batches."""
+    """Return whether data-parallel ranks reduce gradients in a step of several micro-batches."""
     groups = layout.replicate * layout.shard
     return groups > 1 and step_sequences > local * groups
 

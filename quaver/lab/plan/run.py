@@ -128,7 +128,7 @@ class PlannedRun:
 
 @functools.cache
 def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
-    """Whether one set of a weight's codes serves both of its matmuls."""
+    """Return whether one set of a weight's codes serves both of its matmuls."""
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 
 

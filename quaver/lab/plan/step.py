@@ -305,6 +305,6 @@ class _StepBuilder:
 
 
 def is_checkpointed(run: PlannedRun, block: int) -> bool:
-    """Whether a block is checkpointed. Checkpointed blocks are spread evenly."""
+    """Return whether a block is checkpointed. Checkpointed blocks are spread evenly."""
     many, blocks = run.checkpointed_blocks, run.model.n_layers
     return (block + 1) * many // blocks > block * many // blocks

@@ -76,7 +76,7 @@ def _place_beside(path: Path, texts: dict[str, str]) -> dict[Path, str]:
 
 
 def _has_content(path: Path, content: bytes) -> bool:
-    """Whether `path` is a file with this content. Raises FileExistsError if it exists and is anything else."""
+    """Return whether `path` is a file with this content. Raises FileExistsError if it exists and is anything else."""
     if not path.exists() and not path.is_symlink():
         return False
     if path.is_file() and path.read_bytes() == content:

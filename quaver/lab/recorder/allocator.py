@@ -161,7 +161,7 @@ def _walk(nodes: Iterable[Any]) -> Iterator[Any]:
 
 
 def _read_blocks(nodes: list[Any]) -> list[MemoryBlock]:
-    """All CPU allocations in the log, which does not contain older memory.
+    """Return all CPU allocations in the log, which does not contain older memory.
 
     Threads of collectives may free a buffer without an event. The release is inferred from the allocator's total, which
     each event has, or from a new allocation at the same address.
@@ -198,7 +198,7 @@ def _release_unseen(live: dict[int, MemoryBlock], size_bytes: int, now_ns: int) 
 
 
 def _find_requester(node: Any) -> tuple[float, bool]:
-    """When the operation that requested an allocation returned, and whether it was inside a collective.
+    """Return when the operation that requested an allocation returned, and whether it was inside a collective.
 
     Operations and quaver's phases have a namespace in their names, unlike autograd nodes. The requester is the
     innermost operation, except that a float8 matmul owns everything inside, and an elementwise operation the

@@ -18,7 +18,7 @@ UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def unit_of(size_bytes: float) -> tuple[int, str]:
-    """The bytes and the name of the largest unit up to `size_bytes`."""
+    """Return the bytes and the name of the largest unit up to `size_bytes`."""
     return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
 
 

@@ -46,7 +46,7 @@ class Caller(NamedTuple):
 
 
 def find_caller() -> Caller:
-    """The call of the operator that is being dispatched."""
+    """Return the call of the operator that is being dispatched."""
     communicates = under_policy = False
     frame = sys._getframe(1)
     while frame is not None:
@@ -65,14 +65,14 @@ def find_caller() -> Caller:
 
 
 def module_of(frame: FrameType) -> str:
-    """The name of the Python module whose code a frame runs; "torch." for torch itself."""
+    """Return the name of the Python module whose code a frame runs; "torch." for torch itself."""
     name = frame.f_globals.get("__name__", "")
     return "torch." if name == "torch" else str(name)
 
 
 @cache
 def end_of_path(file: str, module: str) -> str:
-    """The end of the file's path that corresponds to its module's name, or the file name of a script."""
+    """Return the end of the file's path that corresponds to its module's name, or the file name of a script."""
     path = Path(file)
     names = len(module.split(".")) + (path.stem == "__init__")
     return "/".join(path.parts[-names:])

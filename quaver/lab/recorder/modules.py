@@ -30,7 +30,7 @@ _NO_NUMBER = 1 << 63
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of `module` run compiled code."""
+    """Return whether calls of `module` run compiled code."""
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -103,7 +103,7 @@ class ModuleTracker:
         return OUTSIDE if node is None else self.module_of(node)
 
     def module_of(self, node: Any) -> str:
-        """The module whose forward created an autograd node, or for AccumulateGrad the owner of the parameter."""
+        """Return the module whose forward created an autograd node; for AccumulateGrad, the parameter's owner."""
         number = sequence_number(node)
         if number >= _NO_NUMBER:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
@@ -111,7 +111,7 @@ class ModuleTracker:
         return self._names[index - 1] if index else OUTSIDE
 
     def parameter_of(self, key: int) -> str:
-        """The name of the current module's parameter with the storage `key`, or an empty string."""
+        """Return the name of the current module's parameter with the storage `key`, or an empty string."""
         module = self._modules.get(self.current)
         for name, parameter in () if module is None else module.named_parameters(recurse=False):
             if any(storage_key(part.untyped_storage()) == key for part in plain_parts(parameter)):
@@ -123,7 +123,7 @@ class ModuleTracker:
         self._lines.setdefault(next_sequence_number() - 1, line)
 
     def line_of_node(self) -> str:
-        """The forward's line that created the autograd node that runs; empty if it is unknown."""
+        """Return the forward's line that created the autograd node that runs; empty if it is unknown."""
         node = current_node()
         return "" if node is None else self._lines.get(sequence_number(node), "")
 

@@ -249,7 +249,7 @@ class Recorder(StorageWatch):
         return f"backward of {line}" if line else ""
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
-        """The allocation of the first storage inside `tensor`."""
+        """Return the allocation of the first storage inside `tensor`."""
         part = next(plain_parts(tensor), None)
         return None if part is None else self._live.get(storage_key(part.untyped_storage()))
 
@@ -279,7 +279,7 @@ class Recorder(StorageWatch):
             _categorize_weight_cast(allocation, tensor)
 
     def _mark_held_from_forward(self) -> None:
-        """At the beginning of backward, mark what the forward allocated and something still holds."""
+        """Mark, at the beginning of backward, what the forward allocated and something still holds."""
         for key, allocation in self._live.items():
             made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE
             if made_in_forward and allocation.category is None and not self._saved.get(key):

@@ -26,7 +26,7 @@ NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_sc
 
 
 def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()) -> dict[str, Any]:
-    """The report of a recording.
+    """Return the report of a recording.
 
     Args:
         note: the reason why the recording saw no operators, if so. The report then has no timeline and no peak.
@@ -60,7 +60,7 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
 
 
 def category_of(allocation: Allocation, saved: int) -> str:
-    """The category of an allocation while autograd has saved it `saved` times."""
+    """Return the category of an allocation while autograd has saved it `saved` times."""
     if allocation.category is not None:
         return allocation.category
     if _is_saved(allocation, saved):
@@ -96,7 +96,7 @@ def _replay(recorder: Recorder, event: int) -> State:
 
 
 def added_bytes(recorder: Recorder, event: int) -> int:
-    """Bytes alive after an event in storages that were allocated during the recording."""
+    """Return the bytes alive after an event in storages that were allocated during the recording."""
     alive = _replay(recorder, event)
     return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
 
@@ -141,7 +141,7 @@ def _make_saved_row(allocation: Allocation, size_bytes: int, saved: int, compile
 
 
 def _name_saver(allocation: Allocation, saved: int) -> str:
-    """The mechanism that saved the allocation. If a recomputation is its first reader, it is a checkpoint."""
+    """Return the mechanism that saved the allocation. If a recomputation is its first reader, it is a checkpoint."""
     if allocation.under_policy and not saved:
         return "selective policy"
     use = allocation.first_use
@@ -176,7 +176,10 @@ def _merge(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _list_spans(recorder: Recorder) -> list[list[Any]]:
-    """[phase, last event before it, its last event] for each phase, in order. Both are equal if it has no events."""
+    """Return [phase, last event before it, its last event] for each phase, in order.
+
+    Both are equal if it has no events.
+    """
     ends = [*recorder.spans, ("", len(recorder.log))]
     return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
 

@@ -53,7 +53,7 @@ class StorageWatch(TorchDispatchMode):
         self._lock = threading.RLock()  # a thread of a collective's backend may release a storage
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
-        """Called when a storage is seen for the first time.
+        """Record a storage that is seen for the first time.
 
         Args:
             tensor: a tensor with this storage; None for a storage that is being resized.
@@ -61,13 +61,13 @@ class StorageWatch(TorchDispatchMode):
         """
 
     def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
-        """Called when the size of a storage has changed."""
+        """Record that the size of a storage has changed."""
 
     def storage_released(self, key: int, size_bytes: int) -> None:
-        """Called when a storage was released."""
+        """Record that a storage was released."""
 
     def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
-        """Called before an operator runs on these tensors."""
+        """Record an operator that will run on these tensors."""
 
     def follow(self, tensor: Tensor, operator: str | None = None) -> None:
         """Follow the storages of `tensor`, which `operator` returned. None stands for a tensor older than the mode."""
@@ -122,7 +122,7 @@ class StorageWatch(TorchDispatchMode):
                 self.storage_resized(key, size_bytes, before_bytes)
 
     def _is_backend_buffer(self, tensor: Tensor, func: Any) -> bool:
-        """Whether this is a collective's buffer. The mode first sees it when it is waited for."""
+        """Return whether this is a collective's buffer. The mode first sees it when it is waited for."""
         if self._among_fakes:  # torch's fake process group allocates none
             return False
         key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided and not tensor.is_meta else None
@@ -211,7 +211,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _called_by_torch_distributed() -> bool:
-    """Whether torch.distributed called the operator that is being dispatched, as in `Work.wait`."""
+    """Return whether torch.distributed called the operator that is being dispatched, as in `Work.wait`."""
     frame = sys._getframe(1)
     while frame is not None and module_of(frame).startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]

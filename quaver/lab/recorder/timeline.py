@@ -36,15 +36,15 @@ class Timeline:
         self.exact = exact
 
     def allocation(self, event: int) -> Allocation | None:
-        """The allocation that an event changed; None for event 0, the beginning of the recording."""
+        """Return the allocation that an event changed; None for event 0, the beginning of the recording."""
         return self._recorder.log[event - 1].allocation if event else None
 
     def added_bytes(self, event: int) -> int:
-        """Bytes alive after an event that were not alive at the beginning of the recording."""
+        """Return the bytes alive after an event that were not alive at the beginning of the recording."""
         return added_bytes(self._recorder, event)
 
     def report(self) -> dict[str, Any]:
-        """The recording as a dict for JSON; docs/profiling.md describes its keys."""
+        """Return the recording as a dict for JSON; docs/profiling.md describes its keys."""
         return report_of(self._recorder, note="" if self.exact else COMPILED, compiled=self._compiled)
 
 

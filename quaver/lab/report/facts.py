@@ -43,7 +43,7 @@ def headline(run: RunData) -> str:
 
 
 def is_healthy(run: RunData) -> bool | None:
-    """Whether all measured values are fine; None if nothing was measured."""
+    """Return whether all measured values are fine; None if nothing was measured."""
     return None if run.numerics is None else not run.alarms and not not_finite(run.numerics)
 
 

@@ -109,7 +109,7 @@ class Checkpointer:
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether checkpoint.interval asks for a checkpoint after step `step`."""
+        """Return whether checkpoint.interval asks for a checkpoint after step `step`."""
         return self.config.enable and step % self.config.interval == 0
 
     def save(self, progress: RunProgress, models: Sequence[SavedModel]) -> None:

@@ -197,7 +197,7 @@ def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
 
 
 def resumes(config: TrainConfig) -> bool:
-    """Whether the run continues from one of its checkpoints, so that it does not read initial weights."""
+    """Return whether the run continues from one of its checkpoints, so that it does not read initial weights."""
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume == "must"
     path = expanded(config.job.dump_folder) / config.job.name / config.checkpoint.folder

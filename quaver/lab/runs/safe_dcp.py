@@ -215,10 +215,11 @@ def _storage(name: str, pickled: Any) -> STORAGE_TYPES:
 
 
 def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether chunks cover a tensor without a hole or an overlap. Equal chunks, which several ranks wrote, count once.
+    """Return whether chunks cover a tensor without a hole or an overlap.
 
-    A box is a sum of orthants with alternating signs, one at each corner, and orthants at different points are linearly
-    independent. So boxes tile a larger box if and only if their signed corners add up to its signed corners.
+    Equal chunks, which several ranks wrote, count once. A box is a sum of orthants with alternating signs, one at each
+    corner, and orthants at different points are linearly independent. So boxes tile a larger box if and only if their
+    signed corners add up to its signed corners.
     """
     boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes)}
     if any(len(offset) != len(size) or len(lengths) != len(size) for offset, lengths in boxes):

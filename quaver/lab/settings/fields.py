@@ -48,7 +48,7 @@ class OneOf:
     """Accept other spellings too. The code that reads the setting refuses wrong ones."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Called by pydantic."""
+        """Make the schema with which pydantic validates."""
         return core_schema.str_schema() if self.has_aliases else core_schema.literal_schema(list(self.choices))
 
 
@@ -136,7 +136,7 @@ def expanded(path: str) -> Path:
 
 
 def is_folder_name(name: str) -> bool:
-    """Whether `name` is empty or names one folder, on any system, and not a path."""
+    """Return whether `name` is empty or names one folder, on any system, and not a path."""
     return name not in (".", "..") and not any(sep in name for sep in "/\\")
 
 
@@ -152,12 +152,12 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def is_section(hint: Any) -> bool:
-    """Whether the type of a field is a `Settings` class."""
+    """Return whether the type of a field is a `Settings` class."""
     return isinstance(hint, type) and issubclass(hint, Settings)
 
 
 def is_positional(field: "Field[Any]") -> bool:
-    """Whether an option is given without a flag."""
+    """Return whether an option is given without a flag."""
     return field.default is MISSING and field.default_factory is MISSING
 
 

@@ -140,7 +140,7 @@ class _Parser(ArgumentParser):
             yield flag + equals + text
 
     def _is_value(self, word: str) -> bool:
-        """Whether `word` after a boolean flag is its value, perhaps a wrong one, and neither a flag nor a file."""
+        """Return whether `word` after a boolean flag is its value, right or wrong, and neither a flag nor a file."""
         if self._has_arguments or not word:
             return word.lower() in ("true", "false")
         return not word.startswith("-") and not set(word) & set("./\\") and not Path(word).exists()
@@ -178,7 +178,7 @@ class _List(Action):
     """Stores words split at commas, or a list written as in TOML. A repeated flag appends."""
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: object = None) -> None:
-        """Called by argparse."""
+        """Handle the flag for argparse."""
         text = " ".join(values)
         if text.startswith("[") and text.endswith("]"):  # the shell may have removed its quotes and split it
             values = [part.strip().strip("\"'") for part in text[1:-1].split(",")]

@@ -16,7 +16,10 @@ RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
 @functools.cache
 def _has_persistent_scales(recipe_name: str) -> bool:
-    """Cached, because a plan makes thousands of settings. Raises ValueError for an unknown name."""
+    """Return whether the recipe has persistent scales.
+
+    The result is cached, because a plan makes thousands of settings. Raises ValueError for an unknown name.
+    """
     return Float8LinearConfig.from_recipe_name(recipe_name).has_persistent_scales
 
 

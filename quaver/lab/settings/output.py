@@ -133,6 +133,6 @@ class Profiling(Settings, section="profiling"):
 
 
 def _is_inside(folder: str) -> bool:
-    """Whether `folder`, relative to the run folder, names a folder in it."""
+    """Return whether `folder`, relative to the run folder, names a folder in it."""
     path = PurePath(folder)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

@@ -30,7 +30,7 @@ class Range:
         return ceil(self.number * total / 100) if self.is_share else self.number
 
     def contains(self, index: int, total: int) -> bool:
-        """Whether step or block `index`, from 0, of `total` is in the range."""
+        """Return whether step or block `index`, from 0, of `total` is in the range."""
         return index >= total - self.count(total) if self.is_last else index < self.count(total)
 
 

@@ -26,13 +26,13 @@ class Stdout:
         self._file = sys.stdout  # a live display replaces sys.stdout
 
     def write(self, text: str) -> int:
-        """Called by print."""
+        """Write `text` to stdout."""
         with self._silent_after_failure():
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Called by print."""
+        """Flush stdout."""
         with self._silent_after_failure():
             self._file.flush()
 

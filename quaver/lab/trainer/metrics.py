@@ -131,7 +131,7 @@ def open_loggers(
 
 
 def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:
-    """Whether `loss` is more than `deviations` robust standard deviations above the median of `recent`.
+    """Return whether `loss` is more than `deviations` robust standard deviations above the median of `recent`.
 
     Median and median absolute deviation are robust: a spike in the window does not hide the next one. False with fewer
     than `SPIKE_MIN_STEPS` losses, or with `deviations` 0.

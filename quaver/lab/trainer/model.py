@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
     """Whether down_proj is float8, so that its input need not be saved in high precision."""
 
     def __init__(self, config: Model, experts: int = 1) -> None:
-        """`experts`: the number of shared experts of a mixture, which are one wide network."""
+        """Take `experts`, the number of shared experts of a mixture, which are one wide network."""
         super().__init__()
         hidden_dim = experts * config.hidden_dim
         self.gate_proj = nn.Linear(config.dim, hidden_dim, bias=False)

@@ -82,7 +82,7 @@ class _NonFiniteSearch:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the part of `value` on this rank is finite, or `value` is not a tensor."""
+    """Return whether the part of `value` on this rank is finite, or `value` is not a tensor."""
     # Detached, because a checkpointed block would otherwise save more in the forward than in the recomputation.
     tensors = plain_tensors(value.detach()) if isinstance(value, Tensor) else []
     return all(bool(tensor.float().isfinite().all()) for tensor in tensors if tensor.is_floating_point())

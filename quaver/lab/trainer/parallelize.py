@@ -157,7 +157,7 @@ def group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> 
 
 
 def _finish_collective(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Forward hook of the embedding that copies `output` and so waits for the collective that computes it.
+    """Copy `output` of the embedding, as a forward hook, and so wait for the collective that computes it.
 
     The embedding returns an AsyncCollectiveTensor. As an input of a block that torch 2.13 compiled it gets no gradient:
     an error in backward, or under FSDP2 a silently wrong gradient. torch 2.11 is right. Remove this when the gradients

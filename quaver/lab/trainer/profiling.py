@@ -47,7 +47,7 @@ class Profiler:
     def __init__(
         self, config: TrainConfig, folder: Path, rank: int, device: torch.device, failures: OutputFailures
     ) -> None:
-        """`folder` is the run folder, on every rank. `failures` keeps write errors."""
+        """Take `folder`, the run folder on every rank, and `failures`, which keeps write errors."""
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._failures = failures
         self._stack = ExitStack()
@@ -81,7 +81,7 @@ class Profiler:
             yield
 
     def traces(self, step: int) -> bool:
-        """Whether torch.profiler runs in the step, to write a trace or to warm up for one."""
+        """Return whether torch.profiler runs in the step, to write a trace or to warm up for one."""
         config = self._config.profiling
         window = config.profiler_warmup + config.profiler_active
         return config.enable_profiling and -step % config.profile_freq < window
@@ -131,7 +131,7 @@ class Profiler:
         self._write(file, write)
 
     def _is_snapshot_due(self, step: int, name: str) -> bool:
-        """Whether the config names this step, or a SIGUSR1 arrived after the last snapshot of `name`."""
+        """Return whether the config names this step, or a SIGUSR1 arrived after the last snapshot of `name`."""
         asked, served = self._requests.snapshots, self._served.get(name, 0)
         self._served[name] = asked
         return step == self._config.profiling.memory_snapshot_step or asked > served
@@ -169,7 +169,7 @@ def _export(profiler: profile, file: Path) -> None:
 
 
 def _is_whole(trace: Path) -> bool:
-    """Whether the file of torch.profiler has its last entry, `"traceName": "..." }`."""
+    """Return whether the file of torch.profiler has its last entry, `"traceName": "..." }`."""
     if not trace.exists():
         return False
     with trace.open("rb") as file:

@@ -37,7 +37,7 @@ class Surveyed:
     """Whether `config` is a whole run for `quaver train`."""
 
     def is_skipped(self, name: str) -> bool:
-        """Whether a linear stays in high precision regardless of its numerics."""
+        """Return whether a linear stays in high precision regardless of its numerics."""
         return any(part in name for part in self.config.float8.filter_fqns) or name.rpartition(".")[2] in ROUTERS
 
 

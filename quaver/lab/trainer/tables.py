@@ -21,7 +21,7 @@ class _WrappedText(Text):
     """Text that breaks after words and parts of names, and inside a part only if a line has no room for it."""
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
-        """Called by rich."""
+        """Split `text` into lines, for rich."""
         lines = Lines()
         for line in self.split(allow_blank=True):
             lines.extend(line.divide(_find_breaks(line.plain, width)))

@@ -192,7 +192,7 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
 
 
 def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:
-    """Whether to measure memory: once, and on the first rank only, which writes the summary."""
+    """Return whether to measure memory: once, and on the first rank only, which writes the summary."""
     first = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= first
     is_free = model.has_countable_memory or not profiling.traces(step)

@@ -29,7 +29,7 @@ class TrainingRun:
         checkpoints: Checkpointer,
         progress: RunProgress,
     ) -> None:
-        """`models` have the weights and the recipes of the position `progress`. `paths` is the folder on every rank."""
+        """Take `models` with the weights and recipes of `progress`. `paths` is the folder on every rank."""
         self.config, self.ranks, self.dims, self.device = setup.config, setup.ranks, setup.dims, setup.device
         self.data, self.folder = setup.data, setup.folder  # only the first rank has the folder, and writes it
         self.models, self.paths, self.checkpoints, self.progress = models, paths, checkpoints, progress

@@ -66,7 +66,7 @@ def check_recipe(recipe: str, gpu: str) -> None:
 
 
 def is_multiplied(recipe: str, gpu: str) -> bool:
-    """Whether `check_recipe` accepts a recipe."""
+    """Return whether `check_recipe` accepts a recipe."""
     return not _find_unmultiplied(recipe, gpu)
 
 

@@ -64,7 +64,7 @@ class MachineCode:
         return sum(count for name, count in self.instructions.items() if _FLOAT64.match(name))
 
     def instructions_per_element(self, element_bytes: int) -> float:
-        """Instructions of a thread for each element of `element_bytes` that it loads; 0 if it loads nothing.
+        """Return the instructions of a thread for each element of `element_bytes` that it loads; 0 if it loads nothing.
 
         If the kernel has loops that load, only their instructions count.
         """
@@ -126,7 +126,7 @@ def _compile_config(tuner: Any, config: Any, capability: int, layout: KernelLayo
 def count_issued(
     total: int, loops: tuple[Loop, ...], loaded: int, layout: KernelLayout, sizes: dict[str, int], warps: int
 ) -> int:
-    """The instructions that all warps of a launch issue.
+    """Return the instructions that all warps of a launch issue.
 
     The compiler unrolls loops, partly or fully. The number of iterations of a remaining loop follows from the bytes
     that the loops of the source load.

@@ -126,7 +126,7 @@ def _classify(launch: Launch, small: float) -> str:
 
 
 def _is_atens(launch: Launch) -> bool:
-    """Whether aten, not a kernel of Inductor, copies codes into another layout."""
+    """Return whether aten, not a kernel of Inductor, copies codes into another layout."""
     codes = next(access for access in launch.reads if access.is_float8)
     return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
 
@@ -258,7 +258,7 @@ def _count_copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
-    """Whether a matrix, or its transpose, is contiguous."""
+    """Return whether a matrix, or its transpose, is contiguous."""
     size, stride = ((lengths[::-1] if transposed else lengths) for lengths in (access.size, access.stride))
     dense = (prod(size[dim + 1 :]) for dim in range(len(size)))
     return all(extent == 1 or step == expected for extent, step, expected in zip(size, stride, dense, strict=True))

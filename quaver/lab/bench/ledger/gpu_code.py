@@ -200,15 +200,16 @@ def _move_tensor(tensor: Tensor, mode: Any) -> Tensor:
 
 
 def _copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """`Tensor.copy_` without its Python binding, which queries the device's streams before it dispatches."""
+    """Run `Tensor.copy_` without its Python binding, which queries the device's streams before it dispatches."""
     copied: Tensor = torch.ops.aten.copy_.default(tensor, source, non_blocking)
     return copied
 
 
 def _make_attention(kernel: str) -> Callable[..., Tensor]:
-    """torch.nn.functional.scaled_dot_product_attention with a GPU's kernel. For CPU tensors C++ would choose a CPU's.
+    """Make a torch.nn.functional.scaled_dot_product_attention that calls a GPU's kernel.
 
-    It raises NotImplementedError for a mask, whose work is not counted and which flash attention does not take.
+    For CPU tensors C++ would choose a CPU's. It raises NotImplementedError for a mask, whose work is not counted and
+    which flash attention does not take.
     """
     aten = torch.ops.aten
     is_cudnn = kernel == CUDNN

@@ -51,17 +51,17 @@ class KernelLayout:
         return cls(sizes, tuple(accesses))
 
     def block(self, axis: str, config: dict[str, int]) -> int:
-        """The extent of a program's tile along an axis; by default the whole axis."""
+        """Return the extent of a program's tile along an axis; by default the whole axis."""
         return config.get({"x": "XBLOCK", "y": "YBLOCK", "r": "R0_BLOCK"}[axis], self.sizes.get(axis, 1))
 
     def programs(self, config: dict[str, int]) -> int:
-        """The number of programs in a launch."""
+        """Return the number of programs in a launch."""
         rows = config.get("RSPLIT_SIZE") or self.block("x", config)
         programs = ceil(self.sizes["x"] / rows)
         return programs * ceil(self.sizes["y"] / self.block("y", config)) if "y" in self.sizes else programs
 
     def sector_bytes(self, config: dict[str, int]) -> float:
-        """The bytes that move for each element of the tile, in whole sectors of 32 bytes."""
+        """Return the bytes that move for each element of the tile, in whole sectors of 32 bytes."""
         moved = 0.0
         for access in self.accesses:
             if len(access.axes) == len(self.sizes):
@@ -70,7 +70,7 @@ class KernelLayout:
         return moved
 
     def loaded_by_program(self, config: dict[str, int]) -> float:
-        """The bytes that one program loads, loops included."""
+        """Return the bytes that one program loads, loops included."""
         extents = {axis: self.block(axis, config) for axis in self.sizes}
         if "r" in extents:  # loops cover the whole axis
             extents["r"] = ceil(self.sizes["r"] / extents["r"]) * extents["r"]

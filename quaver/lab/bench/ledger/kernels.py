@@ -22,7 +22,7 @@ def count_loads_in_loops(source: str) -> Counter[str]:
 
 
 def is_along_rows(source: str) -> bool:
-    """Whether the blocks of a kernel are one or two rows, which a cache serves from one loop to the next.
+    """Return whether the blocks of a kernel are one or two rows, which a cache serves from one loop to the next.
 
     Other blocks are tiles of 8 to 256 rows or columns, which exceed the L2 cache for all multiprocessors together.
     """

@@ -110,7 +110,7 @@ def read_graph(graph: Any, kernels: Sequence[TritonKernel], source: str) -> Comp
 
 
 def _is_result(node: Any) -> bool:
-    """Whether a scheduled node only selects one result of an operator with several."""
+    """Return whether a scheduled node only selects one result of an operator with several."""
     return isinstance(node, ExternKernelSchedulerNode) and isinstance(node.node, ir.MultiOutput)
 
 
@@ -179,7 +179,7 @@ def _iter_accesses(moved: Mapping[str, int]) -> Iterator[Access]:
 
 
 def _make_access(buffer: Any, moved_bytes: int | None = None) -> Access:
-    """The access of a buffer, or of a view of one. By default all its bytes are moved."""
+    """Return the access of a buffer, or of a view of one. By default all its bytes are moved."""
     if _get_dtype(buffer) is None:  # an operator with several results, or without results
         return Access(buffer.get_name(), (0,), (1,), torch.uint8, 0)
     layout = buffer.get_layout()
@@ -203,7 +203,7 @@ def _name_operator(operator: Any) -> str:
 
 
 def _find_conversions_for_operators(nodes: Sequence[Any]) -> dict[str, str]:
-    """The operator in the graph that converts to the codes of each buffer that an operator reads.
+    """Return the operator in the graph that converts to the codes of each buffer that an operator reads.
 
     The origins of the buffer are ambiguous: if it is stored for an operator, they include all of its arguments.
     """
@@ -220,7 +220,7 @@ def _find_conversions_for_operators(nodes: Sequence[Any]) -> dict[str, str]:
 
 
 def _find_conversion(codes: fx.Node) -> fx.Node:
-    """The node that converts to `codes`, through views and copies; their first node if the graph has no conversion."""
+    """Return the node that converts to `codes`, through views and copies, or their first node if there is none."""
     while not str(codes.target).startswith("prims.convert_element_type"):
         source = next((node for node in codes.all_input_nodes if _is_float8(node)), None)
         if source is None:

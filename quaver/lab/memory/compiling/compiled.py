@@ -66,12 +66,12 @@ def kernels_left_out() -> Iterator[None]:
 
 
 def are_kernels_left_out() -> bool:
-    """Whether torch.compile currently generates code without kernels, which reports its buffers."""
+    """Return whether torch.compile currently generates code without kernels, which reports its buffers."""
     return _kernels_left_out
 
 
 def count_compiled_graphs() -> int:
-    """The number of graphs that Dynamo compiled in this process."""
+    """Return the number of graphs that Dynamo compiled in this process."""
     return counters["stats"]["unique_graphs"]
 
 
@@ -94,7 +94,7 @@ def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
 
 @contextmanager
 def refuse_to_compile() -> Iterator[None]:
-    """If kernels are left out, refuse to compile inside the block, because the compiler's tensors would be recorded.
+    """Refuse to compile inside the block if kernels are left out: the compiler's tensors would be recorded.
 
     Raises:
         NotImplementedError: something has to be compiled.
@@ -115,7 +115,7 @@ def refuse_to_compile() -> Iterator[None]:
 
 
 def has_compiled_code(model: nn.Module) -> bool:
-    """Whether `model` or a module in it is compiled."""
+    """Return whether `model` or a module in it is compiled."""
     return any(is_compiled(module) for module in model.modules())
 
 
@@ -140,7 +140,7 @@ def recompile(copy: nn.Module, model: nn.Module) -> None:
 
 
 def _find_wrapper(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with which torch.compile wrapped the module's call, with its backend and options."""
+    """Return the function with which torch.compile wrapped the module's call, with its backend and options."""
     wrap = inspect.getclosurevars(compiled).nonlocals.get("self")
     if not callable(wrap):
         raise NotImplementedError(

@@ -87,11 +87,11 @@ class CompiledRows:
         self._received: list[list[Allocation]] = []
 
     def saved(self, tensors: Sequence[Any]) -> None:
-        """Called when a compiled forward returns these tensors for its backward."""
+        """Record the tensors that a compiled forward returns for its backward."""
         self._saved.update(self._recorder.save(part) for part in _iter_parts(tensors))
 
     def backward_begins(self, tensors: Sequence[Any]) -> None:
-        """Called when a compiled backward receives these tensors. A forward saved some of them."""
+        """Record the tensors that a compiled backward receives. A forward saved some of them."""
         received = []
         for part in _iter_parts(tensors):
             allocation = self._recorder.allocation_of(part)
@@ -101,7 +101,7 @@ class CompiledRows:
         self._received.append(received)
 
     def backward_ends(self) -> None:
-        """Called when the compiled backward that began last has dropped its arguments."""
+        """Record that the compiled backward that began last has dropped its arguments."""
         for allocation in self._received.pop():
             self._recorder.release(allocation)
 

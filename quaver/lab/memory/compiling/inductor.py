@@ -77,7 +77,7 @@ class _NoCompiler:
 
 
 def _make_module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
-    """Replaces `GraphLowering._compile_to_module_lines`: makes a module of the rewritten wrapper code."""
+    """Replace `GraphLowering._compile_to_module_lines`: make a module of the rewritten wrapper code."""
     module = ModuleType("quaver.lab.memory.compiled_code")
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
@@ -96,7 +96,7 @@ def _make_module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
 
 
 def _make_reporters(graph: Any) -> dict[str, Callable[..., Any]]:
-    """The functions RECEIVED and RETURNED, which report what a forward saves until its backward returns."""
+    """Make the functions RECEIVED and RETURNED, which report what a forward saves until its backward returns."""
     context = TracingContext.try_get()
     is_backward, metadata = graph.is_backward, None if context is None else context.fw_metadata
     saved_from: int | None = None
@@ -119,7 +119,7 @@ def _make_reporters(graph: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`GraphLowering.run` with an error for graphs that cannot be followed."""
+    """Wrap `GraphLowering.run` with an error for graphs that cannot be followed."""
 
     def checked_run(graph: Any, *arguments: Any) -> Any:
         refused = [name for name in _REFUSED if getattr(torch._inductor.config, name)]
@@ -142,5 +142,5 @@ def _layout_of(view: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
-    """A view of `tensor` with an offset relative to its first element."""
+    """Return a view of `tensor` with an offset relative to its first element."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

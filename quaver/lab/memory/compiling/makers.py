@@ -50,12 +50,12 @@ def follow(rows: Any) -> Iterator[None]:
 
 
 def get_follower() -> Any:
-    """The CompiledRows object of the open `follow` block, or None. Only one recording can be open."""
+    """Return the CompiledRows object of the open `follow` block, or None. Only one recording can be open."""
     return _follower
 
 
 def kernel(*args: Any) -> None:
-    """Replaces every fused kernel, and does nothing."""
+    """Replace every fused kernel and do nothing."""
 
 
 class Maker:
@@ -70,7 +70,7 @@ class Maker:
     is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.operator_called`
 
     def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node]) -> None:
-        """`readers`: the first operator that reads each tensor, by the tensor's name."""
+        """Take `readers`, the first operator that reads each tensor, by the tensor's name."""
         result = _name_operator(node)
         self.operator = f"{operator} ({result})" if operator and result else operator or result or "compiled code"
         self.module = find_module(node)
@@ -104,7 +104,7 @@ class Maker:
         return tensor
 
     def _reader(self, name: str) -> Maker:
-        """The first reader of a tensor. It is cached, since all blocks of a model run the same code."""
+        """Return the first reader of a tensor, which is cached, since all blocks of a model run the same code."""
         if name not in self._readers:
             return self
         if name not in self._reader_makers:
@@ -166,7 +166,7 @@ def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) 
 
 
 def find_node(buffer: Any) -> fx.Node | None:
-    """The operator whose result a buffer is, or one of the fused operators; None if unknown."""
+    """Return the operator whose result a buffer is, or one of the fused operators; None if unknown."""
     if buffer is None:
         return None
     node = buffer.get_origin_node()
@@ -176,7 +176,7 @@ def find_node(buffer: Any) -> fx.Node | None:
 
 
 def find_readers(graph: Any) -> dict[str, fx.Node]:
-    """The first operator that reads each tensor, by the tensor's name. A kernel may have many operators."""
+    """Return the first operator that reads each tensor, by the tensor's name. A kernel may have many operators."""
     readers: dict[str, fx.Node] = {}
     for scheduled in graph.scheduler.nodes:
         for part in scheduled.get_nodes():
@@ -192,7 +192,10 @@ def _name_operator(node: fx.Node | None) -> str:
 
 
 def find_module(node: fx.Node | None) -> str:
-    """The module of an operator, relative to the compiled module. Empty for the compiled module, or if unknown."""
+    """Return the module of an operator, relative to the compiled module.
+
+    Empty for the compiled module, or if unknown.
+    """
     meta = {} if node is None else node.meta
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if not stack:
@@ -203,7 +206,7 @@ def find_module(node: fx.Node | None) -> str:
 
 
 def find_place(node: fx.Node | None) -> tuple[str, int]:
-    """The file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
+    """Return the file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_LINE.findall(trace)):
         if not _find_module(file).startswith(_NOT_THE_MODEL):

@@ -51,7 +51,7 @@ def rewrite(source: str, maker_of: MakerOf) -> ast.Module:
 
 
 def name_operator(function: str) -> str:
-    """The name of a fused kernel without its kind and number, as "fused_abs_amax"; empty for any other function."""
+    """Return a fused kernel's name without kind and number, as "fused_abs_amax"; empty for any other function."""
     match = _KERNEL.fullmatch(function)
     return match[1] if match else ""
 
@@ -100,7 +100,7 @@ class _Rewriter(ast.NodeTransformer):
             is_deletion_of_reused = bool(old)
 
     def _reallocate(self, statement: Any, old: str) -> list[ast.stmt]:
-        """Statements that get the layout of the new buffer, delete the old one, and allocate the new one."""
+        """Return statements that get the layout of the new buffer, delete the old one, and allocate the new one."""
         new, view = _get_id(statement.targets[0]), ast.unparse(statement.value)
         self._assigned.discard(old)
         allocation = f"{self._maker(new)}.allocate(*{new}, {self._read_for(new)})"
@@ -111,7 +111,7 @@ class _Rewriter(ast.NodeTransformer):
         return ast.Call(_parse_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
 
     def _read_for(self, buffer: str) -> str:
-        """The source of a dict of the arguments, if assigned before, of the first call that writes to `buffer`."""
+        """Return the source of a dict of the assigned arguments of the first call that writes to `buffer`."""
         call = self._writes.get(buffer)
         arguments = [] if call is None else [*call.args, *(keyword.value for keyword in call.keywords)]
         names = list(dict.fromkeys(name for name in _list_names(arguments) if name in self._assigned))
@@ -146,7 +146,7 @@ def _pair_with_next(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.
 
 
 def _find_reused_buffer(statement: ast.stmt, following: ast.stmt | None) -> str:
-    """The buffer whose memory a line "new = old; del old" reuses; empty for any other line."""
+    """Return the buffer whose memory a line "new = old; del old" reuses; empty for any other line."""
     if not isinstance(statement, ast.Assign) or not isinstance(following, ast.Delete):
         return ""
     new, old = _get_id(statement.targets[0]), _get_id(following.targets[0])
@@ -160,7 +160,7 @@ def _is_view(value: Any) -> bool:
 
 
 def _runs_on_buffers(call: ast.Call) -> bool:
-    """Whether this calls a kernel or an operator, and not a check or an allocation."""
+    """Return whether this calls a kernel or an operator, and not a check or an allocation."""
     return bool(name_operator(_get_id(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
 
 

@@ -145,7 +145,7 @@ def _without_tracing_in_dtensors() -> AbstractContextManager[Any]:
 
 
 def make_fake_copy(model: Module, fakes: Fakes) -> Module:
-    """A copy of `model` with fake parameters and buffers on the CPU (gpu.py), whatever their device.
+    """Return a copy of `model` with fake parameters and buffers on the CPU (gpu.py), whatever their device.
 
     Nothing of the model's size is allocated, and the model does not change.
     """
@@ -179,7 +179,7 @@ class _Sizes(StorageWatch):
 
 
 def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
-    """If integers were read, run two more steps and compare their allocations ([Note: values that are read]).
+    """Run two more steps if integers were read, and compare their allocations ([Note: values that are read]).
 
     Returns:
         Notes for an estimate; empty if sizes do not depend on the integers.

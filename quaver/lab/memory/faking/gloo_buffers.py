@@ -36,5 +36,5 @@ class GlooBuffers(TorchDispatchMode):
 
 
 def allocate_buffer(tensor: Tensor) -> Tensor:
-    """A buffer of a tensor's size. quaver/lab/recorder/callers.py recognizes it by this function's name."""
+    """Allocate a buffer of a tensor's size. quaver/lab/recorder/callers.py recognizes it by this function's name."""
     return tensor.new_empty(tensor.shape)

@@ -46,7 +46,7 @@ def predicting_for(device: str) -> Iterator[None]:
 
 
 def is_for_a_gpu() -> bool:
-    """Whether predictions are currently for a GPU."""
+    """Return whether predictions are currently for a GPU."""
     return _target == "cuda"
 
 
@@ -70,7 +70,7 @@ def _scaled_mm_out(*operands: Any, out: Tensor, **options: Any) -> Tensor:
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """torch.nn.functional.rms_norm as on a GPU, where it is one kernel. On a CPU it consists of several operators.
+    """Compute torch.nn.functional.rms_norm as on a GPU, where it is one kernel, not several operators as on a CPU.
 
     The compiler decomposes it on both, so it gets the real computation. An empty result would let it drop the backward.
     """

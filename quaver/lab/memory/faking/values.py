@@ -21,7 +21,7 @@ from quaver.lab.recorder.callers import NOT_THE_MODELS, end_of_path, module_of
 
 
 def make_refusal(error: Exception) -> NotImplementedError:
-    """The error for an operator that fake tensors do not support."""
+    """Return the error for an operator that fake tensors do not support."""
     place = _describe_place(list(walk_tb(error.__traceback__)))
     operator = f"{error.args[0]} in {place}" if place else str(error.args[0])
     if isinstance(error, UnsupportedOperatorException):
@@ -36,7 +36,7 @@ def make_refusal(error: Exception) -> NotImplementedError:
 
 
 def make_dependence_error(places: Iterable[str], error: Exception | None = None) -> NotImplementedError:
-    """The error for a step whose sizes change, or that fails, if an integer that it reads is different."""
+    """Return the error for a step whose sizes change, or that fails, if an integer that it reads is different."""
     outcome = "other sizes for another integer" if error is None else f"an error ({' '.join(str(error).split())})"
     return NotImplementedError(
         f"expected sizes that do not depend on integers read from tensors, got {outcome} read in "
@@ -55,7 +55,7 @@ class Assumptions:
         self.notes: list[str] = []
 
     def largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The largest possible results of `operator`, or None if no bound is known."""
+        """Return the largest possible results of `operator`, or None if no bound is known."""
         if operator not in _LARGEST:
             return None
         result = _LARGEST[operator](*args, **kwargs)
@@ -63,7 +63,7 @@ class Assumptions:
         return result
 
     def like_first_tensor(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Results like the first tensor, for an operator without a fake implementation.
+        """Return results like the first tensor, for an operator without a fake implementation.
 
         None if the operator takes no tensor or returns anything but tensors.
         """
@@ -97,9 +97,10 @@ _LARGEST: dict[Any, Callable[..., Tensor]] = {
 
 
 def find_place() -> str:
-    """The place of the calling code, as "module layers.0.router (model/moe.py:31)"; empty if no frame is the model's.
+    """Return the place of the calling code, as "module layers.0.router (model/moe.py:31)".
 
-    An autograd node in C++ has no frame, so the place of code in backward is the call of `backward`.
+    It is empty if no frame is the model's. An autograd node in C++ has no frame, so the place of code in backward is
+    the call of `backward`.
     """
     return _describe_place(list(walk_stack(sys._getframe(1)))[::-1])
 
@@ -115,7 +116,7 @@ def _describe_place(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def _name_module(owners: list[Any]) -> str:
-    """The name of the innermost module of `owners` in the outermost. The outermost is named by its class."""
+    """Return the name of the innermost module of `owners` in the outermost. The outermost is named by its class."""
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     named = modules[0].named_modules() if modules else ()
     names = {id(module): name or type(module).__name__ for name, module in named}

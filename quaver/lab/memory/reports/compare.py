@@ -73,7 +73,7 @@ class TensorDifference:
         return ", ".join(parts) + (f"; {self.hint}" if self.hint else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict for JSON."""
+        """Return a dict for JSON."""
         derived = {"difference_bytes": self.difference_bytes, "sentence": self.sentence}
         return {**asdict(self), "shape": list(self.shape), **derived}
 
@@ -125,11 +125,11 @@ class Comparison:
     different moments of the step."""
 
     def at(self, moment: str) -> tuple[TensorDifference, ...]:
-        """The rows with this `TensorDifference.at`, "saved" or "peak"."""
+        """Return the rows with this `TensorDifference.at`, "saved" or "peak"."""
         return tuple(row for row in self.rows if row.at == moment)
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict for JSON."""
+        """Return a dict for JSON."""
         return vars(self) | {"rows": [row.to_dict() for row in self.rows]}
 
 
@@ -166,7 +166,7 @@ class _AlignedRows:
 
 
 def _keep_parameter(operand: str) -> str:
-    """The operand if it is a parameter. If two operands have equal sizes, a report may name either."""
+    """Return the operand if it is a parameter. If two operands have equal sizes, a report may name either."""
     return "" if is_operator(operand) else operand
 
 

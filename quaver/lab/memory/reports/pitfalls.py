@@ -38,36 +38,36 @@ class SavedByRuns(NamedTuple):
 
 
 def find_hint(row: Row, saved: SavedByRuns) -> str:
-    """A hint how to avoid `row`, which is in `saved.own`; empty if no rule applies."""
+    """Return a hint that says how to avoid saving `row`, which is in `saved.own`; empty if no rule applies."""
     return next(filter(None, (pitfall(row, saved) for pitfall in PITFALLS)), "")
 
 
 def shorten_operator(operator: str | None) -> str:
-    """`abs` for "aten.abs", "aten.abs.out" and "quaver::amax (aten.abs)". Long names are shortened."""
+    """Return `abs` for "aten.abs", "aten.abs.out" and "quaver::amax (aten.abs)". Long names are shortened."""
     inner = strip_phase(operator)
     short = inner.split(".")[1] if "." in inner else inner
     return short if len(short) <= _LONGEST else short[:_LONGEST].rpartition("_")[0] + "..."
 
 
 def strip_phase(operator: str | None) -> str:
-    """The operator without the float8 phase around it."""
+    """Return the operator without the float8 phase around it."""
     name = operator or ""
     return name.partition(" (")[2].removesuffix(")") or name
 
 
 def is_operator(name: str) -> bool:
-    """Whether this names an operator or a fused kernel, and not a parameter."""
+    """Return whether this names an operator or a fused kernel, and not a parameter."""
     return name.startswith("fused_") or "::" in name or isinstance(_find_operator(name), (OpOverload, OpOverloadPacket))
 
 
 def format_decimal_bytes(size_bytes: float) -> str:
-    """Bytes with four digits and a decimal unit: 134.2 MB."""
+    """Format bytes with four digits and a decimal unit: 134.2 MB."""
     unit_bytes, unit = next((size, name) for size, name in _UNITS if abs(size_bytes) >= size or size == 1)
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
 def _hint_at_reduction(row: Row, saved: SavedByRuns) -> str:
-    """A pointwise result is saved, but backward reads only a reduction of it."""
+    """Give a hint if a pointwise result is saved, but backward reads only a reduction of it."""
     first_use = row.get("first_use") or {}
     reader = shorten_operator(first_use.get("operator"))
     if not _is_pointwise(row["operator"]) or reader not in _REDUCTIONS:
@@ -89,7 +89,7 @@ def _hint_at_reduction(row: Row, saved: SavedByRuns) -> str:
 
 
 def _hint_at_unread(row: Row, saved: SavedByRuns) -> str:
-    """A policy saves a tensor that backward does not read, because a later result is saved as well."""
+    """Give a hint if a policy saves a tensor that backward does not read, because a later result is saved as well."""
     if row.get("saved_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
         return ""
     return "no operator of the backward reads it: the policy need not save it"
@@ -102,7 +102,7 @@ def _hint_at_gathered_weight(row: Row, saved: SavedByRuns) -> str:
 
 
 def _hint_at_result_of_weight(row: Row, saved: SavedByRuns) -> str:
-    """A tensor is computed from a gathered weight and as large, while backward gathers the weight anyway."""
+    """Give a hint if a tensor as large as a gathered weight is computed from it. Backward gathers the weight anyway."""
     is_matrix = sum(size > 1 for size in row["shape"]) > 1  # excludes scales
     if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
         return ""
@@ -110,7 +110,7 @@ def _hint_at_result_of_weight(row: Row, saved: SavedByRuns) -> str:
 
 
 def _hint_at_copy(row: Row, saved: SavedByRuns) -> str:
-    """The float8 codes or a wider copy of a tensor are saved, and so is the tensor."""
+    """Give a hint if a tensor is saved, and so are its float8 codes or a wider copy of it."""
     itemsize = _get_itemsize(row["dtype"])
     sources = (source for source in saved.own if _is_source(source, row) and _get_itemsize(source["dtype"]) != itemsize)
     source = next(sources, None)
@@ -136,7 +136,7 @@ PITFALLS: tuple[Callable[[Row, SavedByRuns], str], ...] = (
 
 
 def _has_same_operand(reduction: Row, row: Row) -> bool:
-    """Whether `reduction` was computed from the operand of `row`, or from a result like `row`, by its columns."""
+    """Return whether `reduction` was computed from `row`'s operand, or from a result like `row`, by its columns."""
     operands = filter(None, (row.get("of"), row["operator"]))
     return reduction["module"] == row["module"] and reduction.get("of") in operands
 

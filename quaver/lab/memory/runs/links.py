@@ -79,7 +79,7 @@ class Links:
         return sums
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict for JSON."""
+        """Return a dict for JSON."""
         rows = [{**vars(traffic), "sent_bytes": traffic.sent_bytes} for traffic in self.traffic]
         run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
         run |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
@@ -129,7 +129,7 @@ class CountCollectives(TorchDispatchMode):
         return result
 
     def traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
-        """The counted collectives, in the order of links."""
+        """Return the counted collectives, in the order of links."""
         rows = []
         for key, number in self._number.items():
             ranks, kind, dtype = key
@@ -139,7 +139,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def name_link(ranks: Iterable[int], layout: ParallelDims) -> str:
-    """The dims of the mesh of `layout` in which `ranks` differ."""
+    """Return the dims of the mesh of `layout` in which `ranks` differ."""
     tensor, shard = layout.tensor, layout.shard
     coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]
     along = dict(zip(("dp_replicate", "dp_shard", "tp"), zip(*coordinates, strict=True), strict=True))
@@ -159,7 +159,7 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 def _find_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
-    """The ranks of a collective's group.
+    """Return the ranks of a collective's group.
 
     In c10d the group is the first object among the arguments. In functional collectives the last string is its name.
     """

@@ -69,7 +69,7 @@ class MeasuredMemory(RunMemory):
         return notes
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict for JSON: a prediction's keys, "device" and the allocator's peaks."""
+        """Return a dict for JSON: a prediction's keys, "device" and the allocator's peaks."""
         names = ("device", "allocator_peak_bytes", "allocator_tensor_peak_bytes")
         return {**super().to_dict(), **{name: getattr(self, name) for name in names}}
 
@@ -168,7 +168,7 @@ def _replace_peak(recorded: Prediction, usage: Usage) -> Prediction:
 
 
 def tabulate_side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[str, Any]]:
-    """Predicted and measured bytes.
+    """Tabulate predicted and measured bytes.
 
     Returns:
         Rows of "what" (a category at the peak, then "peak", "between steps" and "saved for backward"),

@@ -65,7 +65,7 @@ class RunMemory:
         return notes
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict for JSON."""
+        """Return a dict for JSON."""
         run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
         run |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
         return {**run, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
@@ -136,7 +136,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
 
 
 def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
-    """`config` with another number of blocks."""
+    """Return `config` with another number of blocks."""
     return replace(config, model=replace(config.model, n_layers=n_layers))
 
 
