@@ -18,15 +18,17 @@ class DoctorOptions(Settings):
     json: bool = setting(False, "Print JSON.")
     compile: bool = setting(True, "Try torch.compile, which takes seconds; --no-compile leaves it out.")
     gpu: Annotated[str, OneOf(NVIDIA_GPUS, has_aliases=True)] | None = setting(
-        None, "A GPU that need not be here: say what it multiplies natively, by which kernel, instead of trying."
+        None,
+        "A GPU that this machine need not have. What it multiplies natively, and by which kernel, is listed, not "
+        "tried.",
     )
     recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
-        None, "With --gpu and --model, the recipe to convert its linears with; the run's by default, else tensorwise."
+        None, "With --gpu and --model: the recipe of the model's linears. Default: the run's, or tensorwise."
     )
     model: str | None = setting(
         None,
-        "A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each. With --gpu, list "
-        "them, by their shapes alone.",
+        "A run or a Hugging Face folder whose linears are surveyed instead, with a recipe chosen for each. With "
+        "--gpu they are listed by their shapes alone.",
     )
     data: str | None = setting(
         None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
@@ -34,9 +36,11 @@ class DoctorOptions(Settings):
     budget_db: FiniteNotNegative = setting(25.0, "Decibels that each operand of each linear must keep.")
     out: str | None = setting(None, "Where to write the recipes, as TOML.")
     sequences: Annotated[int, Ge(1), Le(10**6)] = setting(2, "Sequences of the batch.")
-    seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(None, "Their length; the run's by default, else 256.")
+    seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(
+        None, "Length of the sequences; the run's by default, else 256."
+    )
     hardware: Annotated[str, OneOf(tuple(HARDWARE))] | None = setting(
-        None, "A GPU: say also what its sums lose in each matmul, beside the casts."
+        None, "A GPU whose sums are surveyed as well as the casts: the precision that they lose in each matmul."
     )
 
     def check(self) -> None:

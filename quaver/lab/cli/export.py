@@ -33,12 +33,13 @@ class ExportOptions(Settings):
     source: str = argument("a run of quaver train, a step-... folder of it, or a Hugging Face folder")
     target: str = argument("the new folder; in the format comfyui the new .safetensors file")
     recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
-        None, "Whose codes to write; that of the run by default. A Hugging Face folder needs one."
+        None, "Recipe whose codes are written; by default the run's. A Hugging Face folder needs one."
     )
     format: Annotated[str, OneOf(tuple(CHECKPOINT_FORMATS))] = setting(
         COMPRESSED_TENSORS,
-        "compressed-tensors keeps the codes of training; the others quantize again what was trained with other blocks "
-        "than theirs, of 128 x 128, of 32 elements of a row in MXFP8, or in comfyui one scale or MXFP8.",
+        "compressed-tensors stores the codes of training. The others quantize again if their blocks differ: "
+        "128 x 128 in compressed-tensors-block and fp8, 1 x 32 in compressed-tensors-mxfp8, one scale or 1 x 32 in "
+        "comfyui.",
     )
     model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = setting(
@@ -54,7 +55,7 @@ class ExportOptions(Settings):
         "these weights again.",
     )
     measure_tokens: Annotated[int, Ge(0), Le(10**7)] = setting(
-        0, "Measure the change of the logits on so many random tokens; the model is then whole in memory."
+        0, "Measure the change of the logits on this many random tokens; the model is then whole in memory."
     )
     max_shard_size: str = setting("5GB", "Largest size of a file.")
     kv_scales: str | None = setting(

@@ -18,7 +18,7 @@ class ImportOptions(Settings):
     """Dequantize a float8 checkpoint, in a layout that docs/export.md lists, into a folder or a file to train from."""
 
     source: str = argument("a folder with config.json and *.safetensors, or a .safetensors file such as ComfyUI's")
-    target: str = argument("the new folder; the new file of a file")
+    target: str = argument("the new folder, or the new file if SOURCE is a file")
     dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = setting(
         "bfloat16",
         "Dtype of the weights; codes times power-of-two scales are exact in bfloat16, others only in float32.",

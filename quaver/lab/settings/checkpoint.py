@@ -34,8 +34,8 @@ class Checkpoint(Settings, section="checkpoint"):
     )
     resume: Annotated[str, OneOf(RESUME_POLICIES)] = setting(
         "never",
-        "never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: refuse "
-        "to start without.",
+        "never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: "
+        "refuse to start without a checkpoint.",
     )
     load_step: AtMost = setting(
         -1, "The step to resume from; -1 for the newest. The next save removes newer checkpoints."

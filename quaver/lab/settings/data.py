@@ -21,7 +21,9 @@ class Data(Settings, section="data"):
         "(short: --data).",
     )
     field: str = setting("text", "The JSONL field or Parquet column that holds the text.")
-    on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = setting("skip", "Unreadable records: skip or refuse.")
+    on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = setting(
+        "skip", "Whether to skip or to refuse unreadable records."
+    )
     tokenizer: str = setting(BYTES, "bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one.")
     eos_token: str = setting("", "Token that ends a document; empty for the tokenizer's own.")
     cache_folder: str = setting("", "Cache of tokens; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache.")

@@ -47,14 +47,16 @@ class Float8(Settings, section="float8"):
     serving: str = setting(
         "", "Train with the codes of this serving engine; recipe_name is then for the backward. See docs/serving.md."
     )
-    filter_fqns: tuple[str, ...] = setting(("lm_head",), "Names, or parts, of linears that stay in high precision.")
+    filter_fqns: tuple[str, ...] = setting(
+        ("lm_head",), "Names of linears, or parts of names, that stay in high precision."
+    )
     layer_recipes: tuple[str, ...] = setting(
         (),
-        'Layers with a recipe of their own, "model.layers.0.mlp.down_proj=rowwise" or with a backward '
-        '"...=rowwise:dequantized", or in high precision, "...=high_precision".',
+        'Recipes of single layers, such as "model.layers.0.mlp.down_proj=rowwise", "NAME=rowwise:dequantized" (recipe '
+        'and backward) or "NAME=high_precision".',
     )
-    skip_first_layers: NotNegative = setting(0, "First blocks in high precision.")
-    skip_last_layers: NotNegative = setting(0, "Last blocks in high precision.")
+    skip_first_layers: NotNegative = setting(0, "Number of first blocks in high precision.")
+    skip_last_layers: NotNegative = setting(0, "Number of last blocks in high precision.")
     high_precision_schedule: tuple[str, ...] = setting(
         (),
         "Matmuls in high precision in some steps or blocks: "
@@ -70,15 +72,14 @@ class Float8(Settings, section="float8"):
     fused_producers: bool = setting(True, "RMSNorm and SwiGLU before float8 linears save only their inputs.")
     enable_fsdp_float8_all_gather: bool = setting(False, "FSDP2 gathers weights in float8.")
     precompute_float8_dynamic_scale_for_fsdp: bool = setting(
-        False, "Compute the scales of these weights in one collective after each optimizer step."
+        False, "Compute the scales of the gathered weights in one collective after each optimizer step."
     )
     cast_weights_once: bool = setting(
         False, "Quantize shards once per step and hold the codes meanwhile. One process always does so."
     )
     grad_weight_from_codes: bool = setting(
         False,
-        "With expert parallelism send tokens as codes in training too, where gradients of weights then read rounded "
-        "tokens.",
+        "With expert parallelism send tokens as codes in training too; grad_weight then reads quantized tokens.",
     )
     delayed_history_len: int = setting(16, "Steps in the history of amaxes.")
     delayed_scale_fn_name: str = setting("max", "Scale to the max of the history, or to the most_recent amax.")

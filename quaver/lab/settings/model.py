@@ -43,10 +43,10 @@ class Model(Settings, section="model"):
         1.0, "Divides low rotary frequencies: 8 in Llama 3.1, 32 in 3.2; 1 for none."
     )
     rope_low_freq_factor: Annotated[float, AllowInfNan(False), Gt(0)] = setting(
-        1.0, "Divide frequencies with fewer turns in rope_original_max_position."
+        1.0, "Frequencies with fewer turns than this in the original context are divided by the factor."
     )
     rope_high_freq_factor: FiniteNotNegative = setting(
-        4.0, "Leave frequencies with more turns; between the two, divide by part of the factor."
+        4.0, "Frequencies with more turns are unchanged; those between are interpolated."
     )
     rope_original_max_position: AtLeast1 = setting(8192, "Context length before the scaling.")
     tie_word_embeddings: bool = setting(False, "The token embedding is the output projection too.")

@@ -31,7 +31,7 @@ FALLBACKS = (
 class Job(Settings, section="job"):
     """The run folder, and the bfloat16 baseline."""
 
-    name: str = setting("", "The run's folder in dump_folder; empty: named by recipe and time.")
+    name: str = setting("", "The run's folder in dump_folder; if empty, it is named by recipe and time.")
     dump_folder: str = setting("runs", "Folder of all runs.")
     compare: bool = setting(
         False, "Also train a bfloat16 baseline from the same weights on the same data (short: --compare)."
@@ -50,13 +50,13 @@ class Metrics(Settings, section="metrics"):
 
     log_freq: AtLeast1 = setting(10, "Steps between two printed lines.")
     float8_scales_freq: NotNegative = setting(
-        1, "Delayed recipes: steps between two lines of float8_scales.jsonl; 0 never."
+        1, "Steps between two lines of float8_scales.jsonl with a delayed recipe; 0 for none."
     )
     loss_spike_deviations: FiniteNotNegative = setting(
-        6.0, "A loss so many robust deviations above the median of the last 64 is a spike; 0 never."
+        6.0, "A loss this many robust deviations above the median of the last 64 is a spike; 0 disables the check."
     )
     enable_tensorboard: bool = setting(False, "Write TensorBoard events (pip install 'quaver[tensorboard]').")
-    save_tb_folder: str = setting("tb", "Their folder in the run folder.")
+    save_tb_folder: str = setting("tb", "Folder of the TensorBoard events in the run folder.")
     enable_wandb: bool = setting(
         False, "Log to Weights & Biases (pip install 'quaver[wandb]'); WANDB_MODE=offline keeps it local."
     )
@@ -75,20 +75,22 @@ class Metrics(Settings, section="metrics"):
 class Numerics(Settings, section="numerics"):
     """Statistics of every float8 matmul in single steps: numerics.jsonl, and the loggers of [metrics]."""
 
-    every: NotNegative = setting(0, "Steps between two samples; the first step is one, too. 0: none.")
+    every: NotNegative = setting(0, "Steps between two samples, the first of which is the first step; 0 for none.")
     extras_every: NotNegative = setting(
-        20, "Each linear gets histograms and the SQNR of other recipes once in so many samples, in turns; 0: none."
+        20, "Histograms and the SQNR of other recipes, for each linear in one of this many samples; 0 for none."
     )
 
     hardware: Annotated[str, OneOf(("none", *HARDWARE))] = setting(
-        "none", "A GPU whose sums these samples compute for a few rows of each matmul, on any device."
+        "none", "Emulate this GPU's accumulation for a few rows of each of these samples' matmuls, on any device."
     )
     on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = setting(
         "log",
-        "log: say and record it. stop: end the run with a checkpoint. fallback: give a linear that its recipe harms "
-        "fallback_recipe, from the next step on; checkpoints have it.",
+        "log: print and record it. stop: end the run with a checkpoint. fallback: from the next step on, the linear "
+        "uses fallback_recipe. Checkpoints record this.",
     )
-    fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = setting(HIGH_PRECISION, "The recipe of such a linear.")
+    fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = setting(
+        HIGH_PRECISION, "The recipe of a linear that falls back."
+    )
 
     def check(self) -> None:
         """Refuse settings that nothing would read."""
@@ -106,15 +108,15 @@ class Profiling(Settings, section="profiling"):
 
     enable_profiling: bool = setting(False, "Write traces for Perfetto or chrome://tracing.")
     save_traces_folder: str = setting("profile_trace", "Folder of the traces in the run folder.")
-    profile_freq: AtLeast1 = setting(10, "Trace the last profiler_active of every so many steps.")
-    profiler_warmup: NotNegative = setting(3, "Steps recorded before them and discarded.")
+    profile_freq: AtLeast1 = setting(10, "Steps of a cycle, the last profiler_active of which are traced.")
+    profiler_warmup: NotNegative = setting(3, "Steps before the traced ones that are recorded and discarded.")
     profiler_active: AtLeast1 = setting(1, "Steps that are traced, one file each.")
     enable_memory_snapshot: bool = setting(
         False, "Write a step's allocator history (CUDA) or live tensors (CPU). SIGUSR1 writes another."
     )
     save_memory_snapshot_folder: str = setting("memory_snapshot", "Folder of the snapshots in the run folder.")
     memory_snapshot_step: NotNegative = setting(
-        3, "The step to write; 0: only on SIGUSR1 or when CUDA runs out of memory."
+        3, "The step to write; 0 for none but on SIGUSR1 or when CUDA runs out of memory."
     )
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ class Training(Settings, section="training"):
     seq_len: Annotated[int, Ge(1), Le(10**7)] = setting(256, "Tokens in one sequence.")
     local_batch_size: Annotated[int, Ge(1), Le(10**6)] = setting(8, "Sequences in one forward of a data-parallel rank.")
     global_batch_size: Annotated[int, Le(10**9)] = setting(
-        -1, "Sequences in one optimizer step; -1: one local batch per data-parallel rank."
+        -1, "Sequences in one optimizer step; -1 for one local batch per data-parallel rank."
     )
     reduce: Annotated[str, OneOf(REDUCE)] = setting(
         "every",
@@ -46,16 +46,18 @@ class Training(Settings, section="training"):
     max_norm: Annotated[float, Gt(0)] = setting(1.0, "Gradients are clipped to this norm.")
     compile: bool = setting(False, "Compile each transformer block with torch.compile.")
     seed: int = setting(0, "Seed of initial weights and data order.")
-    dtype: Dtype = setting("float32", "Parameters, gradients, optimizer state: float32 or bfloat16.")
+    dtype: Dtype = setting("float32", "Dtype of parameters, gradients and optimizer state: float32 or bfloat16.")
     mixed_precision_param: Dtype = setting("bfloat16", "Autocast's dtype; no autocast if equal to dtype.")
     residual_dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16"))] = setting(
-        "auto", "The residual stream, and the embedding that FSDP2 gathers: auto (that of dtype), float32 or bfloat16."
+        "auto",
+        "Dtype of the residual stream and of the embedding that FSDP2 gathers: auto (that of dtype), float32 or "
+        "bfloat16.",
     )
     device: Annotated[str, OneOf(DEVICES)] = setting("auto", "auto (CUDA if there is one), cpu or cuda.")
     nonfinite: Annotated[str, OneOf(("stop", "skip"))] = setting(
-        "stop", "At an inf or NaN loss or gradient norm: stop, or skip the update."
+        "stop", "What to do at an inf or NaN loss or gradient norm: stop, or skip the update."
     )
-    max_nonfinite_steps: AtLeast1 = setting(10, "skip: steps in a row before the run ends.")
+    max_nonfinite_steps: AtLeast1 = setting(10, "Steps in a row that nonfinite = skip leaves out before the run ends.")
     deterministic: bool = setting(
         False, "Use deterministic algorithms only, which CPUs always do (short: --deterministic)."
     )
@@ -107,10 +109,13 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
 
     mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = setting("none", "Which blocks recompute what; see docs/trainer.md.")
     selective_ac_option: str = setting(
-        "op", "selective: op saves the costly results of every block; a number n recomputes every n-th block."
+        "op",
+        "With mode = selective, op saves the costly results of every block; a number n recomputes every n-th block.",
     )
-    selective_ac_also_keep: tuple[str, ...] = setting((), "op: more operators with saved results, such as aten.silu.")
-    selective_ac_never_keep: tuple[str, ...] = setting((), "op: operators without saved results, such as aten.amax.")
+    selective_ac_also_keep: tuple[str, ...] = setting((), "More operators whose results op saves, such as aten.silu.")
+    selective_ac_never_keep: tuple[str, ...] = setting(
+        (), "Operators whose results op does not save, such as aten.amax."
+    )
     memory_budget: Share = setting(0.5, "Share of results that the compiler saves; 0 for inputs of blocks only.")
     store_in_float8: bool = setting(
         False, "What norms, attention and feed-forwards save is stored as float8 codes of blocks of 128."
@@ -142,7 +147,8 @@ class Optimizer(Settings, section="optimizer"):
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = setting(
         "AdamW",
-        "AdamW, or Muon for matrices of blocks with AdamW for the rest; Float8AdamW and Float8Muon: states in float8.",
+        "AdamW, or Muon for matrices of blocks with AdamW for the rest; Float8AdamW and Float8Muon store states "
+        "in float8.",
     )
     lr: FiniteNotNegative = setting(3e-3, "Learning rate after the warm-up.")
     beta1: _Beta = setting(0.9, "Decay of the running mean of the gradient.")
@@ -150,13 +156,16 @@ class Optimizer(Settings, section="optimizer"):
     eps: FiniteNotNegative = setting(1e-8, "Added to the denominator of the update.")
     weight_decay: FiniteNotNegative = setting(0.1, "Decoupled weight decay of matrices.")
     momentum: _Beta = setting(
-        0.95, "Muon: decay of the running mean of the gradient. Its rate is matched to AdamW's RMS: lr serves both."
+        0.95,
+        "Muon: decay of the running mean of the gradient. Updates are scaled to AdamW's RMS, so both use optimizer.lr.",
     )
     expert_bias_rate: FiniteNotNegative = setting(
         0.001, "Step size of the router's load-balancing bias; 0 disables it."
     )
     implementation: Annotated[str, OneOf(("auto", "fused", "foreach", "for-loop"))] = setting(
-        "auto", "fused (one kernel), foreach (one per operation) or for-loop (one per parameter, too); auto is fused."
+        "auto",
+        "fused (one kernel), foreach (one kernel per operation) or for-loop (one kernel per operation and parameter); "
+        "auto is fused.",
     )
 
     def check(self) -> None:
@@ -186,10 +195,10 @@ class LRScheduler(Settings, section="lr_scheduler"):
         "cosine", "cosine or linear decay, wsd (stable, then decay) or constant."
     )
     decay_ratio: Annotated[float, Gt(0), Le(1)] = setting(
-        0.1, "wsd: share of the steps in the decay; at least one step."
+        0.1, "Share of the steps in the decay of wsd, at least one step."
     )
     decay_type: Annotated[str, OneOf(("linear", "sqrt", "cosine"))] = setting(
-        "linear", "wsd: linear, sqrt (1 - sqrt, steep at first) or cosine."
+        "linear", "Shape of the decay of wsd: linear, sqrt (1 - sqrt, steep at first) or cosine."
     )
     min_lr_factor: Share = setting(0.1, "Share of optimizer.lr at the last step.")
 
@@ -237,5 +246,5 @@ class Comm(Settings, section="comm"):
         300, "Seconds until a waiting collective ends the run with an error."
     )
     watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = setting(
-        120, "Seconds until a stuck step writes stacks-rank<n>.txt (first step: ten times that); 0 never."
+        120, "Seconds until a stuck step writes stacks-rank<n>.txt (ten times that for the first step); 0 for never."
     )

@@ -21,7 +21,9 @@ SPLIT = f"--training.compile {TENSOR_PARALLEL}"
 FALLBACK = "--numerics.every=1 --numerics.on_alarm=fallback"
 PAGES: Pages = {
     "configuration.md": {
-        "Unreadable records: skip or refuse": [corrupt("a.jsonl", b"[1]\n", "a.jsonl:1: expected an object with text")],
+        "Whether to skip or to refuse unreadable records": [
+            corrupt("a.jsonl", b"[1]\n", "a.jsonl:1: expected an object with text")
+        ],
         "never: refuse a run folder with files": [
             Command(
                 f"train {' '.join(TINY)} --data=text.txt --job.dump_folder=. --job.name=run",

@@ -59,7 +59,9 @@ class LedgerOptions(Settings):
     gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPUS), has_aliases=True)] = setting(
         "h200", "The GPU that the code is for."
     )
-    peer: Annotated[str, OneOf(_PEERS)] = setting("none", "Another library beside it, in the recipes that it has.")
+    peer: Annotated[str, OneOf(_PEERS)] = setting(
+        "none", "Also count another library, for the recipes that it supports."
+    )
     part: Annotated[str, OneOf(PARTS)] = setting("block", "The whole block, or its up_proj alone.")
     sequences: AtLeast1 = setting(2, "Sequences; with a TOML file its local_batch_size by default.")
     seq_len: AtLeast1 = setting(8192, "Tokens of a sequence; with a TOML file its seq_len by default.")

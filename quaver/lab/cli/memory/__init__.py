@@ -54,12 +54,13 @@ class MemoryOptions(Settings):
     fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
     time_on: str | None = setting(None, "GPU whose step time --advise and --fit model, such as H100 or B200.")
     quick: bool = setting(
-        False, "Estimate the peak in closed form, within 10%, instead of predicting it: with --advise and --fit, too."
+        False, "Estimate the peak in closed form, within 10%, instead of predicting it; --advise and --fit do so too."
     )
     measure: bool = setting(False, "Run real steps on this machine, and print them next to the prediction.")
     links: bool = setting(
         False,
-        "Print what the ranks send each other in a step instead: collectives and bytes by link. Also the checkpoint's.",
+        "Print instead what the ranks send each other in a step, as collectives and bytes by link, and the bytes "
+        "of a checkpoint.",
     )
     checkpoint_bandwidth: str | None = setting(
         None, "With --links: bytes per second to the file system of checkpoints, such as 50GB."
