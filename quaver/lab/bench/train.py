@@ -4,7 +4,8 @@ Every precision is a model of the trainer, from the same weights, on the same ba
 clipping, optimizer and weight casts included. All models are in memory at once and take turns step by step; each round
 starts with the next model. The trainer's clock times the steps and waits for the device; the first steps, in which code
 is compiled and memory is measured (quaver/lab/trainer/memory.py), are not timed. Nothing is validated, logged or saved.
-`float8.high_precision_schedule` is ignored, so that every timed step runs the recipe.
+`float8.high_precision_schedule` is ignored, so that every timed step runs the recipe. `checkpoint.initial_load_path` is
+checked and not loaded; [numerics] and [profiling] are ignored.
 """
 
 from __future__ import annotations

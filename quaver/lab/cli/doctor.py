@@ -1,4 +1,8 @@
-"""`quaver doctor`: prints what this machine can do. Without options it works without the extra `quaver[train]`."""
+"""`quaver doctor`: prints what this machine can do.
+
+`run` parses --json and --no-compile by hand, so that they work without pydantic, which `DoctorOptions` needs and only
+the extra `quaver[train]` installs.
+"""
 
 from quaver.lab.cli.doctor_machine import print_machine
 

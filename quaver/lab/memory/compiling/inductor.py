@@ -1,4 +1,9 @@
-"""Runs Inductor up to its Python wrapper code, without kernels. It is slow to import, so import it inside functions."""
+"""Runs Inductor up to its Python wrapper code, without kernels. It is slow to import, so import it inside functions.
+
+The wrapper code is rewritten and executed (wrapper_code.py). PyTorch does not promise its format, and no version is
+refused: this was tested with torch 2.11, 2.13 and 2.15. The tests of compiled predictions run with the oldest and the
+newest version in CI.
+"""
 
 from __future__ import annotations
 
