@@ -1,1 +1,1 @@
-"""The lab: what trains with the library, measures, predicts and plans. The library imports nothing of it."""
+"""The lab: the trainer, benchmarks, memory prediction and planning. The library does not import it."""

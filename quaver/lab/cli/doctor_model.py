@@ -1,9 +1,9 @@
 """`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml] [--hardware h100]`.
 
 Runs one batch forward and backward in high precision, and casts each operand of each linear by every recipe. The table
-has the worst linears first. Its recipes keep the budget with as much float8 as possible; `--out` writes them as a
-config, which `LayerRecipes.read` reads, and `quaver train` too if it can train the model. `--hardware` runs the batch
-again for a second table: the precision that the GPU's sums lose in each matmul.
+has the worst linears first. The chosen recipes meet the SQNR budget with as many float8 FLOPs as possible. `--out`
+writes them as a config, which `LayerRecipes.read` reads, and `quaver train` too if it can train the model. `--hardware`
+runs the batch again for a second table: the precision that the GPU's sums lose in each matmul.
 """
 
 import json

@@ -15,7 +15,7 @@ EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
-"""Exceptions that parsing and validation raise for bad input. Catch them only around these: elsewhere they are bugs."""
+"""Exceptions for bad input. Catch them only around parsing and validation. Elsewhere they are bugs."""
 
 
 def print_error(message: object) -> None:

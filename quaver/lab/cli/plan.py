@@ -51,23 +51,25 @@ class PlanOptions(Settings):
     estimated, the time of a step is simulated. Needs no GPU. The flags of quaver train are accepted too.
     """
 
-    gpus: MostRanks = setting(8, "GPUs of the run.")
-    gpu: str = setting("h100", f"Their kind: {DEVICE_NAMES.lower()}.")
+    gpus: MostRanks = setting(8, "Number of GPUs of the run.")
+    gpu: str = setting("h100", f"Kind of the GPUs: {DEVICE_NAMES.lower()}.")
     spec: str | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
-    nodes_of: AtLeast1 = setting(8, "GPUs of a node, which its links connect.")
+    nodes_of: AtLeast1 = setting(8, "Number of GPUs that the links of a node connect.")
     network: str = setting(
         "400gbps", "Rate of the network between nodes, for each GPU: 400gbps or 400Gb/s are bits, 50GB/s bytes."
     )
     storage: float = setting(1.0, "GB/s that each node writes to the folder of checkpoints while all of them do.")
     global_batch: str | None = setting(
-        None, 'Tokens of a step, such as "4M tokens" (the nearest that divides); the configured batch by default.'
+        None, 'Tokens of a step, such as "4M"; rounded to a multiple of the batch that the ranks share.'
     )
     recipes: tuple[str, ...] = setting((), "Recipes to try besides the configured run; bfloat16 is one.")
     memory: str | None = setting(
         None, f"Bytes that a peak may have, such as 75GiB; {USABLE:.0%} of the GPU's by default."
     )
     store_less: bool = setting(
-        False, "Also try a bfloat16 residual stream, float8 optimizer states and saved activations: other numbers."
+        False,
+        "Also try a bfloat16 residual stream, and optimizer states and saved activations in float8, which change "
+        "a run's numbers.",
     )
     top: AtLeast1 = setting(3, "Fastest layouts to print.")
     explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
@@ -218,16 +220,17 @@ def views_of(
     best = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
     if best is not None and best is not first:
         gain = first.tokens_per_s / best.tokens_per_s
-        unequal = "" if best.run.step_tokens == first.run.step_tokens else ", whose step has other tokens"
+        is_equal = best.run.step_tokens == first.run.step_tokens
+        unequal = "" if is_equal else "; their steps have different numbers of tokens"
         yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16{unequal}"
     elif best is None:
-        yield "no layout in bfloat16 was found to fit"
+        yield "no bfloat16 layout fits"
     yield f"row 1: {'; '.join(limits[0])}"
     if options.explain is not None:
         yield from _explain(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
     yield (
-        f"memory is estimated within 10%: a layout near the limit may not fit; `quaver memory` with --ranks "
-        f"{options.gpus} predicts that of a row which --write has written"
+        f"memory is estimated within 10%: a layout near the limit may not fit. To check a row, write it with "
+        f"--write FILE.toml and run quaver memory FILE.toml --ranks {options.gpus}"
     )
     share = describe_sustained_share(cluster.spec)
     yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"

@@ -19,8 +19,8 @@ _decoder = codecs.getincrementaldecoder("utf-8")
 def read_texts(files: Sequence[SourceFile], account: Account, advance: Advance) -> Iterator[Piece]:
     """Yield the documents of text files in order of their names.
 
-    A tenth of the files is held out: of the text files, those whose names have the lowest sha256. So every file is read
-    twice; `advance` counts the second time.
+    A tenth of the text files is held out: those whose names have the lowest sha256. Files are read twice, first to find
+    the text files; `advance` counts only the second pass.
     """
     texts = [file for file in files if _is_text(file, account)]
     if len(texts) == 1:

@@ -61,7 +61,7 @@ def recommend_recipe(device: str, findings: list[Finding]) -> str:
     here = [finding for finding in findings if finding["device"] == device]
     native = {finding["recipe"] for finding in here if finding["verdict"] == "native"}
     if not native:
-        return "no recipe is faster than bfloat16 here, and all save memory: take the one of the GPUs that will train"
+        return "no recipe is faster than bfloat16 on this device; choose the recipe for the GPU that you will train on"
     robust = next((recipe for recipe in ("mxfp8", "blockwise", "rowwise") if recipe in native), None)
     goals = {"speed": "tensorwise" if "tensorwise" in native else robust, "outliers": robust}
     gathered = "tensorwise" if robust == "rowwise" else robust  # FSDP2 all-gathers two casts of a row-wise weight

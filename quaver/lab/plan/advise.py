@@ -36,14 +36,14 @@ EQUALLY_FAST = 1.02
 NEARLY_FITS = 1.1
 """A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights."""
 SAVES_AS_MUCH = 1.1
-"""A setting that exceeds `fit_bytes` by at most this many times what less precise storage saves is also tried so."""
+"""Less precise storage is tried for a setting that exceeds `fit_bytes` by at most this factor times its saved bytes."""
 MOST_TRIED = 60
-"""The largest number of combinations that are predicted, not counting their variants (`_try_groups`)."""
+"""The largest number of combinations that are predicted. Variants with less precise storage do not count."""
 TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
 
 LESS_PRECISE = (
-    "a bfloat16 residual stream, optimizer states and saved activations in float8 change a run's numbers: they are "
-    "added, in this order, where no setting that is as fast fits without"
+    "a bfloat16 residual stream, optimizer states and saved activations in float8 change a run's numbers. They are "
+    "tried, in this order, only if no equally fast setting fits without them"
 )
 
 

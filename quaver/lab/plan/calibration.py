@@ -3,9 +3,9 @@
 MATMUL_SHARES (quaver/roofline/matmul.py) are the best rates of many shapes, each measured alone on a cold card. A card
 that trains for hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than
 with zero operands (thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No
-table of rates at a power limit was found. So `sustained` is the share with which the simulation of one published run
-takes as long as that run did. It divides the seconds of attention and of linears, casts and launches included, and all
-of the recomputation. All other published runs are predicted, not fitted (docs/lab/published-runs.md).
+table of rates at a power limit was found. So `sustained` is fitted so that the simulated time of one published run
+equals its measured time. The times of attention, linears (with casts and launches) and recomputation are divided by it.
+All other published runs are predicted, not fitted (docs/lab/published-runs.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from quaver.roofline.scaled_matmul import cutlass_rowwise_share, kinds_of_matmul
 READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
 """The number of linears that share the input of a linear and its casts."""
 RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
-"""Linears that "selective" recomputes: every second matmul, counted from the end, without the last."""
+"""Linears that "selective" recomputes: every second matmul, starting from the second to last."""
 LOGIT_BYTES = PerPass(14, 36)
 """Bytes that the loss moves per logit, in slices of float32 (quaver/lab/trainer/loss.py). Forward reads bfloat16,
 writes float32, reads it and writes log-probabilities. Backward repeats that, writes the gradient of the

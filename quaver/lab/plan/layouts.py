@@ -1,4 +1,4 @@
-"""The layouts and settings of a run that a search tries, as configs of the trainer, which may refuse them.
+"""Lists the layouts and settings that a search tries, as configs. The trainer may refuse some.
 
 They combine all choices of parallelism: FSDP2, or HSDP with shard groups of whole nodes; tensor parallelism inside a
 node; expert parallelism. They vary resharding after the forward, the dtype of the all-gather, and the micro-batches

@@ -70,5 +70,5 @@ def describe_gain(row: FittingLayout, cluster: Cluster) -> list[str]:
     gain = bfloat16_s / row.seconds
     return [
         f"{gain:.2f} times bfloat16's speed in the same layout: float8 computes {share:.0%} of the FLOPs, so with free "
-        f"casts, and nothing else than matmuls, it would be {1 / (1 - share / 2):.2f}"
+        f"casts and no other work the speedup would be at most {1 / (1 - share / 2):.2f}"
     ]

@@ -74,7 +74,8 @@ class PlannedRun:
     async_tensor: bool = False
     """Whether tensor parallel collectives overlap with adjacent matmuls."""
     casts_gathered: bool = False
-    """Whether tensor parallel ranks gather bfloat16 and cast the whole; the trainer gathers codes."""
+    """Whether tensor parallel ranks all-gather bfloat16 and quantize the gathered tensor. The trainer all-gathers
+    codes."""
     async_expert: bool = False
     """Whether exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
     exchanged_share: float = 1.0

@@ -88,7 +88,8 @@ def search(
 ) -> SearchResult:
     """Return the `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
 
-    Among layouts that differ in replicas and gathers only, the fastest is returned.
+    Of layouts that differ only in the number of replicas, resharding or the dtype of the all-gather, only the fastest
+    is returned.
 
     Raises:
         ValueError: the trainer accepts no layout, or the time of no layout is modeled.

@@ -34,11 +34,11 @@ def _iter_unmodelled_float8(config: TrainConfig) -> Iterator[str]:
     if not float8.enable_float8_linear:
         return
     if any(not entry.endswith("=high_precision") for entry in float8.layer_recipes):
-        yield "float8.layer_recipes: these layers are timed, and first estimated, in the recipe of the run"
+        yield "float8.layer_recipes: time and memory of these layers are computed with the run's recipe"
     if float8.serving:
-        yield "float8.serving: casts and bytes of the forward are planned as the recipe has them"
+        yield "float8.serving: the forward is timed with recipe_name's casts, not the engine's"
     if float8.high_precision_schedule:
-        yield "float8.high_precision_schedule: steps are planned as without, all matmuls in the recipe"
+        yield "float8.high_precision_schedule: steps are timed without the schedule"
     if float8.emulate:
         yield "float8.emulate: matmuls are timed as on float8 hardware"
     if float8.auto_filter:

@@ -82,8 +82,8 @@ def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[
     """Measure the block, which runs one step on `device`, and fill in `usage`.
 
     Args:
-        may_leave: allow the step to replace older memory, such as the next step's scales. The profiler does not show
-            the release of older memory, so such memory counts twice.
+        may_leave: allow the step to free memory from before it and allocate a replacement, such as the next step's
+            scales. The profiler misses the free, so both count.
     Raises:
         RuntimeError: at the exit, if `mark` was not called exactly once, or if the step left memory behind. Such a step
             does not repeat, and releases of older memory may be missing.

@@ -84,7 +84,7 @@ class Allocation:
     under_policy: bool = False
     """Whether a selective checkpoint called its policy for the operator."""
     held_from_forward: bool = False
-    """Whether something other than autograd's saved tensors holds it from forward to backward."""
+    """Whether it survives the forward without being saved by autograd."""
     saved_in: str = OUTSIDE
     """The module in whose forward autograd first saved it."""
     first_use: Use | None = None

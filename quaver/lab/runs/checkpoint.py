@@ -55,7 +55,7 @@ class SavedModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Its label; `file_name` makes of it the name of its folder in a checkpoint."""
+        """Its label; `file_name` converts it to the name of its folder in a checkpoint."""
 
     @property
     def model(self) -> nn.Module: ...

@@ -143,7 +143,10 @@ class CheckpointFolder:
         rename(self.partial(step), path)
 
     def prune(self, keep_latest_k: int) -> None:
-        """Remove what no longer counts, and all complete checkpoints but the newest `keep_latest_k`; 0 keeps all."""
+        """Remove abandoned and partial checkpoints, and all but the newest `keep_latest_k` complete ones.
+
+        0 keeps all complete ones.
+        """
         steps = self.steps()
         self._hide(steps[:-keep_latest_k] if keep_latest_k else [])
         self.remove_partials()

@@ -87,7 +87,7 @@ class _RunSink(AlarmSink):
 
 
 def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:
-    """Change the recipes of linears during training. The config becomes as if the run had begun with these recipes.
+    """Change the recipes of linears during training. `trained.config` is updated to name these recipes.
 
     Parameters, their gradients and the optimizer's state stay. Compiled code is compiled anew. All weights of a layer
     of experts change together. Later checkpoints have the new config.

@@ -67,7 +67,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_cpu(tensor: Tensor) -> bool:
-    # A prediction takes a fake CPU tensor for a GPU's; it has no stand-in for the GPU's operators of a DTensor.
+    # Memory prediction treats fake CPU tensors as GPU tensors, but has no GPU kernels for DTensors.
     return tensor.is_cpu if is_dtensor(tensor) else is_cpu(tensor)
 
 

@@ -5,7 +5,7 @@
     last_all_reduce    reduce-scatter                          all-reduce        the shard's sum in float32
     last                                                       both              the whole sum in float32
 
-"last" and "last_all_reduce" add up in float32, in place: 256 + 1 is 257, where bfloat16 has 256. FSDP2 does that for
+"last" and "last_all_reduce" add up in float32, in place: bfloat16 rounds 256 + 1 to 256. FSDP2 does that for
 sharded parameters. For other bfloat16 parameters (one process, tensor parallelism alone) the hooks here do it. Each sum
 is rounded to the parameter's dtype once. With fsdp_reshard_after_forward = never the weights of "last" stay gathered
 from the first forward to the last backward: one all-gather a step.

@@ -9,8 +9,8 @@ are on the mesh of the run. FSDP2 averages the gradients of experts over its dim
 over "ep", by which `average_expert_gradients` (mixture.py) divides.
 
 [Note: precision under FSDP2] Autocast defines the numerics, as on one rank: a linear reads its weight in
-`training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, to which
-autocast would cast them anyway, in half the bytes of float32. The embedding and the last norm, which autocast does not
+`training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype. Autocast would
+cast them to it anyway. It halves the bytes of the all-gather. The embedding and the last norm, which autocast does not
 cast, are gathered in the dtype of the residual stream, to which the model rounds embeddings (and a norm its weight)
 anyway. Gradients are reduced in float32. A bfloat16 embedding's gradient is rounded before, like a linear's.
 """

@@ -75,7 +75,7 @@ def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: i
     model: Any = huggingface_source(folder, recipe="tensorwise").high_precision_model()
     try:
         shape, can_train = model_from_hf(read_config(folder)), True
-    except NotImplementedError:  # of another architecture, which transformers trains
+    except NotImplementedError:  # quaver's trainer does not support the architecture
         shape, can_train = Model(vocab_size=model.get_input_embeddings().weight.shape[0]), False
     config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_tokenizer(folder)))
     return _make_surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=can_train)

@@ -302,7 +302,7 @@ class TrainedModel:
             raise NonFiniteError(f"{where}; {REMEDY}")
         if self._skipped_in_a_row > training.max_nonfinite_steps:
             limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
-            raise NonFiniteError(f"{where}; so had the steps before it, and {limit} were skipped")
+            raise NonFiniteError(f"{where}; the previous steps were non-finite too, and {limit} of them were skipped")
         return where
 
     def _find_nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:

@@ -134,7 +134,7 @@ BAD_INPUT = {
     "bench ledger --gpu h300": "--gpu must be one of h100, h200, b200, got 'h300'",
     "bench ledger --gpu a100": "--gpu must be one of h100, h200, b200, got 'a100'",
     "bench ledger --recipe tensorwide": "tensorwide",
-    "bench ledger --recipe mxfp8": "mxfp8: no float8 matmul of H200 takes 1 x 32 scales; there operands are widened",
+    "bench ledger --recipe mxfp8": "mxfp8: no float8 matmul of H200 takes 1 x 32 scales; operands would be widened",
     "bench ledger --recipe blockwise --gpu b200": "no float8 matmul of B200 takes 1 x 128 scales",
     "bench ledger --peer transformer-engine": "--peer must be one of none, torchao",
     "bench ledger --seq-len 0": "--seq-len must be at least 1, got 0",

@@ -40,7 +40,7 @@ def test_a_recipe_that_raises_or_is_wrong_is_impossible(capsys):
 @pytest.mark.parametrize(
     ("native", "expected"),
     [
-        ((), "no recipe is faster than bfloat16 here, and all save memory: take the one of the GPUs that will train"),
+        ((), "no recipe is faster than bfloat16 on this device; choose the recipe for the GPU that you will train on"),
         (("tensorwise",), "tensorwise for speed, tensorwise for FSDP2 (all-gathers one byte per element)"),
         (
             ("tensorwise", "rowwise", "rowwise_with_tensorwise_weight"),

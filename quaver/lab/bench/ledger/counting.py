@@ -60,8 +60,8 @@ def check_recipe(recipe: str, gpu: str) -> None:
     if missing := _find_unmultiplied(recipe, gpu):
         names = " and ".join(sorted("such" if kind is None else kind.value for kind in missing))
         raise NotImplementedError(
-            f"recipe {recipe}: no float8 matmul of {gpu} takes {names} scales; there operands are widened, 3 bytes "
-            "an element, and multiplied at bfloat16's rate, which is slower than bfloat16; name another recipe or GPU"
+            f"recipe {recipe}: no float8 matmul of {gpu} takes {names} scales; operands would be widened to bfloat16, "
+            "which is slower than training in bfloat16; name another recipe or GPU"
         )
 
 

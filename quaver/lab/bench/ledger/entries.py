@@ -140,7 +140,7 @@ def _count_repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
     for kernel in launch.kernels:
         loops = count_loads_in_loops(kernel.source)
         first = {kernel.pointers.get(access.name) for access in launch.reads}
-        for access in (*launch.reads, *launch.writes):  # a result in place has its operand's pointer
+        for access in (*launch.reads, *launch.writes):  # an in-place result shares its operand's pointer
             pointer = kernel.pointers.get(access.name, "")
             moved = max(0, loops.pop(pointer, 0) - (pointer in first)) * access.moved_bytes
             if is_along_rows(kernel.source) or access.moved_bytes <= l2_bytes:

@@ -22,9 +22,9 @@ def count_loads_in_loops(source: str) -> Counter[str]:
 
 
 def is_along_rows(source: str) -> bool:
-    """Return whether the blocks of a kernel are one or two rows, which a cache serves from one loop to the next.
+    """Return whether a tile is one or two rows, so that the next loop reads it from the cache.
 
-    Other blocks are tiles of 8 to 256 rows or columns, which exceed the L2 cache for all multiprocessors together.
+    Other tiles have 8 to 256 rows or columns, which exceed the L2 cache for all multiprocessors together.
     """
     return "ReductionHint.INNER" in source
 

@@ -93,7 +93,7 @@ class Ledger:
 
     @property
     def surplus_stores(self) -> int:
-        """The number of stores of codes in a layout in which the codes of the same conversion are stored already."""
+        """The number of redundant stores: the same codes are written twice in one layout."""
         return sum(len(buffers) - len({access.stride for access in buffers}) for buffers in self.stores.values())
 
     @property

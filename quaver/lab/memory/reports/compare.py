@@ -5,7 +5,7 @@
 
 Rows of both reports are aligned by module (equal layers merged), operator, the parameter it was applied to, category,
 shape and dtype. Two runs may compute the same tensor by different operators, such as a matmul's result in two
-precisions. One run then has more rows of one operator and the other of another; these rows are merged.
+precisions. If each run has more rows of a different operator, the rows are treated as one tensor.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class RunMemory:
         if self.layout.expert > 1:
             notes.append(EVEN_LOAD)
         if self.config.float8.high_precision_schedule:
-            notes.append("float8.high_precision_schedule: steps are predicted as without, all matmuls in the recipe")
+            notes.append("float8.high_precision_schedule: predicted for steps without the schedule")
         return notes
 
     def to_dict(self) -> dict[str, Any]:
