@@ -30,6 +30,11 @@ def test_the_tables_are_those_of_the_recorded_run():
         fill("no markers", {name: table})
 
 
+def test_the_page_of_benchmarks_has_every_benchmark():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert all(f"quaver bench {verb}" in page for verb in VERBS)
+
+
 def test_the_table_of_stored_activations_is_that_of_the_recorded_run_and_keeps_its_promise():
     page, results = stored_activations.PAGE.read_text(), json.loads(stored_activations.RECORD.read_text())
     assert fill(page, stored_activations.tables(results)) == page

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -167,11 +166,6 @@ def test_without_a_name_the_benchmarks_are_listed(capsys):
     listed = capsys.readouterr().out
     assert all(f"  {verb}" in listed for verb in VERBS)
     assert main(["bench", "--help"]) == 0
-
-
-def test_the_docs_have_every_benchmark():
-    docs = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
-    assert all(f"quaver bench {verb}" in docs for verb in VERBS)
 
 
 def test_a_full_disk_is_one_line_and_exit_code_4(capsys):

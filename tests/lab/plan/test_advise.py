@@ -18,7 +18,6 @@ from quaver.lab.plan.changes import format_flags, gather_least, list_combination
 from quaver.lab.plan.compute import count_recomputed_flops
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.step_cost import compute_step_cost
-from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import resolve
@@ -235,16 +234,3 @@ def test_least_gathered(tiny_config):
     assert fewer.config.parallelism.fsdp_reshard_after_forward == "always"
     assert fewer.config.float8.enable_fsdp_float8_all_gather
     assert gather_least(fewer, layout) is gather_least(change, resolve(config)[1]) is None
-
-
-SIZES = {"80GiB": 80 * 2**30, "80GB": 80 * 10**9, "1.5 tib": 3 * 2**39, " 7 kB ": 7000, "12B": 12, "1000": 1000}
-
-
-def test_sizes():
-    assert {text: parse_bytes(text) for text in SIZES} == SIZES
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "80 G", "-1GiB", "0", "0.1", "80GiB of it", "1e3", "nan", "80Gb", "8 Tib"])
-def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="--fit: expected a size above 0 such as 80GiB"):
-        parse_bytes(text, "--fit")

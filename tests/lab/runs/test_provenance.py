@@ -1,0 +1,44 @@
+"""What a run records of its source: the command, versions and the commit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from quaver.lab.runs.run_folder import git_revision, provenance
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_provenance_names_the_commit_of_the_source():
+    about = provenance(torch.device("cpu"))
+    assert about["command"] == sys.argv
+    assert about["environment"]["torch"] == torch.__version__
+    if (ROOT / ".git").exists():
+        head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        assert about["git"]["commit"] == head.stdout.strip()
+
+
+def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
+    """As where quaver is installed in an environment inside somebody else's checkout."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    inside = tmp_path / "site-packages"
+    inside.mkdir()
+    (inside / "file.py").touch()
+    assert git_revision(inside) is None
+
+
+def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@n", *words], check=True)
+
+    git("init", "-q")
+    (tmp_path / "file.py").write_text("x")
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    os.utime(tmp_path / "file.py", (1, 1))  # `git status` would refresh the index
+    before = (tmp_path / ".git" / "index").read_bytes()
+    assert git_revision(tmp_path)["is_modified"] is False
+    assert (tmp_path / ".git" / "index").read_bytes() == before
