@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quaver.lab.bench.cast import COPY
+from quaver.lab.bench.results import describe_environment
 from quaver.lab.cli import main
 from quaver.lab.cli.bench import VERBS
 
@@ -98,7 +99,7 @@ def test_the_command_prints_and_saves_a_table(verb, words, printed, check, backe
     assert (result["benchmark"], result["complete"]) == (verb, True)
     assert all(row["timing"]["median_us"] > 0 for row in result["rows"])
     check(result["rows"])
-    assert {"device", "torch", "commit", "command", "date"} <= set(result["environment"])
+    assert result["environment"] == describe_environment(torch.device("cpu"))
     assert printed in capsys.readouterr().out
 
 
@@ -106,23 +107,15 @@ BAD_INPUT = {
     "bench linear --shapes llama-9b": "expected a size such as 1024",
     "bench linear --recipes rowise": "unknown recipe 'rowise': expected one of tensorwise",
     "bench linear --rounds 0": "--rounds must be at least 1, got 0",
-    "bench linear --threads -1": "--threads must be at least 0, got -1",
-    "bench linear --modes fast": "--modes must be one of eager, compiled, got 'fast'",
     "bench linear --output /dev/null/x.json": "--output: cannot write /dev/null/x.json",
     "bench linear --output /dev": "--output: expected a file to write, got the folder /dev",
     "bench linear --device cuda": "sees no CUDA device",
-    "bench linear --device abacus": "--device must be one of auto, cpu, cuda, got 'abacus'",
     "bench cast --shapes 1x2x3": "expected a size such as 1024, rows x columns",
-    "bench cast --casts rowise": "--casts must be one of ",
     "bench cast --shapes llama-8b --divisor 5000": "expected at most 4096, a width of llama-8b, got 5000",
-    "bench host --size 0": "--size must be at least 1, got 0",
-    "bench block --model llama-9b": "--model must be one of debug, llama-8b, llama-70b, got 'llama-9b'",
     "bench block --divisor 3": "--divisor: expected a divisor of debug's 4 heads, got 3",
     "bench block --tokens 100 --seq-len 64": "expected a multiple of --seq-len 64, got 100",
     "bench train --warmup 1": "--warmup: expected 2 or more, got 1",
     "bench roofline --device abacus": "--device: unknown device 'abacus': expected the full name of one of GB200",
-    "bench roofline --recipes rowise": "unknown recipe 'rowise': expected one of tensorwise",
-    "bench roofline --tokens 0": "--tokens must be at least 1, got 0",
     "bench roofline --model llama-9b": "--model llama-9b: expected one of llama-8b, llama-70b",
     "bench roofline --config /nowhere.toml": "config file '/nowhere.toml' does not exist",
     "bench roofline --model llama-8b llama-8b": "two models are called llama-8b",
@@ -130,14 +123,8 @@ BAD_INPUT = {
     "bench roofline --pictures --output /dev/null/x": "/dev/null/x",
     "bench ledger --model llama-9b": "must be one of debug, llama-8b, llama-70b, or a TOML file, got 'llama-9b'",
     "bench ledger --model missing.toml": "missing.toml",
-    "bench ledger --gpu h300": "--gpu must be one of h100, h200, b200, got 'h300'",
-    "bench ledger --gpu a100": "--gpu must be one of h100, h200, b200, got 'a100'",
-    "bench ledger --recipe tensorwide": "tensorwide",
     "bench ledger --recipe mxfp8": "mxfp8: no float8 matmul of H200 takes 1 x 32 scales; operands would be widened",
     "bench ledger --recipe blockwise --gpu b200": "no float8 matmul of B200 takes 1 x 128 scales",
-    "bench ledger --peer transformer-engine": "--peer must be one of none, torchao",
-    "bench ledger --seq-len 0": "--seq-len must be at least 1, got 0",
-    "bench ledger --part layer": "--part must be one of block, linear",
     "doctor --gpu=nope": "expected the full name of one of GB200",
     "doctor --gpu=MI300X": "expected an NVIDIA GPU",
     "doctor --gpu=h100 --model=/nowhere": "has no config.json and no config.toml",

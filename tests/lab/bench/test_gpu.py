@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -233,12 +232,10 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
         gpu.Part("last", ["-c", "print('still here')"], 10),
     ]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell that runs make gpu with &
-    start = time.monotonic()
     try:
         outcomes = gpu.run_all(todo, tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - start < 60
     assert [outcome["failure"] for outcome in outcomes.values()][:2] == ["", "exit code 3"]
     assert outcomes["slow"]["failure"].startswith("stopped after ")
     assert "saved" in (tmp_path / "gpu.log").read_text()
@@ -250,8 +247,7 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
 
 def test_a_part_that_ignores_the_interrupt_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_S", 1)
-    stubborn = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)"
-    start = time.monotonic()
+    stubborn = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)\nprint('ended')"
     outcome = gpu.run_all([gpu.Part("stubborn", ["-c", stubborn], 2)], tmp_path)
     assert outcome["stubborn"]["failure"] == "stopped after 2 s"
-    assert time.monotonic() - start < 10
+    assert "ended" not in (tmp_path / "gpu.log").read_text().splitlines()

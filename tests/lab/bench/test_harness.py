@@ -1,13 +1,12 @@
 """The alternating timer, inputs that are not in cache, and the results file."""
 
 import json
-import re
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quaver.lab.bench import gemm, harness
+from quaver.lab.bench import gemm, harness, results
 from quaver.lab.bench.harness import Rotation, find_cache_bytes, time_alternating
 from quaver.lab.bench.results import check_writable, describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
@@ -16,12 +15,13 @@ from quaver.lab.cli import main
 CPU = torch.device("cpu")
 
 
-def test_contestants_take_turns():
-    order = []
+def test_contestants_take_turns(monkeypatch):
+    order, now_s = [], [0.0]
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
     def contestant(name):
         def run():
-            time.sleep(0.003)  # longer than the shortest sample, so that a sample is one call
+            now_s[0] += 0.003  # longer than the shortest sample, so that a sample is one call
             order.append(name)
 
         return run
@@ -29,7 +29,7 @@ def test_contestants_take_turns():
     timings = time_alternating({name: contestant(name) for name in "abc"}, CPU, rounds=4, warmup=1)
     assert {timing.samples for timing in timings.values()} == {4}
     assert order[-12:] == list("abcbcacababc")
-    assert all(timing.median_us > 3000 for timing in timings.values())
+    assert [timing.median_us for timing in timings.values()] == pytest.approx([3000] * 3)
 
 
 def test_the_clock_stops_for_the_host_alone(monkeypatch):
@@ -85,10 +85,20 @@ def test_an_output_is_checked_and_not_created(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_results_name_the_machine_and_the_commit():
+@pytest.mark.parametrize(
+    ("revision", "commit"),
+    [
+        (None, "unknown"),
+        ({"commit": "0123456789", "is_modified": False}, "0123456"),
+        ({"commit": "0123456789", "is_modified": True}, "0123456+"),
+    ],
+)
+def test_results_name_versions_the_command_and_the_commit(revision, commit, monkeypatch):
+    monkeypatch.setattr(results, "git_revision", lambda folder: revision)
+    monkeypatch.setattr("sys.argv", ["quaver", "bench", "gemm", "--output", "a b"])
     about = describe_environment(CPU)
-    assert about["torch"] == torch.__version__
-    assert re.fullmatch(r"[0-9a-f]{7}\+?|unknown", about["commit"])
+    assert (about["torch"], about["threads"]) == (torch.__version__, torch.get_num_threads())
+    assert (about["command"], about["commit"]) == ("quaver bench gemm --output 'a b'", commit)
 
 
 def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, capsys, monkeypatch):

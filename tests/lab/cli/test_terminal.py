@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -101,16 +102,29 @@ def test_colours_are_for_terminals(wants_colour, on_terminal, monkeypatch, tmp_p
     assert "\x1b" not in err
 
 
-def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeypatch):
-    def slow(words):
+@pytest.fixture
+def count_twice(monkeypatch):
+    """Works on two activities, each until its line is on stderr. The clock stands still."""
+    monkeypatch.setattr(working_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(working_module, "EVERY_S", 0.001)
+    monkeypatch.setattr(working_module, "EVERY_LINE_S", 0.001)
+
+    def wait_for(line):
+        while line not in sys.stderr.getvalue():
+            time.sleep(0.001)
+
+    def count_twice(words=()):
         with working("counting") as tell:
-            time.sleep(0.1)
+            wait_for("... counting, 0 s")
             tell("counting again")
-            time.sleep(0.1)
+            wait_for("... counting again, 0 s")
         return 0
 
-    monkeypatch.setattr(working_module, "EVERY_S", 0.01)
-    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=slow))
+    return count_twice
+
+
+def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeypatch, count_twice):
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=count_twice))
     code, out, err = on_terminal("train")
     assert (code, out) == (0, "")
     assert [line.rstrip() for line in err.split("\r")][-4:] == ["... counting, 0 s", "... counting again, 0 s", "", ""]
@@ -126,12 +140,8 @@ def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
     assert err == ""
 
 
-def test_what_takes_long_is_said_in_a_pipe_in_whole_lines(monkeypatch, capsys):
-    monkeypatch.setattr(working_module, "EVERY_LINE_S", 0.02)
-    with working("counting") as tell:
-        time.sleep(0.1)
-        tell("counting again")
-        time.sleep(0.1)
+def test_progress_in_a_pipe_has_whole_lines(count_twice, capsys):
+    count_twice()
     out, err = capsys.readouterr()
     assert out == ""
     assert set(err.splitlines()) == {"... counting, 0 s", "... counting again, 0 s"}

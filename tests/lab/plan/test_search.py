@@ -16,7 +16,7 @@ from quaver.lab.plan.limits import describe_gain, describe_limits, list_links
 from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
-from quaver.lab.plan.simulate import simulate
+from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_step
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.model import training_flops_per_token
@@ -86,13 +86,22 @@ def test_few_blocks_and_micro_batches_tell_of_all():
 
 def test_what_limits_a_step_is_said(found):
     rows = {row.candidate.precision: row for row in reversed(found.rows)}
-    words = " ".join(describe_limits(rows["tensorwise"], CLUSTER))
-    assert "computing takes 9" in words
+    row = rows["tensorwise"]
+    words = " ".join(describe_limits(row, CLUSTER))
+    computing_s = sum(span.end_s - span.start_s for span in row.timeline.spans if span.task.stream == COMPUTE)
+    assert f"computing takes {computing_s / row.timeline.seconds:.0%} of the step" in words
     assert "hidden behind it: " in words
     assert "times bfloat16's speed in the same layout" in words
     assert not describe_gain(rows[BFLOAT16], CLUSTER)
-    shares = {name: compute_share_of_peak(row.run, row.seconds, CLUSTER.spec) for name, row in rows.items()}
-    assert 0.2 < shares["tensorwise"] < shares[BFLOAT16] < 0.7
+
+
+def test_the_share_of_the_peak_counts_causal_attention(found):
+    row = next(row for row in found.rows if row.candidate.precision == BFLOAT16)
+    run = row.run
+    masked = 6 * run.model.n_layers * run.model.n_heads * run.model.head_dim * run.seq_len
+    flops = run.step_tokens * (training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks
+    share = compute_share_of_peak(run, row.seconds, CLUSTER.spec)
+    assert share == pytest.approx(flops / row.seconds / 1e12 / CLUSTER.spec.bfloat16_tflops)
 
 
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):

@@ -9,14 +9,15 @@ from torch import nn
 from quaver.lab.trainer.memory import describe_memory, device_memory, measure_peak, storage_bytes
 
 
-def test_memory_of_a_cpu():
-    before = device_memory(torch.device("cpu"))["memory_rss_bytes"]
-    held = torch.ones(64 << 20, dtype=torch.uint8)
-    after = device_memory(torch.device("cpu"))
-    assert after["memory_rss_bytes"] >= before
-    assert after["memory_rss_bytes"] > held.numel()
-    assert 0 < after["memory_rss_share"] < 1
-    assert "rss" in describe_memory(after)
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_memory_of_a_cpu_is_the_peak_of_the_process_in_bytes(platform, unit, monkeypatch):
+    monkeypatch.setattr("sys.platform", platform)
+    usage = types.SimpleNamespace(ru_maxrss=(3 << 30) // unit)
+    monkeypatch.setattr("resource.getrusage", lambda who: usage)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
+    record = device_memory(torch.device("cpu"))
+    assert record == {"memory_rss_bytes": 3 << 30, "memory_rss_share": 3 / 8}
+    assert describe_memory(record) == "3.00 GiB (38%) rss"
 
 
 def test_memory_of_a_gpu_has_both_peaks(monkeypatch):

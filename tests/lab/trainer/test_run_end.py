@@ -85,7 +85,7 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
 def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
     run = prepare(changed(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2}))
     spoil(run, {1, 2, 4, 5, 6})
-    with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 were skipped"):
+    with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 of them were skipped"):
         train(run)
     assert run.progress.step == 5
 
@@ -136,13 +136,13 @@ def train_slowly(stacks: Path) -> None:
         exec(f"def f{n % 7}(n):\n    return deep(n) + sum(x for x in range(5))\nf{n % 7}({n % 30})", {"deep": deep})
 
     with Watchdog(stacks).step(0.002, "step 1"):
-        until, n = time.monotonic() + 1.5, 0
-        while time.monotonic() < until:
+        n = 0
+        while n % 100 or not stacks.exists() or stacks.read_text().count("Current thread") < 300:
             compiles_and_calls(n := n + 1)
 
 
 def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
-    """Stacks read while Python code runs would end the process by a segmentation fault within a second or so."""
+    """Stacks read while Python code runs would end the process by a segmentation fault after some hundred reads."""
     path = tmp_path / "stacks-rank0.txt"
     done = Forked(train_slowly, path).finished()
     assert done.returncode == 0, done.stderr
@@ -152,13 +152,15 @@ def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
 def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
     run = prepare(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
 
+    path = run.paths.stacks(0)
+
     def the_step_that_hangs(model: TrainedModel, step: int) -> None:
-        time.sleep(1.2 if step == 2 else 0)
+        while step == 2 and not path.exists():
+            time.sleep(0.01)
 
     before_each_step(the_step_that_hangs)
     monkeypatch.setattr(train_module, "FIRST_STEP_PATIENCE", 30)
     assert train(run)["status"] == "finished"
-    path = run.paths.stacks(0)
     assert "the_step_that_hangs" in path.read_text()
     line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
     assert error_line(capsys) == line
