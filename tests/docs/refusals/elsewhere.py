@@ -145,7 +145,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_what_values_decide_is_refused_with_its_place_or_estimated",
         "the model is refused, or the estimate": "tests/lab/memory/test_foreign_models.py"
         "::test_what_values_decide_is_refused_with_its_place_or_estimated",
-        "and Inductor's memory pools are refused": f"{MEMORY}::test_what_is_refused_and_that_settings_are_as_before "
+        "and Inductor's memory pools are refused": f"{MEMORY}::test_refused_compile_options_leave_settings_as_before "
         "tests/lab/memory/test_compiled.py::test_several_ranks_need_a_torch_that_shows_gathers",
     },
     "monitor.md": {
@@ -256,7 +256,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
     },
     "design/0001-decisions.md": {
-        "Refused: Inductor's code for GPUs": f"{MEMORY}::test_what_is_refused_and_that_settings_are_as_before",
+        "Refused: Inductor's code for GPUs": f"{MEMORY}::test_refused_compile_options_leave_settings_as_before",
     },
     "design/0010-primary-weights.md": {
         "because it would be wrong in silence": f"{PRIMARY}"

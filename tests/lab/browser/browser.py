@@ -133,7 +133,7 @@ class Browser:
 
 
 def hover(browser, event, plot=".plot"):
-    """Rest on an event of a plot of `made`, whose last event is 4."""
+    """Rest on an event of a plot of `make_report`, whose last event is 4."""
     element = browser.one(plot)
     browser.run("arguments[0].scrollIntoView({block: 'center'})", element)
     width = element.size["width"]

@@ -27,8 +27,8 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     more = {"other": _other(), "comparison": given.comparison(), "advice": given.advice(), "measured": _measured()}
     for name, about in (
-        ("plain", {"prediction": given.made()}),
-        ("full", {"prediction": given.made()} | more),
+        ("plain", {"prediction": given.make_report()}),
+        ("full", {"prediction": given.make_report()} | more),
         ("real", {"prediction": given.predicted()}),
         ("wide", {"prediction": given.wide(events=6_000, rows=120)}),
         ("blind", {"prediction": given.unseen(), "other": given.unseen(), "measured": given.unseen()}),
@@ -38,8 +38,8 @@ def pages(tmp_path_factory):
 
 
 def _other():
-    """Half of what `made` takes."""
-    other = given.made()
+    """Half of what `make_report` takes."""
+    other = given.make_report()
     report = other["report"]
     other["peak_bytes"] = report["peak_bytes"] = 50 * given.MIB
     other["by_category"] = {name: size // 2 for name, size in other["by_category"].items()}
@@ -48,7 +48,7 @@ def _other():
 
 
 def _measured():
-    measured = given.made()
+    measured = given.make_report()
     measured["peak_bytes"] = 125 * given.MIB
     measured["by_category"]["saved_activations"] = 105 * given.MIB
     return measured

@@ -47,7 +47,7 @@ def row(size_bytes: int, **what) -> dict:
     return plain | what
 
 
-def made() -> dict:
+def make_report() -> dict:
     """A prediction by hand: two layers, a hostile name, and an old row without the optional fields; 100 MiB.
 
     Gradients are there after the peak only.
@@ -98,7 +98,7 @@ def made() -> dict:
 def unseen() -> dict:
     """A report of compiled code: what stays between steps, and nothing else."""
     peaks = dict.fromkeys(("peak_bytes", "step_peak_bytes", "saved_by_forward_bytes"))
-    prediction = made() | peaks | {"by_category": {}}
+    prediction = make_report() | peaks | {"by_category": {}}
     blind = {name: [] for name in ("timeline", "at_peak", "saved_for_backward", "spans")}
     unknown = dict.fromkeys(("peak_bytes", "peak_event", "saved_bytes", "saved_event"))
     prediction["report"] |= blind | unknown | {"exact": False, "note": "compiled code: not attributed"}
@@ -107,7 +107,7 @@ def unseen() -> dict:
 
 def wide(events: int, rows: int) -> dict:
     """A prediction of a run with many events, one of them a peak among zeros, and many rows that are all different."""
-    prediction = made()
+    prediction = make_report()
     report = prediction["report"]
     low = 100 * MIB // 3 // len(CATEGORIES)
     sizes = np.random.default_rng(0).integers(low, size=(events, len(CATEGORIES))).tolist()
@@ -122,7 +122,7 @@ def wide(events: int, rows: int) -> dict:
 
 
 def comparison() -> dict:
-    """What `made` and another run differ in: one row of more, one of less, one at the peak."""
+    """What `make_report` and another run differ in: one row of more, one of less, one at the peak."""
     names = ("category", "operator", "of", "shape", "dtype", "source", "saved_by")
     plain = {"count_a": 32, "count_b": 0, "layers": 32} | {name: row(0)[name] for name in names}
     more = {"module": "model.layers.*.more", "bytes_a": 0, "bytes_b": 3 * MIB, "difference_bytes": 3 * MIB}

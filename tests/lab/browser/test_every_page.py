@@ -82,7 +82,7 @@ def opened(browser, pages, reports):
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_it_says_nothing_to_the_console_and_asks_for_nothing(browser, opened, name):
+def test_a_page_logs_nothing_and_requests_nothing(browser, opened, name):
     browser.forget_what_was_logged()
     path = opened(name, details=False)
     assert [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()] == SECTIONS[name]

@@ -236,7 +236,7 @@ def test_advice_and_measurement(browser, pages):
     assert ratios["sum at the peak"] == "0.800"
 
 
-def test_it_prints(browser, pages):
+def test_the_page_prints(browser, pages):
     browser.open(pages / "full.html")
 
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})

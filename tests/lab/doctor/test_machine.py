@@ -85,7 +85,7 @@ MIXTURE = {
 
 
 @pytest.mark.parametrize("card", ["a100", "l40s", "h100", "h200", "b200"])
-def test_it_says_what_the_dispatch_finds_by_trying(card):
+def test_listed_backends_are_those_that_dispatch_finds(card):
     found = {each.recipe: each for each in describe_gpu(require_device_spec(card, "gpu")).recipes}
     device = torch.device("cpu")
     with virtual_gpu(card):

@@ -48,7 +48,7 @@ def silu():
     return _explained(nn.functional.silu)
 
 
-def test_what_one_saves_more_is_named_and_counted_per_layer_both_ways(relu, silu):
+def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu, silu):
     """silu saves its input, relu its result, which is saved anyway: as the input of the next matmul."""
     there, back = _compared(relu, silu), _compared(silu, relu)
     row = there.at("saved")[0]
@@ -71,7 +71,7 @@ def test_what_one_saves_more_is_named_and_counted_per_layer_both_ways(relu, silu
     assert written["rows"][0]["difference_bytes"] == written["rows"][0]["bytes_b"] - written["rows"][0]["bytes_a"]
 
 
-def test_what_makes_no_difference(relu):
+def test_equal_reports_have_no_differences(relu):
     """Nothing; another operator whose result is saved as well; of two operands of one size, which a row names."""
     same = _compared(relu, _explained())
     assert same.rows == ()

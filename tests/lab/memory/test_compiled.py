@@ -204,7 +204,7 @@ class _Restless(_Squaring):
     ],
     ids=["max-autotune", "cpp_wrapper", "pools", "compiled in each step"],
 )
-def test_what_is_refused_and_that_settings_are_as_before(options, message):
+def test_refused_compile_options_leave_settings_as_before(options, message):
     before = GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
     with pytest.raises(NotImplementedError, match=message) as caught:
         explain(_compiled(**options), (torch.empty(3, 64),))

@@ -16,7 +16,7 @@ from quaver.lab.memory.reports.html import write_html
 from quaver.lab.page import embedded_json
 from quaver.lab.recorder.draw import COLORS, MOST_COLUMNS, column_maxima, draw_timeline
 from quaver.lab.recorder.recorder import CATEGORIES
-from tests.lab.browser.reports import HOSTILE, MIB, advice, comparison, made, predicted, unseen, wide
+from tests.lab.browser.reports import HOSTILE, MIB, advice, comparison, make_report, predicted, unseen, wide
 
 ROOT = Path(__file__).parents[3]
 PAGES = {
@@ -53,7 +53,7 @@ def _inside(text, tag):
 
 def _written(folder, **about):
     path = folder / "new" / "page.html"
-    write_html(path, **{"title": "a step", "prediction": made()} | about)
+    write_html(path, **{"title": "a step", "prediction": make_report()} | about)
     return path.read_text(encoding="utf-8")
 
 
@@ -65,7 +65,7 @@ def _data(text):
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """A page with all that a page can have, and hostile names all over it."""
-    more = {"other": made(), "comparison": comparison(), "advice": advice(), "measured": made()}
+    more = {"other": make_report(), "comparison": comparison(), "advice": advice(), "measured": make_report()}
     return _written(tmp_path_factory.mktemp("page"), title=f"title {HOSTILE}", **more)
 
 
@@ -151,8 +151,8 @@ def test_columns_are_the_highest_of_their_neighbours():
     assert column_maxima(rows, 1000).tolist() == rows
 
 
-def test_what_is_refused(tmp_path):
-    short = made()
+def test_reports_without_a_timeline_and_nan_are_refused(tmp_path):
+    short = make_report()
     del short["report"]["timeline"]
     with pytest.raises(ValueError, match=r"prediction: expected a report with .*to_dict\(timeline=True\)"):
         _written(tmp_path, prediction=short)
@@ -162,7 +162,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         embedded_json([float("nan")])
     with pytest.raises(OSError, match="/dev/null"):
-        write_html(Path("/dev/null/x/page.html"), title="", prediction=made())
+        write_html(Path("/dev/null/x/page.html"), title="", prediction=make_report())
 
 
 def test_each_category_has_a_color_of_its_own():
@@ -182,13 +182,13 @@ def test_the_parts_of_the_page_are_packaged_and_used():
 
 
 def test_pictures_are_drawn_and_their_legend_names_what_there_is(tmp_path, monkeypatch):
-    for prediction in (unseen(), made()):
+    for prediction in (unseen(), make_report()):
         image = tmp_path / "timeline.png"
         draw_timeline(prediction["report"], image, title="a $title that is no formula")
         assert image.read_bytes().startswith(b"\x89PNG")
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    draw_timeline(made()["report"], image, title="")
+    draw_timeline(make_report()["report"], image, title="")
     (legend,) = figures[0].legends
-    there = [name for name in reversed(CATEGORIES) if name == "gradients" or made()["by_category"].get(name)]
+    there = [name for name in reversed(CATEGORIES) if name == "gradients" or make_report()["by_category"].get(name)]
     assert [text.get_text() for text in legend.get_texts()] == [name.replace("_", " ") for name in there]

@@ -176,7 +176,7 @@ def test_a_prediction_is_the_same_again(tiny_config):
     assert [row[2:] for row in first] == [row[2:] for row in second]
 
 
-def test_what_is_refused(tiny_config):
+def test_ranks_that_cannot_be_measured_are_refused(tiny_config):
     with pytest.raises(ValueError, match=f"--ranks must be at most {MOST_RANKS} where a step is measured, got 16"):
         measure_memory(tiny_config, 16)
     split = replace(tiny_config, parallelism=Parallelism(tensor_parallel_degree=2))

@@ -101,7 +101,7 @@ def _sharded():
     ],
     ids=["sharded", "wrapped", "no loss", "no tensor"],
 )
-def test_what_is_refused(build, loss, message):
+def test_models_and_losses_that_cannot_be_predicted_are_refused(build, loss, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         explain(build(), (torch.empty(2, 64),), loss=loss)
 

@@ -89,7 +89,7 @@ def test_costs_of_a_step():
     assert (budget.recomputed_flops, budget.modelled_s, budget.step_flops) == (None, None, none.step_flops)
 
 
-def test_the_words_of_a_change_make_it():
+def test_flags_of_a_change_parse_to_its_config():
     config = replace(load_config(LLAMA_8B), training=replace(load_config(LLAMA_8B).training, local_batch_size=4))
     _, layout = resolve(config, world_size=8)
     changes = [*list_single_changes(config, layout, 32), *list_combinations(config, 32)]
@@ -106,7 +106,7 @@ def test_the_words_of_a_change_make_it():
     assert not names & {"activations: selective, op", "precision: tensorwise", "local batch size: 1"}
 
 
-def test_what_the_trainer_refuses_is_said(tiny_config):
+def test_settings_that_the_trainer_refuses_have_its_error(tiny_config):
     config = changed(tiny_config, training={"compile": True})
     config = replace(config, parallelism=Parallelism(tensor_parallel_degree=2))
     changes = {change.name: change for change in list_single_changes(config, resolve(config, world_size=2)[1], 2)}

@@ -36,7 +36,7 @@ def test_one_rank_equals_the_ledger(recipe, monkeypatch):
     assert times.recomputed == 0
 
 
-def test_what_a_checkpoint_recomputes():
+def test_selective_checkpointing_recomputes_less_than_full():
     cluster = Cluster(H200)
     of = {
         mode: time_block(replace(RUN, checkpointing=mode, checkpointed_blocks=32), cluster) for mode in ("op", "full")

@@ -11,7 +11,7 @@ from quaver.lab.settings.config_file import load_config
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
-def found(name, ranks, **options):
+def load_layouts(name, ranks, **options):
     options = {
         "gpus_per_node": 8,
         "precisions": [BFLOAT16, "tensorwise"],
@@ -22,7 +22,7 @@ def found(name, ranks, **options):
 
 
 def test_each_layout_is_tried_once_and_uses_all_gpus():
-    layouts = found("llama3_70b", 64)
+    layouts = load_layouts("llama3_70b", 64)
     configs = [each.config for each in layouts.candidates]
     assert len(set(configs)) == len(configs) > 100
     assert {each.layout.world_size for each in layouts.candidates} == {64}
@@ -35,17 +35,17 @@ def test_each_layout_is_tried_once_and_uses_all_gpus():
 
 
 def test_a_step_has_the_tokens_that_were_asked_for():
-    layouts = found("llama3_70b", 64, step_sequences=128)
+    layouts = load_layouts("llama3_70b", 64, step_sequences=128)
     assert {each.config.training.global_batch_size for each in layouts.candidates} == {128}
     batches = {(each.config.training.local_batch_size, each.layout.data_parallel_degree) for each in layouts.candidates}
     assert all(128 % (local * groups) == 0 for local, groups in batches)
 
 
 def test_experts_are_split_and_dense_models_are_not():
-    mixture = found("mixture_30b_a3b", 16, precisions=["rowwise"])
+    mixture = load_layouts("mixture_30b_a3b", 16, precisions=["rowwise"])
     assert {each.layout.expert for each in mixture.candidates} == {1, 2, 4, 8, 16}
     assert {each.layout.tensor for each in mixture.candidates} == {1}
-    assert {each.layout.expert for each in found("llama3_8b", 8).candidates} == {1}
+    assert {each.layout.expert for each in load_layouts("llama3_8b", 8).candidates} == {1}
 
 
 def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
@@ -58,26 +58,26 @@ def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
 
 
 def test_less_precise_storage_is_tried_where_it_is_asked_for():
-    plain, stored = (found("llama3_8b", 8, stores=stores, precisions=[BFLOAT16]) for stores in (False, True))
+    plain, stored = (load_layouts("llama3_8b", 8, stores=stores, precisions=[BFLOAT16]) for stores in (False, True))
     assert not any(each.config.activation_checkpoint.store_in_float8 for each in plain.candidates)
     assert {each.config.optimizer.name for each in stored.candidates} == {"AdamW", "Float8AdamW"}
     assert {"none", "1/2", "none+opt", "none+opt+act"} <= {each.storage for each in stored.candidates}
 
 
 def test_weights_are_gathered_in_each_way_that_the_trainer_has():
-    layouts = found("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
+    layouts = load_layouts("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
     ways = {(each.precision, each.gathering) for each in layouts if each.layout.shard > 1}
     assert ways == {
         *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16x1", "bf16x2")),
         ("tensorwise", "fp8x2"),
         ("tensorwise", "fp8x1"),
     }
-    alone = found("llama3_debug", 1, precisions=["tensorwise"]).candidates
+    alone = load_layouts("llama3_debug", 1, precisions=["tensorwise"]).candidates
     assert {each.gathering for each in alone} == {""}
 
 
 def test_gradients_are_reduced_in_each_way_that_may_be_best():
-    candidates = found("llama3_8b", 16, step_sequences=32, precisions=[BFLOAT16]).candidates
+    candidates = load_layouts("llama3_8b", 16, step_sequences=32, precisions=[BFLOAT16]).candidates
     assert candidates[0].is_configured
     ways = {
         (each.layout.replicate > 1, each.layout.micro_batches(each.config.training) > 1, each.config.training.reduce)

@@ -54,27 +54,29 @@ MICRO_BATCHES = {"ranks": 8, "precisions": (BFLOAT16,), "step_sequences": 48, "b
 
 
 @pytest.fixture(scope="module")
-def found(known_memory):
+def search_result(known_memory):
     return search(layouts(), CLUSTER, 45 * GIB, top=4)
 
 
 @pytest.fixture(scope="module")
 def timed():
     """Every layout with its time, simulated."""
-    found = []
+    timed_layouts = []
     for each in layouts().candidates:
         run = make_planned_run(each.config, each.layout)
-        found.append((each, run, estimate_seconds(run, CLUSTER) / run.step_tokens))
-    return found
+        timed_layouts.append((each, run, estimate_seconds(run, CLUSTER) / run.step_tokens))
+    return timed_layouts
 
 
-def test_the_rows_are_the_fastest_that_fit(found, timed):
-    assert [row.tokens_per_s for row in found.rows] == sorted((row.tokens_per_s for row in found.rows), reverse=True)
-    assert all(row.peak_bytes <= 45 * GIB for row in found.rows)
+def test_the_rows_are_the_fastest_that_fit(search_result, timed):
+    assert [row.tokens_per_s for row in search_result.rows] == sorted(
+        (row.tokens_per_s for row in search_result.rows), reverse=True
+    )
+    assert all(row.peak_bytes <= 45 * GIB for row in search_result.rows)
     fastest = min(seconds for each, _, seconds in timed if searching.estimate_peak(each.config, 16) <= 45 * GIB)
-    assert found.rows[0].tokens_per_s == pytest.approx(1 / fastest / 16)
-    assert {row.candidate.precision for row in found.rows} == {BFLOAT16, "tensorwise"}
-    assert any(row.candidate.is_configured for row in found.rows)
+    assert search_result.rows[0].tokens_per_s == pytest.approx(1 / fastest / 16)
+    assert {row.candidate.precision for row in search_result.rows} == {BFLOAT16, "tensorwise"}
+    assert any(row.candidate.is_configured for row in search_result.rows)
 
 
 def test_few_blocks_and_micro_batches_tell_of_all():
@@ -84,8 +86,8 @@ def test_few_blocks_and_micro_batches_tell_of_all():
     assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=1e-9)
 
 
-def test_what_limits_a_step_is_said(found):
-    rows = {row.candidate.precision: row for row in reversed(found.rows)}
+def test_limits_of_a_step_are_described(search_result):
+    rows = {row.candidate.precision: row for row in reversed(search_result.rows)}
     row = rows["tensorwise"]
     words = " ".join(describe_limits(row, CLUSTER))
     computing_s = sum(span.end_s - span.start_s for span in row.timeline.spans if span.task.stream == COMPUTE)
@@ -95,8 +97,8 @@ def test_what_limits_a_step_is_said(found):
     assert not describe_gain(rows[BFLOAT16], CLUSTER)
 
 
-def test_the_share_of_the_peak_counts_causal_attention(found):
-    row = next(row for row in found.rows if row.candidate.precision == BFLOAT16)
+def test_the_share_of_the_peak_counts_causal_attention(search_result):
+    row = next(row for row in search_result.rows if row.candidate.precision == BFLOAT16)
     run = row.run
     masked = 6 * run.model.n_layers * run.model.n_heads * run.model.head_dim * run.seq_len
     flops = run.step_tokens * (training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks

@@ -87,7 +87,7 @@ def test_curves_of_scaling_are_the_models():
     assert run_of("llama3_405b", "float8", Layout(0, 1), 8, is_weak=True) is None  # does not fit
 
 
-def test_what_the_page_says_of_scaling():
+def test_recorded_weak_scaling_keeps_the_tokens_per_gpu():
     curves = SCALING["curves"]
     assert {curve["config"] for curve in curves} == set(CONFIGS)
     for config in CONFIGS:

@@ -97,7 +97,7 @@ FAKES = {
 }
 
 
-def told_to_torchrun(script: Path, folder: Path, **environment: str) -> list[str]:
+def capture_torchrun_arguments(script: Path, folder: Path, **environment: str) -> list[str]:
     """Two variables of the environment in which a launch file starts torchrun, and torchrun's arguments."""
     for name, line in FAKES.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
@@ -120,23 +120,23 @@ def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
     run = ["train", f"./{name}", "--job.name=it-s-1-run", "--checkpoint.resume=auto"]
     fixed = [f"--nnodes={hosts}", f"--nproc-per-node={gpus}", "--max-restarts=3", "--rdzv-backend=c10d"]
 
-    def check(told: list[str], endpoint: str, conf: str) -> None:
-        at = told.index("quaver.lab.cli")
-        flags = told[: at - 1]
+    def check(arguments: list[str], endpoint: str, conf: str) -> None:
+        at = arguments.index("quaver.lab.cli")
+        flags = arguments[: at - 1]
         if "=" not in flags[0]:
             flags = list(map("=".join, zip(flags[::2], flags[1::2], strict=True)))
         assert flags[:4] == fixed
         assert flags[4] == f"--rdzv-endpoint={endpoint}"
         assert flags[6].startswith(f"--rdzv-conf=join_timeout={conf}")
-        assert told[at + 1 :] == run
+        assert arguments[at + 1 :] == run
 
     monkeypatch.setenv("HEAD", "host9:1")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "host[0-1]")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     for script, endpoint in ((shell, "host9:1"), (slurm, "host0:29400")):
-        shared, save_seconds, *told, more = told_to_torchrun(script, tmp_path)
+        shared, save_seconds, *arguments, more = capture_torchrun_arguments(script, tmp_path)
         assert (shared, save_seconds, more) == ("1", "270", "--training.steps=7")
-        check(told, endpoint, "900")
+        check(arguments, endpoint, "900")
     assert ("${HEAD:?}" in shell.read_text()) == (hosts > 1)
     lines = slurm.read_text().splitlines()
     assert {f"#SBATCH --nodes={hosts}", f"#SBATCH --gpus-per-node={gpus}", "#SBATCH --signal=TERM@300"} <= set(lines)
@@ -146,8 +146,8 @@ def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
     spec = host["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     # As Kubernetes does.
-    told = [re.sub(r"\$(\$|\(\w+\))", lambda found: found[1][:1].strip("("), word) for word in container["args"]]
-    check(told, "it-s-1-run-host-0-0.it-s-1-run:29400", "900")
+    arguments = [re.sub(r"\$(\$|\(\w+\))", lambda found: found[1][:1].strip("("), word) for word in container["args"]]
+    check(arguments, "it-s-1-run-host-0-0.it-s-1-run:29400", "900")
     assert spec["parallelism"] == spec["completions"] == hosts
     assert container["resources"]["limits"] == {"nvidia.com/gpu": gpus}
     environment = {each["name"]: each["value"] for each in container["env"]}
@@ -161,9 +161,9 @@ def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
 def test_one_host_needs_no_head_and_a_run_keeps_its_name(tmp_path):
     config = planned(job={"name": "Über 9"}, checkpoint={"resume": "must"})
     _, shell, *_ = write_run(config, 8, 8, tmp_path / "run.toml", comment="")
-    told = told_to_torchrun(shell, tmp_path)
-    assert "localhost:0" in told
-    assert told[told.index("train") :] == ["train", str(tmp_path / "run.toml"), "--training.steps=7"]
+    arguments = capture_torchrun_arguments(shell, tmp_path)
+    assert "localhost:0" in arguments
+    assert arguments[arguments.index("train") :] == ["train", str(tmp_path / "run.toml"), "--training.steps=7"]
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def hooks_of(model):
     return [[*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for module in model.modules()]
 
 
-def test_what_is_still_an_error():
+def test_a_recording_hides_no_error_of_autograd_and_refuses_a_second_one():
     model = nn.Sequential(nn.Sigmoid(), nn.Linear(8, 8))
     with record_timeline(model), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         hidden = model[0](torch.randn(4, 8, requires_grad=True))

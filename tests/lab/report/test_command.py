@@ -18,7 +18,7 @@ def run(tmp_path_factory):
     return write_run(folder, layers=layers_of(1), alarms=alarms, models=("tensorwise", "bfloat16"))
 
 
-def test_what_is_printed_and_written(run, tmp_path, capsys):
+def test_a_report_is_printed_and_written(run, tmp_path, capsys):
     """Of two runs with statistics and of a baseline without, which stands first."""
     other = write_run(tmp_path / "other", layers=layers_of(1), seed=1)
     baseline = write_run(tmp_path / "baseline", layers=layers_of(1))

@@ -93,5 +93,5 @@ def test_one_flag_turns_float8_off_and_says_what_goes_with_it(capsys):
         ("--checkpoint.async_mode=async_with_pinned_mem", "disabled or async on a device that is not CUDA"),
     ],
 )
-def test_what_a_run_refuses_is_refused(flag, message, refused):
+def test_a_dry_run_refuses_what_a_run_refuses(flag, message, refused):
     assert message in refused("train", "--dry-run", "--training.device=cpu", flag)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
 
 
-def made(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
+def make_llama(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
     model = meta_llama(config)
     mesh = make_mesh(layout or ParallelDims(), "cpu")
     parallelize(model, TrainConfig(model=config, training=Training(**training)), mesh)
@@ -29,7 +29,7 @@ def made(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = No
 
 def test_spread_of_every_matrix_and_ones_in_every_vector():
     config = Model(dim=128, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=256)
-    for name, parameter in made(config).named_parameters():
+    for name, parameter in make_llama(config).named_parameters():
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
             continue
@@ -39,18 +39,20 @@ def test_spread_of_every_matrix_and_ones_in_every_vector():
 
 
 def test_weights_depend_on_seed_and_name_alone():
-    first, again, other = (dict(made(seed=seed).named_parameters()) for seed in (1, 1, 2))
+    first, again, other = (dict(make_llama(seed=seed).named_parameters()) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     matrices = [parameter for parameter in first.values() if parameter.dim() == 2]
     assert not any(torch.equal(first[name], other[name]) for name in first if first[name].dim() == 2)
     heads = {tuple(matrix.flatten()[:4].tolist()) for matrix in matrices}
     assert len(heads) == len(matrices)  # no two are drawn alike
-    deeper = dict(made(Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=72), seed=1).named_parameters())
+    deeper = dict(
+        make_llama(Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=72), seed=1).named_parameters()
+    )
     assert torch.equal(first["lm_head.weight"], deeper["lm_head.weight"])  # what others there are does not matter
 
 
 def test_bfloat16_weights_are_the_float32_ones_rounded():
-    wide = made()
+    wide = make_llama()
     narrow = meta_llama(CONFIG).bfloat16()
     allocate(narrow, CPU)
     initialize(narrow, 0)
@@ -59,7 +61,7 @@ def test_bfloat16_weights_are_the_float32_ones_rounded():
 
 
 def test_a_tied_projection_stays_tied():
-    model = made(Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32, tie_word_embeddings=True))
+    model = make_llama(Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32, tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -78,12 +80,12 @@ def split(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor
     "sizes", [(1, 4, 1), (1, 1, 2), (2, 1, 1), (1, 4, 2), (2, 2, 2)], ids=lambda sizes: "x".join(map(str, sizes))
 )
 def test_each_rank_holds_its_part_of_the_same_weights(sizes):
-    expected = dict(made(seed=3).named_parameters())
+    expected = dict(make_llama(seed=3).named_parameters())
     for rank in range(ParallelDims(*sizes).world_size):
         layout = ParallelDims(*sizes, rank)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
         try:
-            parts = dict(made(seed=3, layout=layout).named_parameters())
+            parts = dict(make_llama(seed=3, layout=layout).named_parameters())
         finally:
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it keeps the meshes that it has seen, with their rank

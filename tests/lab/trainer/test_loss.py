@@ -23,7 +23,7 @@ def expression(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def made(dtype, ignored=0, words=WORDS):
+def make_logits_and_targets(dtype, ignored=0, words=WORDS):
     torch.manual_seed(0)
     logits = (5 * torch.randn(2, TOKENS, words)).to(dtype).requires_grad_()
     targets = torch.randint(words, (2, TOKENS))
@@ -36,7 +36,7 @@ def made(dtype, ignored=0, words=WORDS):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_the_gradient_is_that_of_the_expression_to_the_bit(dtype, rows, ignored, monkeypatch):
     monkeypatch.setattr(losses, "SLICE_ELEMENTS", rows * WORDS)
-    logits, targets = made(dtype, ignored)
+    logits, targets = make_logits_and_targets(dtype, ignored)
     expected_logits = logits.detach().clone().requires_grad_()
     got, expected = next_token_loss(logits, targets), expression(expected_logits, targets)
     assert got.dtype is torch.float32
@@ -47,7 +47,7 @@ def test_the_gradient_is_that_of_the_expression_to_the_bit(dtype, rows, ignored,
 
 
 def test_small_logits_are_one_slice_with_the_loss_of_the_expression():
-    logits, targets = made(torch.bfloat16)
+    logits, targets = make_logits_and_targets(torch.bfloat16)
     assert torch.equal(next_token_loss(logits, targets), expression(logits, targets))
 
 
@@ -68,16 +68,16 @@ def test_neither_direction_has_all_logits_in_float32(monkeypatch):
         loss.backward()
 
 
-def test_it_has_no_second_derivative(monkeypatch):
+def test_the_loss_has_no_second_derivative(monkeypatch):
     monkeypatch.setattr(losses, "SLICE_ELEMENTS", WORDS)
-    logits, targets = made(torch.float32)
+    logits, targets = make_logits_and_targets(torch.float32)
     (gradient,) = torch.autograd.grad(next_token_loss(logits, targets), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
 
 
 def test_a_compiled_loss_is_the_expression():
-    logits, targets = made(torch.bfloat16)
+    logits, targets = make_logits_and_targets(torch.bfloat16)
     compiled = torch.compile(next_token_loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(logits, targets), expression(logits, targets))
 
@@ -105,7 +105,7 @@ def split(logits):
 )
 @on_ranks(2)
 def test_a_split_vocabulary_has_the_loss_and_the_gradient_of_a_whole_one(words, dtype, case):
-    whole, targets = made(dtype, words=words)
+    whole, targets = make_logits_and_targets(dtype, words=words)
     CASES[case](whole.detach(), targets)
     parts = split(whole)
     expected = expression(whole, targets)
@@ -140,7 +140,7 @@ def test_ranks_gather_three_numbers_of_a_token_and_have_one_slice_in_float32():
 @on_ranks(2)
 def test_a_target_that_is_no_word_of_any_rank_makes_the_loss_nan():
     for target in (WORDS, -1):
-        logits, targets = made(torch.bfloat16)
+        logits, targets = make_logits_and_targets(torch.bfloat16)
         targets[1, 1] = target
         assert next_token_loss(split(logits), targets).isnan()
 
@@ -148,7 +148,7 @@ def test_a_target_that_is_no_word_of_any_rank_makes_the_loss_nan():
 @pytest.mark.nightly
 @on_ranks(2)
 def test_a_compiled_loss_of_a_split_vocabulary_is_the_same():
-    logits, targets = made(torch.bfloat16)
+    logits, targets = make_logits_and_targets(torch.bfloat16)
     results = []
     for loss in (next_token_loss, torch.compile(next_token_loss, fullgraph=True, backend="aot_eager")):
         parts = split(logits)

@@ -178,7 +178,7 @@ def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_config, before_ea
     assert losses[0] == losses[1]
 
 
-def test_what_has_no_deterministic_algorithm_is_refused_inside():
+def test_operations_without_a_deterministic_algorithm_are_refused():
     with determinism(True), pytest.raises(RuntimeError, match="deterministic"):
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
