@@ -13,10 +13,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.bench.roofline_layers import ModelLayers
+from quaver.lab.bench.roofline_layers import ExpertGroup, LinearGroup, ModelLayers
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
@@ -45,7 +46,10 @@ class RooflineSettings:
 
 @dataclass(frozen=True)
 class RooflinePrediction:
-    """A model's layers of one shape on one device with one recipe. Each layer casts its input."""
+    """A model's layers of one shape on one device with one recipe. Each layer casts its input.
+
+    `m` is the number of tokens; for experts, those of one expert, and `cost` is that of all experts of a rank.
+    """
 
     model: str
     layer: str
@@ -127,32 +131,53 @@ def find_recipes(names: Sequence[str]) -> tuple[str, ...]:
 
 def predict(settings: RooflineSettings) -> Roofline:
     """Predict the models' layers and their sums."""
-    m, microbatches = settings.tokens, settings.microbatches
+    tokens, microbatches = settings.tokens, settings.microbatches
     layers: list[RooflinePrediction] = []
     totals = []
     for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
-        for name, (k, n) in merge_names(model).items():
-            cost = linear_cost(m, k, n, recipe, spec, microbatches=microbatches)
-            layers.append(RooflinePrediction(model.name, name, m, k, n, spec.name, recipe, cost))
-        totals.append(_sum_layers(model, recipe, spec, m, microbatches))
+        for name, layer in merge_names(model).items():
+            cost, m = _time_layer(layer, recipe, spec, tokens, microbatches), _count_rows(layer, tokens)
+            layers.append(RooflinePrediction(model.name, name, m, layer.k, layer.n, spec.name, recipe, cost))
+        totals.append(_sum_layers(model, recipe, spec, tokens, microbatches))
     return Roofline(settings, tuple(layers), tuple(totals))
 
 
-def merge_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
-    """Return K and N of the float8 layers; layers of one shape are one entry: {"q,o": (4096, 4096), ...}."""
-    names: dict[tuple[int, int], dict[str, None]] = {}
+def merge_names(model: ModelLayers) -> dict[str, LinearGroup]:
+    """Return a float8 layer of each shape; layers of one shape are one entry: {"q,o": LinearGroup(...), ...}."""
+    groups: dict[tuple[int, int, bool], tuple[LinearGroup, dict[str, None]]] = {}
     for layer in model.layers:
         if layer.in_float8:
-            names.setdefault((layer.k, layer.n), {})[layer.name.removesuffix("_proj")] = None
-    return {",".join(layer_names): shape for shape, layer_names in names.items()}
+            _, names = groups.setdefault((layer.k, layer.n, isinstance(layer, ExpertGroup)), (layer, {}))
+            names[layer.name.removesuffix("_proj")] = None
+    return {",".join(names): layer for layer, names in groups.values()}
+
+
+def _count_rows(layer: LinearGroup, tokens: int) -> int:
+    """Return the rows that each matrix multiplies. Tokens are spread evenly over experts."""
+    return ceil(tokens * layer.top_k / layer.experts) if isinstance(layer, ExpertGroup) else tokens
+
+
+def _time_layer(
+    layer: LinearGroup, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None, input_readers: int = 1
+) -> LinearCost:
+    """Return the cost of one layer. A stack of experts is as many linears, which kernels compute in one launch."""
+    rows = _count_rows(layer, tokens)
+    cost = linear_cost(rows, layer.k, layer.n, recipe, spec, microbatches=microbatches, input_readers=input_readers)
+    if not isinstance(layer, ExpertGroup):
+        return cost
+    return LinearCost(*(_repeat(time, layer.experts) for time in (cost.bfloat16, cost.float8)))
+
+
+def _repeat(time: LinearTime, times: int) -> LinearTime:
+    parts = {f"{part}_s": times * getattr(time, f"{part}_s") for part in _PARTS}
+    return LinearTime(**parts | {"launches_s": time.launches_s})
 
 
 def _sum_layers(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> Total:
     bfloat16 = alone = shared = 0.0
     for layer in model.layers:
         by_itself, sharing = (
-            linear_cost(tokens, layer.k, layer.n, recipe, spec, microbatches=microbatches, input_readers=readers)
-            for readers in (1, layer.input_readers)
+            _time_layer(layer, recipe, spec, tokens, microbatches, readers) for readers in (1, layer.input_readers)
         )
         plain_s = layer.count * by_itself.bfloat16.total_s
         bfloat16 += plain_s

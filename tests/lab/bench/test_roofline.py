@@ -9,7 +9,13 @@ from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
 from benchmarks.record import ROOT
 from quaver.lab.bench.roofline import RooflineSettings, find_recipes, find_specs, merge_names, predict
-from quaver.lab.bench.roofline_layers import LinearGroup, ModelLayers, list_config_layers, list_model_layers
+from quaver.lab.bench.roofline_layers import (
+    ExpertGroup,
+    LinearGroup,
+    ModelLayers,
+    list_config_layers,
+    list_model_layers,
+)
 from quaver.lab.bench.roofline_map import make_figure
 from quaver.lab.cli import main
 from quaver.roofline.cost import linear_cost
@@ -69,6 +75,26 @@ def test_a_configs_filters_decide_what_is_in_float8(tmp_path):
     assert (counts["k_proj", False], counts["lm_head", False]) == (4, 1)
     assert ("k_proj", True) not in counts
     assert "k" not in ",".join(merge_names(model)).split(",")
+
+
+def test_no_mixture_multiplies_faster_than_the_peak():
+    model = list_config_layers(ROOT / "train_configs" / "mixture_30b_a3b.toml")
+    (total,) = predict(RooflineSettings((H200,), ("tensorwise",), 16384, (model,))).totals
+    weights = sum(layer.count * layer.k * layer.n * getattr(layer, "top_k", 1) for layer in model.layers)
+    assert 0.5 < 6 * weights * 16384 / total.bfloat16_s / 1e12 / H200.bfloat16_tflops < 1
+    assert [layer.name for layer in model.layers[4:7]] == ["gate", "experts.gate_up_proj", "experts.down_proj"]
+
+
+def test_a_stack_of_experts_is_as_many_linears_in_one_launch():
+    stack = ExpertGroup("experts.up", 1024, 2048, 1, True, 1, experts=8, top_k=2)
+    roofline = predict(RooflineSettings((H200,), ("tensorwise",), 4096, (ModelLayers("stack", (stack,), 0.9),)))
+    (layer,) = roofline.layers
+    one = linear_cost(1024, 1024, 2048, "tensorwise", H200)
+    assert (layer.m, layer.k, layer.n) == (1024, 1024, 2048)
+    for stacked, alone in ((layer.cost.bfloat16, one.bfloat16), (layer.cost.float8, one.float8)):
+        assert stacked.weight_casts_s == pytest.approx(8 * alone.weight_casts_s)
+        assert stacked.total_s == pytest.approx(8 * (alone.total_s - alone.launches_s) + alone.launches_s)
+    assert roofline.totals[0].shared_s == pytest.approx(layer.cost.float8.total_s)
 
 
 def test_a_models_sum_by_hand():
