@@ -28,23 +28,27 @@ STDLIB_SKIPPED = frozenset(
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source: its name within the source, and its size and modification time."""
+    """A file of a source: its name within the source, its size, and the times of its last modification and change.
+
+    Copying tools and archives set the modification time; only the system sets the time of the change (ctime).
+    """
 
     name: str
     path: Path
     size: int
     mtime_ns: int
+    ctime_ns: int
 
     @classmethod
     def of(cls, name: str, path: Path) -> "SourceFile":
         """Describe the file at `path`. Raises OSError if `stat` fails."""
         status = path.stat()
-        return cls(name, path, status.st_size, status.st_mtime_ns)
+        return cls(name, path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     @property
-    def identity(self) -> tuple[str, int, int]:
-        """A value that differs between versions of the file."""
-        return self.name, self.size, self.mtime_ns
+    def identity(self) -> tuple[str, int, int, int]:
+        """A value that differs between versions of the file, and between files of one name in two folders."""
+        return self.name, self.size, self.mtime_ns, self.ctime_ns
 
 
 def find_files(path: str) -> list[SourceFile]:

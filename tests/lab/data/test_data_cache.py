@@ -103,6 +103,15 @@ def test_what_changes_the_tokens_changes_the_entry(change, tmp_path, text_folder
     assert len(set(builds)) == len(builds) == count
 
 
+def test_corpora_with_equal_names_sizes_and_times_are_two_entries(tmp_path, load, kept):
+    for name, text in (("a", "hello\n"), ("b", "HELLO\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "t.txt").write_text(text * 100)
+        os.utime(tmp_path / name / "t.txt", (1.6e9, 1.6e9))
+    first, second = (load(tmp_path / name, cache_folder=kept).train.tokens for name in ("a", "b"))
+    assert not np.array_equal(first, second)
+
+
 def test_another_field_is_another_entry(tmp_path, load, kept, builds):
     lines = [json.dumps({"text": f"{n:04d}" * 9, "b": f"{n:03d}" * 9}) + "\n" for n in range(99)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
