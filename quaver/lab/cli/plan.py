@@ -303,9 +303,7 @@ def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluste
     ]
     if links:
         yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
-    kinds: dict[str, float] = {}
-    for span in row.timeline.spans:
-        kinds[span.task.kind] = kinds.get(span.task.kind, 0.0) + span.end_s - span.start_s
+    kinds = {kind: row.timeline.kind_s(kind) for kind in row.timeline.kinds}
     parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
     if options.ledger:

@@ -45,7 +45,7 @@ def list_links(timeline: SimulatedTimeline) -> list[Link]:
 def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
     """Return sentences about the share of computing, hidden and exposed communication, and the gain of float8."""
     timeline, step_s = row.timeline, row.timeline.seconds
-    kinds = [kind for kind in KIND_NAMES if any(span.task.kind == kind for span in timeline.spans)]
+    kinds = [kind for kind in KIND_NAMES if kind in timeline.kinds]
     exposed = {kind: timeline.exposed_s(kind) / step_s for kind in kinds}
     hidden = [KIND_NAMES[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
     shown = {KIND_NAMES[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}

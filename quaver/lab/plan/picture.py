@@ -27,12 +27,13 @@ _ZOOM = 0.08
 
 
 def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
-    """Write a PNG: each stream's tasks over milliseconds, colored by kind; below, a short part of the step."""
+    """Write a PNG: each stream's simulated tasks over milliseconds, colored by kind; below, a short part of them."""
     turn = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
-    half_s = timeline.seconds * _ZOOM / 2
+    end_s = max(span.end_s for span in timeline.spans)
+    half_s = end_s * _ZOOM / 2
     with figure_of(path, (12, 5.2), title=title) as figure:
         step_axes, part_axes = figure.subplots(2, 1)
-        _draw_streams(step_axes, timeline, 0.0, timeline.seconds)
+        _draw_streams(step_axes, timeline, 0.0, end_s)
         _draw_streams(part_axes, timeline, max(0.0, turn - half_s), turn + half_s)
         part_axes.set_title("where the backward begins", fontsize=9)
         handles, labels = step_axes.get_legend_handles_labels()

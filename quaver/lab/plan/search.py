@@ -21,7 +21,7 @@ from quaver.lab.plan.layouts import Candidate, Layouts
 from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.quick import bound_seconds, estimate_seconds
 from quaver.lab.plan.run import PlannedRun, make_planned_run
-from quaver.lab.plan.simulate import SimulatedTimeline, simulate
+from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, simulate
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings.parallel_dims import resolve
 
@@ -37,7 +37,7 @@ class FittingLayout:
     peak_bytes: int
     seconds: float
     timeline: SimulatedTimeline
-    """The whole step, or its first micro-batches if it has very many tasks."""
+    """Its spans are those of the first micro-batches if the step has very many tasks; its sums are the whole step's."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -163,7 +163,7 @@ def _skip_similar(layouts: Iterable[Timed]) -> Iterator[Timed]:
 
 
 def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> tuple[float, SimulatedTimeline]:
-    """Return the seconds of a step, and its timeline, which has the first micro-batches if there are very many tasks.
+    """Return the seconds of a step, and its timeline, which is extrapolated if the step has very many tasks.
 
     Args:
         costs: the costs of a micro-batch; None models them.
@@ -174,12 +174,11 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     tasks_per_micro_batch = len(build_step(replace(run, micro_batches=1), cluster, costs).tasks)
     few = min(run.micro_batches, max(2, MOST_TASKS // tasks_per_micro_batch))
     timeline = simulate(build_step(replace(run, micro_batches=few), cluster, costs))
-    seconds = timeline.seconds
     if few < run.micro_batches:
-        fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs)).seconds
-        seconds += (run.micro_batches - few) * (seconds - fewer)
-    compute_share_of_peak(run, seconds, cluster.spec)
-    return seconds, timeline
+        fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
+        timeline = ExtrapolatedTimeline(timeline.spans, fewer, run.micro_batches - few)
+    compute_share_of_peak(run, timeline.seconds, cluster.spec)
+    return timeline.seconds, timeline
 
 
 def simulate_in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:

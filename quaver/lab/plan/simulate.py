@@ -87,6 +87,15 @@ class SimulatedTimeline:
         """Return the bytes that the rank sends over a link."""
         return sum(span.task.sent_bytes for span in self.spans if span.task.stream == stream)
 
+    def kind_s(self, kind: str) -> float:
+        """Return the sum of the times of all tasks of this kind."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.task.kind == kind)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of the tasks, in the order of their first task."""
+        return tuple(dict.fromkeys(span.task.kind for span in self.spans))
+
     @property
     def streams(self) -> tuple[str, ...]:
         """The streams, the compute stream first."""
@@ -112,6 +121,39 @@ class SimulatedTimeline:
                 total -= min(end, busy[at][1]) - max(start, busy[at][0])
                 at += 1
         return total
+
+
+@dataclass(frozen=True)
+class ExtrapolatedTimeline(SimulatedTimeline):
+    """The spans of a step's first micro-batches. Seconds and bytes are those of the whole step.
+
+    Each of the `further` micro-batches adds what the last simulated one adds to `fewer`, the same step without it.
+    """
+
+    fewer: SimulatedTimeline
+    further: int
+
+    @property
+    def seconds(self) -> float:
+        return self._extrapolate(super().seconds, self.fewer.seconds)
+
+    def busy_s(self, stream: str) -> float:
+        return self._extrapolate(super().busy_s(stream), self.fewer.busy_s(stream))
+
+    def sent_bytes(self, stream: str) -> float:
+        return self._extrapolate(super().sent_bytes(stream), self.fewer.sent_bytes(stream))
+
+    def kind_s(self, kind: str) -> float:
+        return self._extrapolate(super().kind_s(kind), self.fewer.kind_s(kind))
+
+    def exposed_s(self, kind: str) -> float:
+        return self._extrapolate(super().exposed_s(kind), self.fewer.exposed_s(kind))
+
+    def exposed_on(self, stream: str) -> float:
+        return self._extrapolate(super().exposed_on(stream), self.fewer.exposed_on(stream))
+
+    def _extrapolate(self, value: float, fewer: float) -> float:
+        return value + self.further * (value - fewer)
 
 
 def _merge(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

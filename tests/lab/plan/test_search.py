@@ -12,7 +12,7 @@ from quaver.lab.plan import search as searching
 from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
-from quaver.lab.plan.limits import describe_gain, describe_limits, list_links
+from quaver.lab.plan.limits import Link, describe_gain, describe_limits, list_links
 from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
@@ -110,11 +110,20 @@ def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(
     candidate = layouts(**MICRO_BATCHES).candidates[-1]
     run = make_planned_run(candidate.config, candidate.layout)
     assert run.micro_batches > 2
-    whole = simulate(build_step(run, CLUSTER)).seconds
+    whole = simulate(build_step(run, CLUSTER))
     monkeypatch.setattr(searching, "MOST_TASKS", 1)
     seconds, timeline = searching.simulate_step(run, CLUSTER)
-    assert timeline.seconds < whole
-    assert seconds == pytest.approx(whole)
+    assert len(timeline.spans) < len(whole.spans)
+    assert seconds == timeline.seconds == pytest.approx(whole.seconds)
+    assert list_links(timeline) == [_approximate(link) for link in list_links(whole)]
+    for kind in whole.kinds:
+        assert (timeline.kind_s(kind), timeline.exposed_s(kind)) == pytest.approx(
+            (whole.kind_s(kind), whole.exposed_s(kind)), abs=1e-9
+        )
+
+
+def _approximate(link):
+    return Link(link.name, *(pytest.approx(value) for value in (link.sent_bytes, link.busy_s, link.exposed_s)))
 
 
 def test_no_step_is_faster_than_the_peak_of_its_gpu():
