@@ -14,7 +14,7 @@ _DEPTHS = (2, 4)
 
 
 def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
-    """Return the seconds of `simulate(training_step(run, cluster, costs))`.
+    """Return the seconds of `simulate(build_step(run, cluster, costs))`.
 
     Args:
         costs: the costs of a micro-batch; None models them.
@@ -30,12 +30,23 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
 
 
 def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
-    """Return the seconds of a step of `micro_batches`, extrapolated from a few of its blocks."""
+    """Return the seconds of a step of `micro_batches`, extrapolated from a few of its blocks.
+
+    None, half or all of the few blocks are checkpointed. Other shares are interpolated between these.
+    """
     blocks, (shallow, deep) = run.model.n_layers, _DEPTHS
     if blocks <= deep:
-        return _simulate_shallow(run, blocks, micro_batches, cluster, costs)
-    few, more = (_simulate_shallow(run, depth, micro_batches, cluster, costs) for depth in _DEPTHS)
-    return few + (blocks - shallow) / (deep - shallow) * (more - few)
+        return _simulate_shallow(run, blocks, run.checkpointed_blocks, micro_batches, cluster, costs)
+
+    def extrapolate(halves: int) -> float:
+        few, more = (
+            _simulate_shallow(run, depth, halves * depth // 2, micro_batches, cluster, costs) for depth in _DEPTHS
+        )
+        return few + (blocks - shallow) / (deep - shallow) * (more - few)
+
+    halves, rest = divmod(2 * run.checkpointed_blocks, blocks)
+    seconds = extrapolate(halves)
+    return seconds + rest / blocks * (extrapolate(halves + 1) - seconds) if rest else seconds
 
 
 def bound_seconds(run: PlannedRun, costs: Costs) -> float:
@@ -45,8 +56,9 @@ def bound_seconds(run: PlannedRun, costs: Costs) -> float:
     return run.micro_batches * (blocks + sum(costs.head) + sum(costs.embedding))
 
 
-def _simulate_shallow(run: PlannedRun, depth: int, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
-    checkpointed = round(run.checkpointed_blocks * depth / run.model.n_layers)
+def _simulate_shallow(
+    run: PlannedRun, depth: int, checkpointed: int, micro_batches: int, cluster: Cluster, costs: Costs
+) -> float:
     model = replace(run.model, n_layers=depth)
     shallow = replace(run, model=model, checkpointed_blocks=checkpointed, micro_batches=micro_batches)
     return simulate(build_step(shallow, cluster, costs)).seconds

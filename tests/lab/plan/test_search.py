@@ -86,6 +86,14 @@ def test_few_blocks_and_micro_batches_tell_of_all():
     assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("checkpointed", range(9))
+def test_the_estimate_counts_every_checkpointed_block(checkpointed):
+    candidate = layouts(ranks=8, blocks=8).candidates[-1]
+    run = replace(make_planned_run(candidate.config, candidate.layout), checkpointing="full")
+    run = replace(run, checkpointed_blocks=checkpointed)
+    assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=2e-3)
+
+
 def test_limits_of_a_step_are_described(search_result):
     rows = {row.candidate.precision: row for row in reversed(search_result.rows)}
     row = rows["tensorwise"]
