@@ -145,10 +145,13 @@ class Checkpointer:
             self._saved_step = -1
             raise error
 
-    def close(self, *, waits: bool = True) -> None:
-        """Finish a save in progress at the end of the run, or abandon it at a second Ctrl-C (`waits=False`)."""
-        if self._pending is not None and waits:
-            self._pending.exception()
+    def close(self, *, waits: bool = True) -> str:
+        """Finish a save in progress at the end of the run, or abandon it at a second Ctrl-C (`waits=False`).
+
+        Returns the error of a failed save, else "". Does not raise, so that the error that ended the run is reported.
+        """
+        error = self._pending.exception() if self._pending is not None and waits else None
+        return str(error) if error else ""
 
     def load(
         self, step: int, models: Sequence[SavedModel], prepare: Callable[[RunProgress], None] = lambda _: None

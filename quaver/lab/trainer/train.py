@@ -91,7 +91,11 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         error = str(raised) if is_one_line else f"{type(raised).__name__}: {next(iter(str(raised).splitlines()), '')}"
         raise
     finally:
-        run.checkpoints.close(waits=waits)
+        unsaved = run.checkpoints.close(waits=waits)
+        if unsaved:
+            error = f"{error}; {unsaved}" if error else unsaved
+            if run.ranks.is_first:
+                say(unsaved)
         summary = summarize(run, status=status, error=error)
         if is_writable:
             with failures.noting():  # an error that ended the run has priority
@@ -122,12 +126,12 @@ def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> No
             break
         try:
             _train_step(run, progress.step + 1, outputs)
-            _fall_back(run, outputs)
-            _check_folder(run, outputs)
-            if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
-                _validate(run, progress.step, outputs)
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}{_save_last_finite(run, error)}") from error
+        _fall_back(run, outputs)
+        _check_folder(run, outputs)
+        if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
+            _validate(run, progress.step, outputs)
         if run.checkpoints.is_due(progress.step):
             run.checkpoints.save(progress, run.models)
     outputs.failures.raise_on_all_ranks()

@@ -340,7 +340,9 @@ class TrainedModel:
         self.model.train()
         loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
         if not math.isfinite(loss):
-            raise NonFiniteError(f"{self.name}: the validation loss is {loss}; the weights may not be finite")
+            raise NonFiniteError(
+                f"{self.name}: the validation loss is {loss}; the weights may not be finite, and are not saved"
+            )
         return loss
 
     def flops_per_token(self) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """How runs go on or end: steps that are not finite or hang, a lost terminal, disk or folder, the one line of each."""
 
+import json
 import logging
 import math
 import os
@@ -9,6 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from quaver.lab.cli import main
+from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Comm, Float8
@@ -114,6 +117,32 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
     last = read_metrics(run.folder.metrics)[-1]
     assert (last["step"], last["run"]) == (bad_step, run.models[0].name)
     assert "model.embed_tokens" in last["nonfinite"]
+
+
+def test_weights_whose_validation_is_not_finite_are_not_saved(tiny_config):
+    run = prepare(changed(tiny_config, checkpoint={"interval": 1}, validation={"freq": 2}))
+    run.models[0].model.model.embed_tokens.register_forward_hook(
+        lambda module, _, output: output if module.training else output * math.nan
+    )
+    with pytest.raises(NonFiniteError, match="the validation loss is nan; .* are not saved$"):
+        train(run)
+    assert checkpoints(run.folder.path) == ["step-00000001"]
+
+
+def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monkeypatch, capsys):
+    run = prepare(changed(tiny_config, checkpoint={"enable": True}))
+    run.checkpoints._pending = pending = Future()
+    pending.set_exception(CheckpointError("the checkpoint of step 2 could not be written"))
+
+    def fail(*_: object) -> None:
+        raise NonFiniteError("the loss is nan")
+
+    monkeypatch.setattr(train_module, "_train_steps", fail)
+    with pytest.raises(NonFiniteError, match="^the loss is nan$"):
+        train(run)
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert summary["error"] == "the loss is nan; the checkpoint of step 2 could not be written"
+    assert "the checkpoint of step 2 could not be written" in capsys.readouterr().out
 
 
 def test_steps_in_time_leave_nothing(tmp_path, capsys):
