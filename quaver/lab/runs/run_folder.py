@@ -52,7 +52,10 @@ RUN_FILES = (
 )
 
 UNRELATED = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
-"""Sections that change what a run saves and shows, but not its numbers."""
+"""Sections that change what a run saves and shows, but not its numbers, except for RELATED settings."""
+
+RELATED = ("comm.float8_gradients", "numerics.every", "numerics.on_alarm", "numerics.fallback_recipe")
+"""Settings of these sections that change a run's numbers: alarms of sampled steps may change recipes or end the run."""
 
 
 @dataclass(frozen=True)
@@ -272,9 +275,8 @@ def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     changes = {
         f"{section}.{name}": [before[section][name], value]
         for section, values in now.items()
-        if section not in UNRELATED
         for name, value in values.items()
-        if before[section][name] != value
+        if (section not in UNRELATED or f"{section}.{name}" in RELATED) and before[section][name] != value
     }
     for name, (old, new) in changes.items():
         if name.startswith("model."):

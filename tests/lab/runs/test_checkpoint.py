@@ -14,6 +14,7 @@ from quaver.lab.runs.checkpoint_folder import RECORD, CheckpointFolder, read_rec
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.manifest import MANIFEST
+from quaver.lab.runs.run_folder import RELATED, UNRELATED, RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.huggingface.convert import open_checkpoint
@@ -242,6 +243,17 @@ def test_auto_begins_a_run_without_checkpoints(config):
     assert again.began_at_step == 0
     assert numbers(again)[-1] == numbers(run)[-1]
     assert len([record for record in read_metrics(again.folder.metrics) if "loss" in record]) == 4
+
+
+def test_a_resume_tells_of_each_setting_that_changes_numbers(config, saved):
+    changes = {
+        "comm": {"float8_gradients": True, "watchdog_seconds": 7},
+        "numerics": {"every": 1, "on_alarm": "fallback", "fallback_recipe": "rowwise"},
+        "metrics": {"log_freq": 3},
+    }
+    folder = RunFolder.open(changed(with_steps(config, 8, resume="must"), **changes))
+    folder.release()
+    assert {name for name in folder.changes if name.partition(".")[0] in UNRELATED} == set(RELATED)
 
 
 def test_a_folder_without_a_config_is_a_new_run(config):
