@@ -21,7 +21,9 @@ from quaver.lab.bench.ledger.machine_code import compile_kernels, with_machine_c
 from quaver.lab.bench.ledger.table import iter_findings
 from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
 from quaver.lab.cli import main
+from quaver.lab.cli.bench.ledger import LedgerOptions
 from quaver.lab.settings import Model
+from quaver.lab.settings.flags import parse_options
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
 from quaver.roofline.device_specs import find_device_spec
@@ -332,6 +334,14 @@ def test_machine_code_is_of_the_config_that_would_be_chosen():
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "sizes"), [([], (8, 512)), (["--sequences", "2", "--seq-len", "8192"], (2, 8192))])
+def test_sizes_on_the_command_line_override_a_files(words, sizes, tmp_path):
+    (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 8\nseq_len = 512\n")
+    options = parse_options(LedgerOptions, ["--model", str(tmp_path / "run.toml"), *words], prog="quaver bench ledger")
+    work = options.work()
+    assert (work.sequences, work.seq_len) == sizes
 
 
 def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):

@@ -63,8 +63,8 @@ class LedgerOptions(Settings):
         "none", "Also count another library, for the recipes that it supports."
     )
     part: Annotated[str, OneOf(PARTS)] = setting("block", "The whole block, or its up_proj alone.")
-    sequences: AtLeast1 = setting(2, "Sequences; with a TOML file its local_batch_size by default.")
-    seq_len: AtLeast1 = setting(8192, "Tokens of a sequence; with a TOML file its seq_len by default.")
+    sequences: AtLeast1 | None = setting(None, "Sequences; by default 2, or the local_batch_size of a TOML file.")
+    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence; by default 8192, or the seq_len of a TOML file.")
     autocast: bool = setting(False, "Parameters and residual stream in float32 under autocast, not all in bfloat16.")
     kernels: bool = setting(False, "Print and save every kernel, with its source line and what it fuses.")
     machine_code: bool = setting(
@@ -90,15 +90,13 @@ class LedgerOptions(Settings):
         """Return the subject to compile. Raises ValueError or OSError for an unknown model or an invalid TOML file."""
         options = {"autocast": self.autocast, "part": self.part}
         if self.model in MODEL_NAMES:
-            return Work(make_model(self.model), self.sequences, self.seq_len, **options)  # type: ignore[arg-type]
+            sizes = self.sequences or 2, self.seq_len or 8192
+            return Work(make_model(self.model), *sizes, **options)  # type: ignore[arg-type]
         if not self.model.endswith(".toml"):
             self.require(False, "model", f"one of {', '.join(MODEL_NAMES)}, or a TOML file")
         config = load_config(Path(self.model))
-        defaults = type(self).__dataclass_fields__
-        training = {"sequences": config.training.local_batch_size, "seq_len": config.training.seq_len}
-        given = {name: getattr(self, name) for name in training}
-        sizes = {name: training[name] if value == defaults[name].default else value for name, value in given.items()}
-        return Work(config.model, **sizes, **options)  # type: ignore[arg-type]
+        sizes = self.sequences or config.training.local_batch_size, self.seq_len or config.training.seq_len
+        return Work(config.model, *sizes, **options)  # type: ignore[arg-type]
 
     def contestants(self) -> list[str]:
         """Return bfloat16, quaver's recipes, then the peer's."""
