@@ -60,7 +60,7 @@ class PlanOptions(Settings):
     )
     storage: float = setting(1.0, "GB/s that each node writes to the folder of checkpoints while all of them do.")
     global_batch: str | None = setting(
-        None, 'Tokens of a step, such as "4M"; rounded to a multiple of the batch that the ranks share.'
+        None, 'Tokens of a step, such as "4M", rounded so that the ranks divide it. Default: the configured batch.'
     )
     recipes: tuple[str, ...] = setting((), "Recipes to try besides the configured run; bfloat16 is one.")
     memory: str | None = setting(
@@ -134,7 +134,10 @@ class PlanOptions(Settings):
         self.require(tokens >= config.training.seq_len, "global_batch", expected)
         sequences = tokens // config.training.seq_len
         if sequences < self.gpus:
-            return 1 << (sequences.bit_length() - 1)
+            powers = (1 << power for power in range(self.gpus.bit_length()))
+            return min(powers, key=lambda power: abs(power - sequences))
+        if sequences % self.gpus == 0:
+            return sequences
         unit = self.gpus * config.training.local_batch_size  # the smallest step of the configured run
         unit = unit if unit <= sequences else self.gpus
         return round(sequences / unit) * unit
@@ -252,7 +255,8 @@ def _notes_on_steps(options: PlanOptions, config: TrainConfig, layouts: Layouts,
     elif options.global_batch is not None and steps != {options.asked_tokens}:
         yield (
             f"--global-batch {options.global_batch}: a step has {planned.step_tokens:,} tokens, "
-            f"{planned.step_tokens // planned.seq_len:,} sequences of {planned.seq_len:,}, the nearest that divide"
+            f"{planned.step_tokens // planned.seq_len:,} sequences of {planned.seq_len:,}, "
+            "rounded so that ranks divide them"
         )
     if layouts.configured_refusal:
         yield f"the configured layout is no row: {layouts.configured_refusal}"

@@ -162,10 +162,15 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
     assert 1.2 < float(seconds) / float(by_formulas) < 2
 
 
-@pytest.mark.parametrize(("gpus", "sequences"), [(7, 3920), (8, 3904), (1000, 4000), (4096, 2048)])
-def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequences):
+@pytest.mark.parametrize(("gpus", "sequences"), [(7, 3906), (8, 3904), (1000, 4000), (4096, 4096)])
+def test_tokens_of_a_step_are_those_that_the_ranks_divide(gpus, sequences):
     """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
     assert command.PlanOptions(gpus=gpus, global_batch="1M").step_sequences(TrainConfig()) == sequences
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(4, 4), (7, 8), (96, 96), (100, 128)])
+def test_a_step_that_the_ranks_divide_is_taken_as_asked(asked, taken):
+    assert command.PlanOptions(gpus=8, global_batch=str(256 * asked)).step_sequences(TrainConfig()) == taken
 
 
 @pytest.mark.parametrize(
