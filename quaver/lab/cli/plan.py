@@ -90,6 +90,8 @@ class PlanOptions(Settings):
         for name in self.recipes:
             if name != BFLOAT16:
                 canonical_recipe(name)
+        if self.spec is not None:
+            self.require_default("gpu", unless="--spec is left out")
         check_writable(Path(self.output), "--output")
         if self.explain is not None:
             self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")

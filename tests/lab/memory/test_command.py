@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quaver.lab.cli import main
+from quaver.lab.cli.memory import MemoryOptions
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.advise import AS_CONFIGURED
 from quaver.lab.plan.changes import list_single_changes
@@ -95,6 +96,10 @@ def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
     assert refused["note"].startswith("not possible: activation_checkpoint.selective_ac_option must be op")
 
 
+def test_a_quick_estimate_is_of_a_gpu():
+    assert MemoryOptions(quick=True, device="cuda").device == "cuda"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -111,6 +116,10 @@ def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
         (["--links", "--checkpoint-bandwidth", "much"], "--checkpoint-bandwidth: expected a size above 0"),
         (["--device", "cuda", "--measure"], "--measure measures on training.device, and predicts for it"),
         (["--quick", "--links"], "--quick estimates the peak on a GPU alone: expected no --links with it"),
+        (["--quick", "--device", "cpu"], "--quick estimates the peak on a GPU alone: expected no --device with it"),
+        (["--quick", "--top", "3"], "--quick estimates the peak on a GPU alone: expected no --top with it"),
+        (["--quick", "--vs", ""], "--quick estimates the peak on a GPU alone: expected no --vs with it"),
+        (["--links", "--top", "3"], "--links predicts no memory: expected no --top with it"),
         (["--time-on", "H100"], "--time-on models the time of what --advise or --fit tries"),
         (
             [*SMALL, "--advise", "--time_on", "h100-sxm"],

@@ -184,6 +184,7 @@ def test_a_step_that_the_ranks_divide_is_taken_as_asked(asked, taken):
         ),
         ("--spec no.toml", "no.toml"),
         ("--network 50gb/s", "--network must be a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for"),
+        ("--spec no.toml --gpu b200", "--gpu must be its default, 'h100', unless --spec is left out, got 'b200'"),
         ("--network 400", "--network must be a rate above 0 with its unit"),
         ("--global-batch some", "--global-batch must be tokens such as"),
         ("--global-batch 5", "at least those of a sequence, 8192, got '5'"),

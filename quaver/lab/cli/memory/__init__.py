@@ -80,12 +80,15 @@ class MemoryOptions(Settings):
             raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
         if self.time_on is not None:
             require_device_spec(self.time_on, "--time-on")
-        shown = ("vs", "measure", "html", "png", "links", "device")
-        if self.quick and (given := [name for name in shown if getattr(self, name)]):
-            raise ValueError(f"--quick estimates the peak on a GPU alone: expected no --{given[0]} with it")
-        alone = ("vs", "advise", "fit", "measure", "html", "png")
-        if self.links and (given := [name for name in alone if getattr(self, name)]):
-            raise ValueError(f"--links predicts no memory: expected no --{given[0]} with it")
+        defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
+        given = [name for name, default in defaults.items() if getattr(self, name) != default]
+        on_cpu = ("device",) if self.device == "cpu" else ()
+        refused = [name for name in given if name in ("vs", "measure", "html", "png", "links", "top", *on_cpu)]
+        if self.quick and refused:
+            raise ValueError(f"--quick estimates the peak on a GPU alone: expected no --{refused[0]} with it")
+        refused = [name for name in given if name in ("vs", "advise", "fit", "measure", "html", "png", "top")]
+        if self.links and refused:
+            raise ValueError(f"--links predicts no memory: expected no --{refused[0]} with it")
         if self.checkpoint_bandwidth is not None and not self.links:
             raise ValueError("--checkpoint-bandwidth times what --links prints: expected --links with it")
         files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
