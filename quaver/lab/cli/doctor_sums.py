@@ -15,7 +15,7 @@ MATMULS_SHOWN, MATMULS_NAMED = 12, 4
 
 def views_of_sums(sums: list[MatmulSums], hardware: str) -> Iterator[str | Table]:
     """Yield a table of the matmuls that lose most to sums, and what to do about them."""
-    yield f"decibels of the casts, and of an {hardware.upper()}'s sums with and without fast accumulation"
+    yield f"decibels of the casts, and of the sums of one {hardware.upper()} with and without fast accumulation"
     columns = ("matmul\n  its accumulation", "casts", "fast", "exact")
     rows = [
         (f"{matmul.name} {matmul.matmul}\n  {_accumulation(matmul)}", *(f"{value:.1f}" for value in matmul.sums))
@@ -32,7 +32,7 @@ def _accumulation(matmul: MatmulSums) -> str:
 def _verdict(sums: list[MatmulSums], hardware: str) -> str:
     costly = [matmul for matmul in sums if matmul.margin < 0]
     if not sums:
-        return f"no matmul of these recipes runs in float8 on an {hardware.upper()}"
+        return f"no matmul of these recipes runs in float8 on {hardware.upper()}"
     if not costly:
         return f"in all {len(sums)} float8 matmuls the sums lose less than the casts, or than rounding to bfloat16"
     names = ", ".join(f"{matmul.name} {matmul.matmul}" for matmul in costly[:MATMULS_NAMED])

@@ -193,7 +193,7 @@ def run(argv: list[str]) -> int:
 def _nothing_fits(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
     candidate, needed = result.nearest
     return (
-        f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
+        f"no layout fits into {memory / 2**30:.1f} GiB of one {spec.name}: the nearest, {candidate.precision} on "
         f"{candidate.description}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; "
         "add GPUs with --gpus, or try --store-less"
     )

@@ -69,8 +69,9 @@ class Candidate:
     def description(self) -> str:
         """The layout, the batch and the checkpointing as text."""
         layout, training = self.layout, self.config.training
-        degrees = {"FSDP2": layout.shard, "x HSDP": layout.replicate, "x TP": layout.tensor, "EP": layout.expert}
-        where = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
+        degrees = {"FSDP2": layout.shard, "HSDP": layout.replicate, "TP": layout.tensor}
+        where = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
+        where += f" EP {layout.expert}" if layout.expert > 1 else ""  # ranks of a shard group
         batches, sequences = layout.micro_batches(training), training.local_batch_size
         batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
         gathers = f", gathers {self.gathering}" if self.gathering else ""

@@ -34,6 +34,14 @@ def test_each_layout_is_tried_once_and_uses_all_gpus():
     assert any(refused in reason for reason in layouts.refusals)
 
 
+def test_a_layout_in_words_names_the_degrees_above_1():
+    candidate = found("llama3_70b", 8).candidates[0]
+    degrees = {"FSDP2 8 x TP 4,": (8, 1, 4, 1), "TP 8,": (1, 1, 8, 1), "FSDP2 4 x HSDP 2 EP 2,": (4, 2, 1, 2)}
+    for words, (shard, replicate, tensor, expert) in degrees.items():
+        layout = replace(candidate.layout, shard=shard, replicate=replicate, tensor=tensor, expert=expert)
+        assert f"{replace(candidate, layout=layout).description} ".startswith(words.replace(",", ""))
+
+
 def test_a_step_has_the_tokens_that_were_asked_for():
     layouts = load_layouts("llama3_70b", 64, step_sequences=128)
     assert {each.config.training.global_batch_size for each in layouts.candidates} == {128}
