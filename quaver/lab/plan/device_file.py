@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 
 _NUMBERS = tuple(field.name for field in fields(DeviceSpec) if field.name != "name")
 _NEEDED = tuple(
@@ -20,7 +20,8 @@ def read_device_spec(path: Path) -> DeviceSpec:
     """Read a `DeviceSpec` from a TOML file with its fields. Without float8_tflops the device does not multiply float8.
 
     Raises:
-        ValueError: the file is not TOML, a field is missing or unknown, or a number is not above 0.
+        ValueError: the file is not TOML, a field is missing or unknown, a number is not above 0, or the name is that of
+            a device whose measured rates quaver knows.
         OSError: there is no such file.
     """
     try:
@@ -34,6 +35,10 @@ def read_device_spec(path: Path) -> DeviceSpec:
         raise ValueError(f"--spec {path}: expected {', '.join(_NEEDED)}; {missing[0]} is missing")
     if not isinstance(values["name"], str):
         raise ValueError(f"--spec {path}: name: expected text, got {values['name']!r}")
+    if values["name"].upper() in (spec.name.upper() for spec in DEVICE_SPECS):
+        raise ValueError(
+            f"--spec {path}: name: expected the name of another GPU, got {values['name']!r}, whose rates are known"
+        )
     for name in _NUMBERS:
         value = values.get(name, 1)
         is_number = isinstance(value, int if name in _WHOLE else int | float) and not isinstance(value, bool)

@@ -27,6 +27,7 @@ def test_a_device_of_a_file(tmp_path):
         "memory_gb = 103.0": ("", "memory_gb is missing"),
         "multiprocessors = 78": ("multiprocessors = 7.5", "multiprocessors: expected a number above 0, got 7.5"),
         'name = "H20"': ("name = 20", "name: expected text, got 20"),
+        '"H20"': ('"h100"', "name: expected the name of another GPU, got 'h100', whose rates are known"),
         "link_gb_per_s = 450": ("link_gb_per_s = -1", "link_gb_per_s: expected a number above 0, got -1"),
         "float8_tflops = 296.0": ("float8_tflops = true", "float8_tflops: expected a number above 0, got True"),
         "bfloat16_tflops = 148": ("bfloat16_tflops = ", "expected TOML"),
