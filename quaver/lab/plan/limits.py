@@ -67,8 +67,9 @@ def describe_gain(row: FittingLayout, cluster: Cluster) -> list[str]:
         return []
     bfloat16_s = simulate_in_bfloat16(row, cluster)
     share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
-    gain = bfloat16_s / row.seconds
+    gain, spec = bfloat16_s / row.seconds, cluster.spec
+    matmuls_s = 1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops))
     return [
         f"{gain:.2f} times bfloat16's speed in the same layout: float8 computes {share:.0%} of the FLOPs, so with free "
-        f"casts and no other work the speedup would be at most {1 / (1 - share / 2):.2f}"
+        f"casts and no other work the speedup would be at most {1 / matmuls_s:.2f}"
     ]

@@ -13,7 +13,7 @@ from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
 from quaver.lab.plan.limits import Link, describe_gain, describe_limits, list_links
-from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.peak import compute_share_of_peak, count_float8_flops_per_token, count_flops_per_token
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
@@ -112,6 +112,15 @@ def test_the_share_of_the_peak_counts_causal_attention(search_result):
     flops = run.step_tokens * (training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks
     share = compute_share_of_peak(run, row.seconds, CLUSTER.spec)
     assert share == pytest.approx(flops / row.seconds / 1e12 / CLUSTER.spec.bfloat16_tflops)
+
+
+def test_the_bound_of_the_gain_has_the_rates_of_the_gpu(found):
+    row = next(row for row in found.rows if row.candidate.precision == "tensorwise")
+    share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
+    for ratio in (2, 8):
+        spec = replace(CLUSTER.spec, float8_tflops=ratio * CLUSTER.spec.bfloat16_tflops)
+        (sentence,) = describe_gain(row, replace(CLUSTER, spec=spec))
+        assert sentence.endswith(f"it would be {1 / (1 - share * (1 - 1 / ratio)):.2f}")
 
 
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
