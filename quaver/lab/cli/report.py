@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
@@ -30,9 +31,12 @@ class ReportOptions(Settings):
 
     def check(self) -> None:
         """Raise ValueError if a run is given twice."""
-        twice = [folder for folder in self.runs if self.runs.count(folder) > 1]
-        if twice:
-            raise ValueError(f"expected different runs, got {twice[0]!r} twice")
+        paths: set[Path] = set()
+        for run_path in self.runs:
+            path = expanded(run_path).resolve()
+            if path in paths:
+                raise ValueError(f"expected different runs, got {run_path!r} twice")
+            paths.add(path)
 
 
 def run(argv: list[str]) -> int:

@@ -99,17 +99,12 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 
     Raises:
         OSError: a run or a file cannot be read.
-        ValueError: a path is not a run, no run has statistics, or a file is damaged or of another version; one line.
+        ValueError: a path is not a run, or a file is damaged or of another version; one line.
         CheckpointError: metrics.jsonl is damaged; one line.
     """
     names = [path.resolve().name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
-    runs = [_read(path, label) for path, label in zip(paths, labels, strict=True)]
-    if not any(run.numerics for run in runs):
-        raise ValueError(
-            f"{str(paths[0])!r} has no statistics: expected {FILE_NAME} in it; train with --numerics.every 100"
-        )
-    return runs
+    return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
 
 
 def _read(path: Path, label: str) -> RunData:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quaver.lab.cli import main
+from quaver.lab.cli.report import ReportOptions
 from tests.command_line import TEXT, TINY
 from tests.lab.report.records import alarm, header, layers_of, tensors_of, write_lines, write_run
 
@@ -97,10 +98,16 @@ def test_bad_words(run, tmp_path, refused, words, expected):
     assert expected in refused("report", *(word.format(folder=tmp_path, run=run) for word in words))
 
 
-def test_runs_without_statistics(run, tmp_path, refused):
+def test_a_run_without_statistics_has_a_page(tmp_path, capsys):
     write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": 1, "run": "a", "loss": 1.0}])
-    line = refused("report", tmp_path / "a")
-    assert "has no statistics: expected numerics.jsonl in it; train with --numerics.every 100" in line
+    assert main(["report", str(tmp_path / "a")]) == 0
+    assert "a: no statistics of float8 matmuls; --numerics.every 100 records them" in capsys.readouterr().out
+    assert (tmp_path / "a" / "report.html").is_file()
+
+
+def test_one_run_under_two_paths_is_given_twice():
+    with pytest.raises(ValueError, match=r"expected different runs, got '\./runs/x' twice"):
+        ReportOptions(runs=("runs/x", "./runs/x"))
 
 
 def test_a_disk_that_is_full(run, capsys):
