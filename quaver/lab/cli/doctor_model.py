@@ -17,6 +17,7 @@ from rich.table import Table
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.experts.module import is_experts
+from quaver.lab.bench.results import check_writable
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.cli.doctor_sums import sums_as_dict, views_of_sums
@@ -64,12 +65,15 @@ def survey_model(path: str, options: "DoctorOptions") -> Survey:
     out = None if options.out is None else expanded(options.out)
     if out is not None and out.exists():
         raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
+    if out is not None:
+        check_writable(out, "--out")
     opened = open_surveyed(expanded(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
     own = opened.config.float8.recipe_name
     first = own if own in RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)
     recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, first)
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(_toml(opened, recipes, options.budget_db), encoding="utf-8")
     surveyed.sort(key=lambda linear: linear.worst(first)[1])
     share = float8_share(recipes, surveyed, opened.is_skipped)

@@ -117,6 +117,7 @@ def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, capsys):
         (["--model", "{tmp}/nothing"], "--model must be a run or a Hugging Face folder"),
         (["--model", "{tmp}"], "config.json"),
         (["--model", "{tmp}", "--out", "{tmp}"], "--out must be a new file"),
+        (["--model", "{tmp}", "--out", "/dev/null/r.toml"], "--out: cannot write /dev/null/r.toml"),
         (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
     ],
 )
