@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return 0
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which only a verb imports
+        if not (isinstance(error, MemoryError) or on_gpu or "can't allocate memory" in str(error)):
             raise
         print_error(f"this machine lacks the memory ({error}); make the model or the batch smaller")
         return EXIT_BAD_INPUT

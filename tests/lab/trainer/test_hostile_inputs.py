@@ -88,6 +88,15 @@ def test_a_model_larger_than_the_memory_is_one_line(where, monkeypatch, refused)
     assert "this machine lacks the memory" in refused("train", *where)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, refused):
+    def fail(_: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("quaver.lab.cli.report.run", fail)
+    assert f"this machine lacks the memory ({error})" in refused("report", "runs/a")
+
+
 def test_a_text_that_shrinks_while_it_is_read_is_one_line(where, monkeypatch, refused):
     found = SourceFile.of
 
