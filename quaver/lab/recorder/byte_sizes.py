@@ -18,8 +18,8 @@ UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def unit_of(size_bytes: float) -> tuple[int, str]:
-    """Return the bytes and the name of the largest unit up to `size_bytes`."""
-    return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
+    """Return the bytes and the name of the smallest unit in which `size_bytes`, in four digits, is below 1024."""
+    return next((unit for unit in reversed(UNITS) if float(f"{size_bytes / unit[0]:.4g}") < 1024), UNITS[0])
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -19,6 +19,7 @@ from quaver.lab.memory.reports.pitfalls import (
     shorten_operator,
     strip_phase,
 )
+from quaver.lab.recorder.byte_sizes import format_bytes
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
 from tests.lab.memory.models import stack
@@ -178,7 +179,20 @@ def test_names_of_operators_and_sizes():
     short = shorten_operator("fused__to_copy_abs_amax_bitwise_and_clamp_exact_float8_mm_isnan")
     assert short == "fused__to_copy_abs_amax_bitwise_and_clamp_exact..."
     sizes = {0: "0 bytes", -17: "-17 bytes", 65_536: "65.54 kB", 134_217_728: "134.2 MB", 2.5e9: "2.5 GB"}
+    sizes |= {999: "999 bytes", 999_999_999: "1 GB", 2e13: "2e+04 GB"}
     assert {size: format_decimal_bytes(size) for size in sizes} == sizes
+
+
+def test_binary_sizes_are_below_1024_of_their_unit():
+    sizes = {
+        0: "0 bytes",
+        1023: "1023 bytes",
+        1024: "1 KiB",
+        2**20 - 1: "1 MiB",
+        2**30: "1 GiB",
+        2**50: "1.049e+06 GiB",
+    }
+    assert {size: format_bytes(size) for size in sizes} == sizes
 
 
 def test_lines_for_a_terminal(relu, silu):

@@ -120,7 +120,7 @@ def test_the_bound_of_the_gain_has_the_rates_of_the_gpu(found):
     for ratio in (2, 8):
         spec = replace(CLUSTER.spec, float8_tflops=ratio * CLUSTER.spec.bfloat16_tflops)
         (sentence,) = describe_gain(row, replace(CLUSTER, spec=spec))
-        assert sentence.endswith(f"it would be {1 / (1 - share * (1 - 1 / ratio)):.2f}")
+        assert sentence.endswith(f"the speedup would be at most {1 / (1 - share * (1 - 1 / ratio)):.2f}")
 
 
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):

@@ -62,7 +62,8 @@ def is_operator(name: str) -> bool:
 
 def format_decimal_bytes(size_bytes: float) -> str:
     """Format bytes with four digits and a decimal unit: 134.2 MB."""
-    unit_bytes, unit = next((size, name) for size, name in _UNITS if abs(size_bytes) >= size or size == 1)
+    units = (unit for unit in reversed(_UNITS) if float(f"{abs(size_bytes) / unit[0]:.4g}") < 1000)
+    unit_bytes, unit = next(units, _UNITS[0])
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
