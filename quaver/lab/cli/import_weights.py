@@ -25,6 +25,12 @@ class ImportOptions(Settings):
     )
     max_shard_size: str = setting("5GB", "Largest size of a file in a folder.")
 
+    def check(self) -> None:
+        """Raise ValueError for --max-shard-size if the result is one file."""
+        super().check()
+        if expanded(self.source).is_file():
+            self.require_default("max_shard_size", unless="SOURCE is a folder")
+
 
 def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""

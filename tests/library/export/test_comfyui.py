@@ -194,6 +194,7 @@ def test_a_file_becomes_a_file(tmp_path, refused):
     (tmp_path / "other.bin").touch()
     (tmp_path / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file.name, "b": "more"}}))
     for words, message in {
+        (file, tmp_path / "y.safetensors", "--max-shard-size=1GB"): "--max-shard-size must be its default, '5GB'",
         (file, tmp_path / "x"): "x': expected a name that ends in .safetensors, because ",
         (tmp_path / "other.bin", tmp_path / "x.safetensors"): "other.bin': expected a folder or a .safetensors file",
         (file, tmp_path / "x.safetensors"): "is one of the files of x.safetensors.index.json; give their folder",
