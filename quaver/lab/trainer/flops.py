@@ -116,7 +116,8 @@ def utilization(flops_per_token: dict[str, int], tokens_per_s: float, peak: Peak
 
     `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak, in all precisions, so that these compare. Both
     count all of attention, as is usual. `mfu_by_precision`: the share with each matmul at the peak of its precision,
-    without `MASKED` FLOPs, so that no run is above 1; None if a peak is unknown.
+    without `MASKED` FLOPs; None if a peak is unknown. No run is above 1 of a data sheet's peaks; a measured rate may be
+    exceeded.
 
     Args:
         flops_per_token: forward and backward FLOPs, by precision, and `MASKED`.
