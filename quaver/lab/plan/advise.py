@@ -149,13 +149,13 @@ class _AdviceSearch:
         """Try each single change."""
         for change in list_single_changes(self._config, self._layout, self._batch):
             self._try(change)
-        alone = [self._try(change) for change in iter_less_precise(Change("", self._config))]
+        alone = [self._try(change) for change in iter_less_precise(Change((), self._config))]
         least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
         self._less_precise_saves = -min(0, least)
 
     def fastest_that_fits(self) -> int | None:
         """Try combinations, the fastest first, and return the index of the first that fits."""
-        changes = [Change(AS_CONFIGURED, self._config), *list_combinations(self._config, self._batch)]
+        changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = [(change, self._cost(config)) for config, change in by_config.items()]
         return next((index for index in self._try_groups(_sort_by_time(costs)) if self.rows[index].fits), None)
@@ -240,7 +240,7 @@ def _sort_by_time(changes: list[tuple[Change, StepCost | None]]) -> list[list[Ch
 
 
 def _count_changes(change: Change) -> int:
-    return 0 if change.name == AS_CONFIGURED else 1 + change.name.count(";")
+    return sum(edit != AS_CONFIGURED for edit in change.edits)
 
 
 def _find_spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:

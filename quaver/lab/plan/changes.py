@@ -29,12 +29,17 @@ Edit = Callable[[TrainConfig], TrainConfig]
 
 @dataclass(frozen=True)
 class Change:
-    """A variant of a run's config."""
+    """A variant of a run's config, and the names of the settings that make it."""
 
-    name: str
+    edits: tuple[str, ...]
     config: TrainConfig | None
     """None if the config refuses the change; `refusal` has the error."""
     refusal: str = ""
+
+    @property
+    def name(self) -> str:
+        """The edits as text."""
+        return "; ".join(self.edits)
 
 
 def list_single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
@@ -45,7 +50,7 @@ def list_single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -
     """
     edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, layout, batch)]
     edits += [*_iter_less_precise(config), *list(_iter_batches(config, batch))[1:2]]
-    changes = [_apply_edits(config, name, [edit]) for name, edit in edits]
+    changes = [_apply_edits(config, (name,), [edit]) for name, edit in edits]
     return [change for change in changes if change.config != config]
 
 
@@ -57,8 +62,8 @@ def list_combinations(config: TrainConfig, batch: int) -> list[Change]:
     checkpointings, precisions = _prepend_unchanged(_iter_checkpointing()), _prepend_unchanged(_iter_precisions(config))
     changes = []
     for chosen in product(checkpointings, precisions, _iter_batches(config, batch)):
-        names = [name for name, _ in chosen if name]
-        changes.append(_apply_edits(config, "; ".join(names), [edit for _, edit in chosen]))
+        names = tuple(name for name, _ in chosen if name)
+        changes.append(_apply_edits(config, names, [edit for _, edit in chosen]))
     by_config = {change.config: change for change in reversed(changes) if change.config is not None}
     return list(by_config.values())[::-1]
 
@@ -69,12 +74,12 @@ def iter_less_precise(change: Change) -> Iterator[Change]:
     if config is None:
         return
     for name, edit in _iter_less_precise(config):
-        added = _apply_edits(config, name, [edit])
+        added = _apply_edits(config, (name,), [edit])
         if added.config in (None, config):
             continue
         edits.append((name, edit))
-        names = [change.name, *(added_name for added_name, _ in edits)]
-        yield _apply_edits(config, "; ".join(name for name in names if name), [edit for _, edit in edits])
+        names = *change.edits, *(added_name for added_name, _ in edits)
+        yield _apply_edits(config, names, [edit for _, edit in edits])
 
 
 def gather_least(change: Change, layout: ParallelDims) -> Change | None:
@@ -85,7 +90,7 @@ def gather_least(change: Change, layout: ParallelDims) -> Change | None:
     edits = [_edit_section("parallelism", fsdp_reshard_after_forward="always")]
     if config.float8.enable_float8_linear:
         edits.append(_edit_section("float8", enable_fsdp_float8_all_gather=True))
-    fewer = _apply_edits(config, f"{change.name}; least gathered weights", edits)
+    fewer = _apply_edits(config, (*change.edits, "least gathered weights"), edits)
     return None if fewer.config in (None, config) else fewer
 
 
@@ -132,13 +137,13 @@ def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) 
     return replace(float8, **settings, enable_float8_linear=True, recipe_name=precision)
 
 
-def _apply_edits(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
+def _apply_edits(config: TrainConfig, names: tuple[str, ...], edits: list[Edit]) -> Change:
     try:
         for edit in edits:
             config = edit(config)
     except ValueError as error:
-        return Change(name, None, str(error))
-    return Change(name, config)
+        return Change(names, None, str(error))
+    return Change(names, config)
 
 
 def _edit_section(section: str, **values: Any) -> Edit:

@@ -143,7 +143,7 @@ def list_layouts(
             except ValueError as error:
                 layouts.refuse(error)
                 continue
-            less = [change.config for change in iter_less_precise(Change("", changed))] if stores else []
+            less = [change.config for change in iter_less_precise(Change((), changed))] if stores else []
             for variant in [changed, *less]:
                 if variant is not None:
                     layouts.add(variant, ranks)
