@@ -25,6 +25,7 @@ from quaver.lab.plan.changes import (
     list_single_changes,
 )
 from quaver.lab.plan.estimate import estimate_peak
+from quaver.lab.plan.run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
@@ -143,7 +144,8 @@ class _AdviceSearch:
         self._batch = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
         self._less_precise_saves = 0
-        self._predict(AS_CONFIGURED, config)  # unlike `_try` this raises: there is nothing else to compare with
+        # Unlike `_try` this raises: there is nothing else to compare with.
+        self._add(AS_CONFIGURED, config, self._predict(AS_CONFIGURED, config))
 
     def try_singly(self) -> None:
         """Try each single change."""
@@ -191,14 +193,18 @@ class _AdviceSearch:
         if change.config in self._tried:
             return self._tried[change.config]
         try:
-            return self._predict(change.name, change.config)
+            peak_bytes = self._predict(change.name, change.config)
         except (ValueError, NotImplementedError) as error:
             self._tried[change.config] = len(self.rows)
             return self._add_refused(change.name, format_flags(self._config, change.config), str(error))
+        return self._add(change.name, change.config, peak_bytes)
 
     def _predict(self, name: str, config: TrainConfig) -> int:
+        """Return the bytes of the peak."""
         self._progress(name)
-        peak_bytes = self._peak_of(config, self._ranks)
+        return self._peak_of(config, self._ranks)
+
+    def _add(self, name: str, config: TrainConfig, peak_bytes: int) -> int:
         configured = self.rows[0].peak_bytes if self.rows else peak_bytes
         cost = self._cost(config)
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
@@ -214,9 +220,11 @@ class _AdviceSearch:
     def _cost(self, config: TrainConfig) -> StepCost | None:
         """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
         try:
-            return compute_step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+            resolved, layout = resolve(config, rank=0, world_size=self._ranks)
+            find_float8_shares(resolved)  # converts the model, and stores the result for the cost
         except (ValueError, NotImplementedError):
             return None
+        return compute_step_cost(resolved, layout, self._spec)
 
 
 def _predict_peak(config: TrainConfig, ranks: int) -> int:

@@ -226,6 +226,21 @@ def test_every_setting_is_predicted_once_as_the_run_is(peaks):
     assert best.difference_bytes == 157 - advice.rows[0].peak_bytes
 
 
+def test_an_error_of_the_cost_model_is_no_refusal(peaks, monkeypatch):
+    def fail(*_: object) -> None:
+        raise ValueError("expected tasks that wait for earlier ones")
+
+    monkeypatch.setattr(f"{ADVISE}.compute_step_cost", fail)
+    with pytest.raises(ValueError, match="tasks that wait"):
+        _advice(None)
+
+
+def test_a_setting_that_the_trainer_refuses_is_one_row(peaks):
+    nothing_in_float8 = replace(load_config(LLAMA_8B).float8, filter_fqns=("proj", "lm_head"))
+    advice = _advice(200, float8=nothing_in_float8)
+    assert advice.rows[0].cost is None
+
+
 def test_least_gathered(tiny_config):
     config = replace(tiny_config, float8=Float8())
     _, layout = resolve(config, world_size=2)
