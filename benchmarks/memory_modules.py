@@ -31,11 +31,11 @@ from quaver.lab.memory.predict import Prediction, predict_step
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.dry_run import pretended_mesh
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.lab.trainer.memory import storage_bytes
 from quaver.lab.trainer.model import Attention, Block, FeedForward, rope_tables
 from quaver.lab.trainer.optimizer import build_optimizer
+from quaver.lab.trainer.parallelize import pretended_mesh
 
 PRECISIONS = (
     "bfloat16",

@@ -4,13 +4,9 @@ The model is made, converted and parallelized by the same code as in a run, as t
 fake process group replaces its collectives. `quaver memory` predicts the bytes of a step.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from quaver.conversion.report import ConversionReport
 from quaver.lab.data.source import TextSource, find_source
@@ -20,9 +16,8 @@ from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.flops import LinearPrecision, group_linears, linear_precisions
 from quaver.lab.trainer.model import training_flops_per_token
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import make_mesh, parallelize
+from quaver.lab.trainer.parallelize import parallelize, pretended_mesh
 from quaver.lab.trainer.run_setup import check_environment, make_models
-from quaver.torch_private.fake_ranks import FakeStore
 
 
 @dataclass(frozen=True)
@@ -71,16 +66,3 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
         build_optimizer(model, config.optimizer)
     flops = training_flops_per_token(config.model, config.training.seq_len)
     return DryRun(config, layout, source, tokenizer.name, parameters, flops, linears, models.report)
-
-
-@contextmanager
-def pretended_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
-    """Yield a mesh of `layout` in which this process is the first rank and the others do not exist."""
-    if not layout.mesh:
-        yield None
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
-    try:
-        yield make_mesh(layout, "cpu")
-    finally:
-        dist.destroy_process_group()

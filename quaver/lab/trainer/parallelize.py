@@ -16,9 +16,12 @@ anyway. Gradients are reduced in float32. A bfloat16 embedding's gradient is rou
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -40,12 +43,12 @@ from quaver.distributed import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from quaver.fsdp.gradients import LEAST_ELEMENTS
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.mixture import Experts, modules_of
 from quaver.lab.trainer.model import Block, FeedForward, Llama
 from quaver.parallel.linear_sharding import check_can_be_sharded
+from quaver.torch_private.fake_ranks import FakeStore
 
 
 def make_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
@@ -54,11 +57,26 @@ def make_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
 
 
+@contextmanager
+def pretended_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
+    """Yield a mesh of `layout` in which this process is the first rank and the others do not exist."""
+    if not layout.mesh:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    try:
+        yield make_mesh(layout, "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
 def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> None:
     """Parallelize `model`, which is converted to float8 and on the meta device, over `mesh` (None: one process).
 
     Args:
         mesh: from `make_mesh`.
+    Raises:
+        ValueError: a rank has too few gradients of a group to reduce them in float8.
     """
     dims = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and "tp" in dims:
@@ -122,26 +140,10 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
         fully_shard(group, **group_options(config, mesh))
     fully_shard(model, **group_options(config, mesh, dtype=config.training.residual_stream_dtype))
     if config.comm.float8_gradients:
-        reduce_gradients_in_float8(model)
-
-
-def check_float8_gradients(model: Llama, dims: ParallelDims) -> None:
-    """Raise ValueError if a group has too few gradients per rank to reduce them in float8."""
-    groups: dict[str, nn.Module] = {f"model.layers.{number}": block for number, block in enumerate(model.blocks())}
-    if model.lm_head.weight is not model.model.embed_tokens.weight:
-        groups["lm_head"] = model.lm_head
-    inside = {parameter for group in groups.values() for parameter in group.parameters()}
-    parameters_by_group = {name: set(group.parameters()) for name, group in groups.items()}
-    parameters_by_group["the embedding"] = {parameter for parameter in model.parameters() if parameter not in inside}
-    split = {parameter for experts in modules_of(model, Experts) for parameter in experts.parameters()}
-    for name, parameters in parameters_by_group.items():
-        for part in (parameters & split, parameters - split) if dims.expert > 1 else (parameters,):
-            elements = sum(parameter.numel() for parameter in part) // (dims.shard * dims.tensor)
-            if part and elements < LEAST_ELEMENTS and not (part <= split and dims.shard == dims.expert):
-                raise ValueError(
-                    f"comm.float8_gradients: {name} has about {elements:,} gradients for each of {dims.shard} ranks; "
-                    f"expected at least {LEAST_ELEMENTS:,}. Shard over fewer ranks, or reduce in float32"
-                )
+        try:
+            reduce_gradients_in_float8(model)
+        except ValueError as error:
+            raise ValueError(f"comm.float8_gradients: {error}") from error
 
 
 def group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:

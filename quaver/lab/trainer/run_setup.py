@@ -5,6 +5,7 @@ Bad input is refused here, before a file is written or a process group is made.
 
 import json
 import math
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.metrics import check_loggers
 from quaver.lab.trainer.model import Llama, meta_llama
-from quaver.lab.trainer.parallelize import check_float8_gradients, check_tensor_parallel
+from quaver.lab.trainer.parallelize import check_tensor_parallel, parallelize, pretended_mesh
 from quaver.runtime.agreement import on_every_rank
 from quaver.runtime.devices import is_cuda_device, resolve_device
 
@@ -83,7 +84,8 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     check_environment(config, device)
     models = make_models(config, device)
     if config.comm.float8_gradients:
-        check_float8_gradients(models.first[1], dims)
+        with pretended_mesh(dims) as mesh:  # the process group is made later
+            parallelize(deepcopy(models.first[1]), config, mesh)
     data = load_data(config, ShownProgress() if ranks.is_first else None)
     return RunSetup(config, ranks, dims, device, data, models)
 

@@ -15,7 +15,7 @@ from quaver.lab.memory import TensorBytes, explain
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.dry_run import pretended_mesh
+from quaver.lab.trainer.parallelize import pretended_mesh
 from tests.lab.memory.models import CPU, Block, check
 
 SIZE = Size(sequences=2)

@@ -18,7 +18,7 @@ from quaver.lab.memory.predict import predict_step
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.dry_run import pretended_mesh
+from quaver.lab.trainer.parallelize import pretended_mesh
 
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 

@@ -13,10 +13,9 @@ from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.settings.training import REDUCE
-from quaver.lab.trainer.dry_run import pretended_mesh
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.parallelize import parallelize, pretended_mesh
 from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.combined import list_parts

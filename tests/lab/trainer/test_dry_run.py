@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from quaver.lab.cli import main
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.dry_run import dry_run
 from quaver.lab.trainer.flops import MASKED, flops_per_token_by_precision, linear_precisions
-from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.run_setup import make_models, set_up_run
 from quaver.linear.gemm import GemmBackend
+from quaver.runtime.ranks import Ranks
 from tests.lab.trainer.runs import changed
 
 CONFIGS = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
@@ -95,3 +97,17 @@ def test_one_flag_turns_float8_off_and_says_what_goes_with_it(capsys):
 )
 def test_a_dry_run_refuses_what_a_run_refuses(flag, message, refused):
     assert message in refused("train", "--dry-run", "--training.device=cpu", flag)
+
+
+def test_a_run_and_its_dry_run_count_the_gradients_of_a_rank_alike(tiny_config):
+    config = changed(tiny_config, comm={"float8_gradients": True})
+    messages = []
+    for start in (lambda: dry_run(config, 8), lambda: set_up_run(config, Ranks(0, 0, 8))):
+        with pytest.raises(
+            ValueError, match="comm.float8_gradients: the FSDP2 group of .* for each of 8 ranks"
+        ) as error:
+            start()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    set_up_run(changed(config, model={"dim": 256, "hidden_dim": 512}), Ranks(0, 0, 2)).release()
+    assert not dist.is_initialized()

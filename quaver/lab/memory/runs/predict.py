@@ -25,9 +25,8 @@ from quaver.lab.memory.predict import Prediction, predict_step
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.lab.trainer.dry_run import pretended_mesh
 from quaver.lab.trainer.initialize import allocate
-from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.parallelize import parallelize, pretended_mesh
 from quaver.lab.trainer.profiling import persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
