@@ -35,7 +35,7 @@ def test_each_layout_is_tried_once_and_uses_all_gpus():
 
 
 def test_a_layout_in_words_names_the_degrees_above_1():
-    candidate = found("llama3_70b", 8).candidates[0]
+    candidate = load_layouts("llama3_70b", 8).candidates[0]
     degrees = {"FSDP2 8 x TP 4,": (8, 1, 4, 1), "TP 8,": (1, 1, 8, 1), "FSDP2 4 x HSDP 2 EP 2,": (4, 2, 1, 2)}
     for words, (shard, replicate, tensor, expert) in degrees.items():
         layout = replace(candidate.layout, shard=shard, replicate=replicate, tensor=tensor, expert=expert)

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from quaver.lab.cli import main
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.dry_run import dry_run
 from quaver.lab.trainer.flops import MASKED, flops_per_token_by_precision, linear_precisions
 from quaver.lab.trainer.run_setup import make_models, set_up_run
 from quaver.linear.gemm import GemmBackend
-from quaver.runtime.ranks import Ranks
 from tests.lab.trainer.runs import changed
 
 CONFIGS = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
