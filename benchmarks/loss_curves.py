@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, markdown, page_parser, provenance, run_quaver, show
-from quaver.lab.recorder.figure import figure_of
+from quaver.lab.recorder.figure import open_figure
 
 DOCS = ROOT / "docs" / "results.md"
 MIXTURE_DOCS = ROOT / "docs" / "lab" / "mixture-curves.md"
@@ -161,7 +161,7 @@ def mean(curves: list[list[float]]) -> list[float]:
 
 def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
     """Draw the validation losses, and the gaps to bfloat16 at the end with their intervals."""
-    with figure_of(image, (9.6, 4.2)) as figure:
+    with open_figure(image, (9.6, 4.2)) as figure:
         losses, final = figure.subplots(1, 2)
         names = list(next(iter(seeds.values())))
         for place, name in enumerate(names):

@@ -32,10 +32,10 @@ from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import fuse_producers
-from quaver.lab.trainer.memory import storage_bytes
-from quaver.lab.trainer.model import Attention, Block, FeedForward, rope_tables
+from quaver.lab.trainer.memory import count_storage_bytes
+from quaver.lab.trainer.model import Attention, Block, FeedForward, make_rope_tables
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import pretended_mesh
+from quaver.lab.trainer.parallelize import pretend_mesh
 
 PRECISIONS = (
     "bfloat16",
@@ -91,7 +91,7 @@ class StackedModules(nn.Module):
             dim=size.dim, n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, hidden_dim=size.hidden_dim, n_layers=1
         )
         self.parts = nn.ModuleList(_parts(module, config))
-        cos, sin = rope_tables(size.seq_len, config.head_dim, config.rope_theta, torch.get_default_device())
+        cos, sin = make_rope_tables(size.seq_len, config.head_dim, config.rope_theta, torch.get_default_device())
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 
@@ -188,12 +188,12 @@ def measure(
         usages.append(measured.usage)
     state = chain.from_iterable(values.values() for values in optimizer.state.values())
     resident: Any = chain(subject.parameters(), subject.buffers(), (item for item in state if isinstance(item, Tensor)))
-    return storage_bytes(resident), _least(usages)
+    return count_storage_bytes(resident), _least(usages)
 
 
 def predict(case: Case, size: Size) -> Prediction:
     """Predict a training step of the case on the first of its ranks, on a CPU. Runs and compiles no kernel."""
-    with pretended_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(compiled=case.compiled) as fakes:
+    with pretend_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(compiled=case.compiled) as fakes:
         subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)
         return predict_step(step, subject, optimizer, fakes)
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import ListedColormap
 
-from quaver.lab.recorder.figure import figure_of
-from quaver.lab.report.facts import memory_curves
-from quaver.lab.report.maps import Limits, codes_of, every_of, limits_of
-from quaver.lab.report.merge import grid_of
-from quaver.lab.report.palette import SPECIAL, palette
+from quaver.lab.recorder.figure import open_figure
+from quaver.lab.report.facts import select_memory_curves
+from quaver.lab.report.maps import Limits, encode_statistic, find_limits, get_sampling_interval
+from quaver.lab.report.merge import choose_grid
+from quaver.lab.report.palette import SPECIAL, make_palette
 from quaver.lab.report.run import RunData
-from quaver.lab.report.series import curves, thinned
+from quaver.lab.report.series import collect_curves, thin
 from quaver.lab.report.statistics import BEST, MISSING, WORST, Statistic
 from quaver.numerics.record import Record
 
@@ -23,12 +23,12 @@ _MOST_ROWS, _MOST_COLUMNS = 400, 1000
 """Limits on the cells of a heat map, about its size in pixels."""
 _MOST_LABELS = 30
 _NONE = "#f5f7f9"
-_COLORS = ListedColormap([_NONE, SPECIAL["light"][0], *reversed(palette(WORST - 1)), *SPECIAL["light"][1:]])
+_COLORS = ListedColormap([_NONE, SPECIAL["light"][0], *reversed(make_palette(WORST - 1)), *SPECIAL["light"][1:]])
 
 
 def draw_run(image: Path, run: RunData, statistic: Statistic) -> None:
     """Write a PNG of a run that has statistics."""
-    with figure_of(image, (12, 6), title=run.label) as figure:
+    with open_figure(image, (12, 6), title=run.label) as figure:
         top, bottom = figure.subfigures(2, 1, height_ratios=[1.0, 1.3])
         _draw_curves(list(top.subplots(1, 4)), run)
         _draw_map(bottom.subplots(), run, statistic)
@@ -36,13 +36,13 @@ def draw_run(image: Path, run: RunData, statistic: Statistic) -> None:
 
 def _draw_curves(axes: list[Any], run: RunData) -> None:
     panels = (
-        ("Loss (nats per token)", curves(run.records, "loss"), 1),
-        ("Gradient norm", curves(run.records, "grad_norm"), 1),
-        ("Tokens per second", curves(run.records, "tokens_per_s"), 1),
-        ("Memory (GiB)", memory_curves(run)[1], 2**30),
+        ("Loss (nats per token)", collect_curves(run.records, "loss"), 1),
+        ("Gradient norm", collect_curves(run.records, "grad_norm"), 1),
+        ("Tokens per second", collect_curves(run.records, "tokens_per_s"), 1),
+        ("Memory (GiB)", select_memory_curves(run)[1], 2**30),
     )
     for axis, (title, series, unit) in zip(axes, panels, strict=True):
-        for curve, color in zip(map(thinned, series), _LINES, strict=False):
+        for curve, color in zip(map(thin, series), _LINES, strict=False):
             axis.plot(curve.steps, np.array(curve.values) / unit, color=color, linewidth=0.9)
         for alarm in run.alarms:
             axis.axvline(alarm["since"], color="#b3261e", linewidth=0.8, linestyle=":")
@@ -56,7 +56,7 @@ def _draw_map(axis: Any, run: RunData, statistic: Statistic) -> None:
     axis.set_title(f"{statistic.title} ({statistic.unit})")
     record = run.numerics
     assert record is not None
-    limits = limits_of([record])
+    limits = find_limits([record])
     cells, edges, names, row_of_tensor = _cells(record, statistic, limits)
     rows = np.arange(len(cells) + 1) - 0.5
     axis.pcolormesh(edges, rows, cells, cmap=_COLORS, vmin=0, vmax=255, rasterized=True)
@@ -76,23 +76,23 @@ def _cells(
 ) -> tuple[Any, list[int], list[str], dict[tuple[str, str], int]]:
     """Return the cells of the heat map, the steps at its columns' edges, the names of its rows, and the row of each
     layer and operand. Rows without values are left out."""
-    codes = codes_of(record, statistic, limits[statistic.name])
+    codes = encode_statistic(record, statistic, limits[statistic.name])
     has_value = np.flatnonzero((codes != MISSING).any(0)).tolist()
     tensors = [record.tensors[at] for at in has_value]
     kinds = [(tensor["operand"], tensor["cast"]) for tensor in tensors]
-    grid = grid_of(len(record.steps), kinds, 1, _MOST_ROWS * _MOST_COLUMNS)
+    grid = choose_grid(len(record.steps), kinds, 1, _MOST_ROWS * _MOST_COLUMNS)
     names = [f"{tensors[row[0]]['layer']} {tensors[row[0]]['operand'].replace('_', ' ')}" for row in grid.rows]
     row_of_tensor: dict[tuple[str, str], int] = {}
     for at, row in enumerate(grid.rows):
         for tensor in row:
             row_of_tensor.setdefault((tensors[tensor]["layer"], tensors[tensor]["operand"]), at)
     steps = record.steps.tolist()
-    edges = [*(steps[first] for first in grid.columns[:-1]), steps[-1] + every_of(record)]
-    return grid.merged(codes[:, has_value]), edges, names, row_of_tensor
+    edges = [*(steps[first] for first in grid.columns[:-1]), steps[-1] + get_sampling_interval(record)]
+    return grid.merge(codes[:, has_value]), edges, names, row_of_tensor
 
 
 def _draw_scale(axis: Any, statistic: Statistic, limits: tuple[float, float]) -> None:
     """Draw the color bar, with the limits of the statistic at its ends."""
     bar = axis.figure.colorbar(axis.collections[0], ax=axis, boundaries=np.arange(BEST + 1, WORST + 2), fraction=0.05)
-    ends = [statistic.shown(statistic.unscaled(end)) for end in limits]
+    ends = [statistic.shown(statistic.invert_scale(end)) for end in limits]
     bar.set_ticks([BEST + 1, WORST], labels=reversed(ends) if statistic.is_low_worse else ends, fontsize=7)

@@ -14,7 +14,7 @@ from quaver.lab.plan.exchanges import list_block_exchanges, list_end_exchanges
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, SimulatedStep, Task, simulate
 from quaver.lab.plan.step import GRADIENT_BYTES, add_block, list_block_groups, list_overlapped_kinds
-from quaver.roofline.matmul import moved_s
+from quaver.roofline.matmul import predict_move_seconds
 
 Key = tuple[str, int, int, int]
 """The kind of a task, the stage, the part of the model on that stage, and the micro-batch."""
@@ -78,7 +78,11 @@ def make_pipeline_step(run: PipelinedRun, cluster: Cluster) -> SimulatedStep:
     held = count_held_parameters(run) / stages
     moved = 4 * held + (5 * run.parameter_bytes + 2 * run.state_bytes) * held
     step.add(
-        "norm, clipping and the optimizer", f"{COMPUTE}@0", moved_s(moved, cluster.spec), range(last + 1), "optimizer"
+        "norm, clipping and the optimizer",
+        f"{COMPUTE}@0",
+        predict_move_seconds(moved, cluster.spec),
+        range(last + 1),
+        "optimizer",
     )
     return step
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.published import Published, published
 from benchmarks.record import ROOT, markdown
-from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.faking.gpu import predict_for
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import parallelize, trained_model
@@ -74,7 +74,7 @@ def as_published(row: Published) -> Iterator[None]:
     """
     loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(_loss) if row.loss == "compiled" else _loss
     with ExitStack() as stack:
-        stack.enter_context(patch.object(trained_model, "next_token_loss", loss))
+        stack.enter_context(patch.object(trained_model, "compute_next_token_loss", loss))
         if row.root_has_head:
             fully_shard = patch.object(parallelize, "fully_shard", _skip_linears(parallelize.fully_shard))
             stack.enter_context(fully_shard)
@@ -123,7 +123,7 @@ def predict() -> dict[str, Any]:
 
 def peak_bytes(config: TrainConfig, ranks: int) -> int:
     """Return the predicted live peak of the first rank, on a GPU."""
-    with predicting_for("cuda"):
+    with predict_for("cuda"):
         return predict_memory(config, ranks).prediction.peak_bytes
 
 

@@ -41,8 +41,8 @@ from quaver.lab.runs.manifest import MANIFEST, check_manifest
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Checkpoint, Model, TrainConfig
 from quaver.lab.settings.fields import OneOf
-from quaver.lab.trainer.huggingface.weights import meta_state
-from quaver.roofline.device_specs import peak_flops
+from quaver.lab.trainer.huggingface.weights import make_meta_state
+from quaver.roofline.device_specs import get_peak_flops
 
 WORDS = [
     *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
@@ -116,7 +116,7 @@ class Runs:
         folder = CheckpointFolder(self.path(name) / "checkpoint")
         steps = folder.steps()
         for step in steps:
-            check_manifest(folder.complete(step))
+            check_manifest(folder.find_checkpoint(step))
         newest = max(steps, default=0)
         require(newest >= at_least, f"the checkpoint of step {at_least} was lost: there is {steps}")
         return newest
@@ -349,7 +349,7 @@ def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
 
 _READ_BACK = {"quaver.lab.runs.checkpoint._read_back": lambda *_: None}
 _MANIFEST = {
-    "quaver.lab.runs.checkpoint.digests_of_rank": lambda *_: {},
+    "quaver.lab.runs.checkpoint.hash_files_of_rank": lambda *_: {},
     "quaver.lab.runs.checkpoint_folder.write_manifest": lambda *_: None,
 }
 _LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST}, _READ_BACK, {}]
@@ -362,7 +362,7 @@ def manifest_costs(saves: int) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     large = Model(dim=640, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=1664, vocab_size=2048)
     for title, model in (("the debug model", Model()), ("a larger one", large)):
-        shapes = {name: tensor.shape for name, tensor in meta_state(model).items()}
+        shapes = {name: tensor.shape for name, tensor in make_meta_state(model).items()}
         state = {part: {name: torch.randn(shape) for name, shape in shapes.items()} for part in ("model", "m", "v")}
         seconds: list[list[float]] = [[], [], []]
         with tempfile.TemporaryDirectory() as folder:
@@ -417,7 +417,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=15, help="of --part soak")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    peak_flops(torch.device("cpu"))  # measured here, and not in each fork
+    get_peak_flops(torch.device("cpu"))  # measured here, and not in each fork
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, seed {given.seed}", flush=True)
     if given.part == ["cost"]:

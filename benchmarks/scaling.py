@@ -39,7 +39,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.recipes.formats import FLOAT8_FORMATS
-from quaver.recipes.scaling import amax, cast_to_float8, cast_with_persistent_scale
+from quaver.recipes.scaling import cast_to_float8, cast_with_persistent_scale, compute_amax
 
 RECORD = ROOT / "benchmarks" / "results" / "scaling.json"
 DOCS = ROOT / "docs" / "scaling.md"
@@ -147,7 +147,7 @@ def wrong_scales() -> dict[str, dict[str, list[float]]]:
     for name, (hp, dtype) in tensors.items():
         series: dict[str, list[float]] = {"power": POWERS, "sqnr_db": [], "saturated": [], "zero": []}
         for power in POWERS:
-            quant = (FLOAT8_FORMATS[dtype].max / amax(hp).double() * 2.0**power).float()
+            quant = (FLOAT8_FORMATS[dtype].max / compute_amax(hp).double() * 2.0**power).float()
             codes = cast_to_float8(hp, quant, dtype).float()
             saturated = ((hp * quant).abs() > FLOAT8_FORMATS[dtype].saturates_above).float().mean()
             zero = ((codes == 0) & (hp != 0)).float().mean()

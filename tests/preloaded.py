@@ -2,8 +2,8 @@
 
 import torch
 
-from quaver.roofline.device_specs import peak_flops
+from quaver.roofline.device_specs import get_peak_flops
 
 torch.set_num_threads(1)  # a fork has no other threads
 # Cached for all runs: ten matmuls of 2 GFLOP, which take a CPU without bfloat16 units seconds.
-peak_flops(torch.device("cpu"))
+get_peak_flops(torch.device("cpu"))

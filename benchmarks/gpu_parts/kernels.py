@@ -11,12 +11,12 @@ from torch import Tensor
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
 from benchmarks.gpu_parts.second import EXPERTS
 from quaver.experts.cast import group_amax
-from quaver.kernels.cast import cast_with_scale, column_major
+from quaver.kernels.cast import cast_with_scale, to_column_major
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.linear_casts import OperandCasts
-from quaver.recipes.scaling import PersistentScale, amax
+from quaver.recipes.scaling import PersistentScale, compute_amax
 
 E4M3 = torch.float8_e4m3fn
 DIRECTIONS = {"both": (True, True), "row": (True, False), "column": (False, True)}
@@ -59,7 +59,7 @@ def _copies(hp: Tensor) -> dict[str, Kernel]:
     return {
         "copy of bfloat16": (lambda: target.copy_(hp), 4),
         "copy of codes": (lambda: of_bytes.clone(), 2),
-        "transpose of codes, column_major": (lambda: column_major(codes), 2),
+        "transpose of codes, column_major": (lambda: to_column_major(codes), 2),
         "transpose of codes, aten": (lambda: of_bytes.t().contiguous(), 2),
         "transpose of codes, Inductor": (lambda: inductor(of_bytes), 2),
     }
@@ -98,5 +98,5 @@ def _casts(hp: Tensor) -> dict[str, Kernel]:
 def _persistent(casts: OperandCasts, hp: Tensor) -> PersistentScale | None:
     if not casts.row.is_persistent:
         return None
-    quant_scale = FLOAT8_FORMATS[casts.row.float8_dtype].max / amax(hp).float()
+    quant_scale = FLOAT8_FORMATS[casts.row.float8_dtype].max / compute_amax(hp).float()
     return PersistentScale(quant_scale, torch.zeros(2, device=hp.device), torch.tensor(True))

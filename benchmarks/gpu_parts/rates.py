@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.gpu_parts.lab import Lab, Row, timing
 from quaver.linear.gemm import float8_mm
-from quaver.roofline.device_specs import device_spec
+from quaver.roofline.device_specs import get_device_spec
 
 
 def rates(lab: Lab) -> Iterator[Row]:
     """Yield GB/s of a copy and TFLOP/s of 8192 x 8192 x 8192, twice each: on a quiet card both are equal."""
-    spec = device_spec(lab.device)
+    spec = get_device_spec(lab.device)
     yield {"what": "data sheet", "known": spec is not None, **(asdict(spec) if spec else {})}
     for turn in ("first", "again"):
         yield {"what": f"copy, {turn}", **_copy(lab)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quaver.kernels.cast import cast_blockwise
 from quaver.kernels.operands import Operand
-from quaver.kernels.operation import operation
+from quaver.kernels.operation import register_operation
 from quaver.kernels.widen import widen
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.devices import is_cpu
@@ -52,14 +52,14 @@ class MemoryLayout:
         return matrix.view(self.shape).permute(inverse)
 
 
-def encode(matrix: Tensor, block_size: int) -> Operand:
+def quantize_activation(matrix: Tensor, block_size: int) -> Operand:
     """Quantize to float8_e4m3fn codes [rows, columns] with float32 scales [rows, ceil(columns / block_size)]."""
     row: Operand = cast_blockwise(matrix, torch.float8_e4m3fn, True, False, True, 1, block_size, "").row
     return row
 
 
 def _decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Dequantize the codes and scales of `encode` to `dtype`.
+    """Dequantize the codes and scales of `quantize_activation` to `dtype`.
 
     Raises:
         ValueError: a scale of another shape.
@@ -78,14 +78,17 @@ def _cpu_decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtyp
 
 def _check_scale(codes: Tensor, scale: Tensor, layout: Sequence[int]) -> ScaleLayout:
     scale_layout = ScaleLayout(*layout)
-    if codes.dim() != 2 or scale.shape != scale_layout.scale_shape(codes.shape[0], codes.shape[1]):
+    if codes.dim() != 2 or scale.shape != scale_layout.get_scale_shape(codes.shape[0], codes.shape[1]):
         raise ValueError(f"expected a {scale_layout} scale for codes {list(codes.shape)}, got {list(scale.shape)}")
     return scale_layout
 
 
-decode = operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
+dequantize_activation = register_operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
 
 
-def decode_in_graph(codes: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
-    """Call `decode` on a CPU. On a GPU, run its PyTorch ops, which Inductor fuses into the ops that read the result."""
-    return (decode if is_cpu(codes) else _decode_blocks)(codes, scale, layout, dtype)
+def dequantize_in_graph(codes: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
+    """Call `dequantize_activation` on a CPU.
+
+    On a GPU, run its PyTorch ops, which Inductor fuses into the ops that read the result.
+    """
+    return (dequantize_activation if is_cpu(codes) else _decode_blocks)(codes, scale, layout, dtype)

@@ -40,13 +40,13 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode, encode
+from quaver.checkpointing.codes import DTYPES, MemoryLayout, dequantize_activation, quantize_activation
 from quaver.kernels.operands import expect
 from quaver.linear.saved_tensors import HeldTensor, PackHook, is_checkpoint_hook
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
-from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_tensor
+from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, wait_for_local_tensor
 from quaver.torch_private.memory import storage_key
-from quaver.torch_private.versions import version_of
+from quaver.torch_private.versions import get_version
 
 StoringModule = tuple[str, int]
 """The class name of a module that stores, and its block size."""
@@ -64,7 +64,7 @@ class StoredCodes:
     __slots__ = ("__weakref__", "_codes", "_layout", "_outer", "_scale", "_source", "_unpack", "bytes")
 
     def __init__(self, matrix: Tensor, block_size: int, outer: tuple[Any, Any] | None) -> None:
-        operand = encode(matrix, block_size)
+        operand = quantize_activation(matrix, block_size)
         codes, scale, self._layout = operand.data, expect(operand.dequant_scale), operand.layout
         pack: Any = _identity if outer is None else outer[0]
         self._unpack: Any = _identity if outer is None else outer[1]
@@ -76,7 +76,7 @@ class StoredCodes:
 
     def restore(self, dtype: torch.dtype) -> Tensor:
         """Dequantize the matrix to `dtype`."""
-        return decode(self._unpack(self._codes), self._unpack(self._scale), self._layout, dtype)
+        return dequantize_activation(self._unpack(self._codes), self._unpack(self._scale), self._layout, dtype)
 
 
 def _identity(tensor: Any) -> Any:
@@ -130,7 +130,7 @@ class _PackedByOuterHooks:
         self.unpack = functools.partial(outer[1], self.packed)
 
 
-class Storage:
+class ActivationStorage:
     """How the activations of one module are stored.
 
     Args:
@@ -153,16 +153,16 @@ observer = _StorageObserver()
 class Pack(PackHook):
     """The pack hook of one forward of one module; see the top of the file."""
 
-    def __init__(self, storage: Storage, arguments: Sequence[Tensor], outer: tuple[Any, Any] | None) -> None:
+    def __init__(self, storage: ActivationStorage, arguments: Sequence[Tensor], outer: tuple[Any, Any] | None) -> None:
         self.storage, self.outer = storage, outer
-        sizes = [local_tensor(argument).numel() for argument in arguments if argument.is_floating_point()]
+        sizes = [get_local_tensor(argument).numel() for argument in arguments if argument.is_floating_point()]
         self.largest = max(sizes, default=0)
         self.unconverted: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> Any:
         stored = None
         if not self.is_skipped(tensor):
-            local = waited_local_tensor(tensor)
+            local = wait_for_local_tensor(tensor)
             layout = MemoryLayout(local, self.storage.block_size)
             stored = StoredTensor(tensor, self._encode_once(local, layout), layout)
         if observer.report is not None:
@@ -174,14 +174,14 @@ class Pack(PackHook):
     def skip(self, tensors: Sequence[Tensor | None]) -> None:
         """Do not convert these tensors, which an autograd function is about to save."""
         self.unconverted.update(
-            storage_key(waited_local_tensor(tensor).untyped_storage()) for tensor in tensors if tensor is not None
+            storage_key(wait_for_local_tensor(tensor).untyped_storage()) for tensor in tensors if tensor is not None
         )
 
     def is_skipped(self, tensor: Tensor) -> bool:
         """Return whether this tensor is not converted; see the top of the file."""
         if not tensor.requires_grad or _in_matmul.depth or _is_derived_from_parameter(tensor):
             return True
-        local = waited_local_tensor(tensor)
+        local = wait_for_local_tensor(tensor)
         return (
             local.dtype not in DTYPES
             or local.numel() < self.storage.block_size
@@ -199,7 +199,7 @@ class Pack(PackHook):
             return StoredCodes(matrix, block_size, self.outer)
         storage = storage_key(tensor.untyped_storage())
         outer = None if self.outer is None else id(self.outer[0])
-        key = (storage, tensor.storage_offset(), matrix.shape, tensor.dtype, version_of(tensor), block_size, outer)
+        key = (storage, tensor.storage_offset(), matrix.shape, tensor.dtype, get_version(tensor), block_size, outer)
         codes = _live_codes.get(key)
         if codes is None:
             codes = _live_codes[key] = StoredCodes(matrix, block_size, self.outer)
@@ -240,7 +240,7 @@ def skip_conversion() -> Iterator[None]:
         _in_matmul.depth -= 1
 
 
-def storing(storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+def storing(storage: ActivationStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
     """Store tensors that autograd saves inside the block: the forward of a module with these arguments."""
     outer: Any = top_saved_tensors_hooks(True)
     if is_checkpoint_hook(outer) or runs_in_backward():  # a reentrant checkpoint recomputes in its backward

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode_in_graph, encode
+from quaver.checkpointing.codes import DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
 from quaver.checkpointing.hooks import SMALL_SHARE, STORED_IN, StoringModule
 from quaver.checkpointing.policy import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
@@ -162,10 +162,10 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
     layout, scale_layout = MemoryLayout(value, block_size), ScaleLayout(1, block_size)
 
     def quantize(tensor: Tensor) -> tuple[Any, ...]:
-        return encode(layout.to_matrix(tensor), block_size)[:2]
+        return quantize_activation(layout.to_matrix(tensor), block_size)[:2]
 
     def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-        return layout.from_matrix(decode_in_graph(codes, scale, scale_layout, value.dtype))
+        return layout.from_matrix(dequantize_in_graph(codes, scale, scale_layout, value.dtype))
 
     stored = _insert(forward, quantize, [node], _get_next_node(forward, node))
     if node.meta.get("saved_tensor_with_no_vc_check", False):

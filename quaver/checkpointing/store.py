@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.checkpointing.hooks import STORED_IN, Storage, StoringModule, skip_conversion, storing
+from quaver.checkpointing.hooks import STORED_IN, ActivationStorage, StoringModule, skip_conversion, storing
 from quaver.kernels.operation import library
 from quaver.linear.class_change import Layer, add_layer, has_layer, remove_layers
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZES
-from quaver.runtime.names import enclosing_modules
+from quaver.runtime.names import list_enclosing_modules
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.tracing import is_exporting
 
@@ -82,7 +82,7 @@ def store_activations_in_float8(
             )
     for name, module in chosen.items():
         add_layer(module, _Storing())
-        module._activation_storage = Storage(name, block_size)  # type: ignore[assignment]
+        module._activation_storage = ActivationStorage(name, block_size)  # type: ignore[assignment]
     for matmul in matmuls:
         add_layer(matmul, _Skipping())
     return list(chosen)
@@ -107,7 +107,7 @@ def default_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of `model` that store by default, by name; see the top of the file."""
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
-    linear_count = Counter(next(enclosing_modules(name, modules), "") for name in linears)
+    linear_count = Counter(next(list_enclosing_modules(name, modules), "") for name in linears)
     return {
         name: module
         for name, module in modules.items()
@@ -210,7 +210,7 @@ class _Storing(Layer):
         _prepare_compiler()
 
         def stored(module: Any, *args: Any, **kwargs: Any) -> Any:
-            storage: Storage = module._activation_storage
+            storage: ActivationStorage = module._activation_storage
             if not torch.is_grad_enabled() or _is_exporting_or_tracing():
                 return cls.forward(module, *args, **kwargs)
             if torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from quaver.checkpointing.hooks import StoredCodes, StoredTensor, observer, skip_conversion
 from quaver.recipes.sqnr import decibels
 from quaver.recipes.sqnr import sqnr_db as cast_sqnr_db
-from quaver.torch_private.dtensor import is_dtensor, local_tensor
+from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 from quaver.torch_private.memory import storage_key
 
 
@@ -107,14 +107,14 @@ def _compute_gradients(parameters: dict[str, nn.Parameter], step: Callable[[], o
 def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     counted: dict[int, StorageWeakRef] = {}  # with weak references, so that no later storage gets the same key
     for parameter in parameters:  # a linear saves an alias of its weight
-        storage = local_tensor(parameter).untyped_storage()
+        storage = get_local_tensor(parameter).untyped_storage()
         counted[storage_key(storage)] = StorageWeakRef(storage)
     counted_codes: set[StoredCodes] = set()
     first_views: dict[int, tuple[int, int]] = {}  # by storage: the index of its first view in `saved`, and its bytes
     counted_views: set[tuple[object, ...]] = set()
 
     def report(module: str, tensor: Tensor, stored: StoredTensor | None) -> None:
-        local = local_tensor(tensor)
+        local = get_local_tensor(tensor)
         storage = local.untyped_storage()
         key = storage_key(storage)
         view = key, local.storage_offset(), local.shape, local.stride()
@@ -137,7 +137,7 @@ def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter])
         if stored is not None:
             bytes_after = 0 if stored.codes in counted_codes else stored.codes.bytes
             counted_codes.add(stored.codes)
-            sqnr_db = cast_sqnr_db(local_tensor(tensor), local_tensor(stored.restore()))
+            sqnr_db = cast_sqnr_db(get_local_tensor(tensor), get_local_tensor(stored.restore()))
         saved.append(SavedActivation(module, tuple(tensor.shape), tensor.dtype, bytes_before, bytes_after, sqnr_db))
 
     observer.report = report

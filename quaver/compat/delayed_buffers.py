@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quaver.conversion.delayed import float8_scaling_state, named_slots
 from quaver.linear.scale_state import compute_scale
-from quaver.runtime.names import plain_name
+from quaver.runtime.names import strip_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     rest = {key: value for key, value in state_dict.items() if not _BUFFER.fullmatch(key)}
     if len(rest) == len(state_dict):
         return dict(state_dict)
-    entries = _entries(model, {plain_name(key): value for key, value in state_dict.items() if key not in rest})
+    entries = _entries(model, {strip_wrappers(key): value for key, value in state_dict.items() if key not in rest})
     if entries:
         float8_scaling_state(model).load_state_dict(entries)
     else:

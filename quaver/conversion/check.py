@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from quaver.conversion.report import NOT_CONVERTED, conversion_report, unfinished
-from quaver.conversion.runs import idle_modules, missing_weight, replaced_forward
+from quaver.conversion.report import NOT_CONVERTED, conversion_report, explain_unfinished
+from quaver.conversion.runs import find_idle_modules, missing_weight, replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.torchao_forms import why_inference_only
-from quaver.runtime.names import listed
-from quaver.runtime.slow_paths import slow_paths
+from quaver.runtime.names import join_names
+from quaver.runtime.slow_paths import list_slow_paths
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
     replaced = [name for name, module in model.named_modules() if is_torchao_linear(module)]
     if replaced:
         yield (
-            f"torchao has converted {listed(replaced)}, as Accelerate's mixed_precision=fp8 does: set it to bf16, or "
-            "call quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
+            f"torchao has converted {join_names(replaced)}, as Accelerate's mixed_precision=fp8 does: set it to bf16, "
+            "or call quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
         )
         return
     report = conversion_report(model)
@@ -82,7 +82,7 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         return
     yield from _problems_of_the_run(model)
     for name, linear in _float8_linears(model):
-        for obstacle in filter(None, [why_inference_only(linear.weight), *unfinished(linear)]):
+        for obstacle in filter(None, [why_inference_only(linear.weight), *explain_unfinished(linear)]):
             yield f"{name}: {obstacle}"
     scalings = [linear.scaling for _, linear in _float8_linears(model)]
     if any(isinstance(scaling, LinearScales) and scaling.state.is_sync_forgotten for scaling in scalings):
@@ -92,16 +92,16 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         )
     frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
     if frozen and not allow_frozen:
-        yield f"weights that require no gradient: {listed(frozen)}"
+        yield f"weights that require no gradient: {join_names(frozen)}"
     if not any(parameter.requires_grad for parameter in model.parameters()):
         yield "no parameter of the model requires a gradient"
 
 
 def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
-    idle = idle_modules(model)
+    idle = find_idle_modules(model)
     for reason in dict.fromkeys(idle.values()):
         names = [name for name, its_reason in idle.items() if its_reason == reason]
-        yield f"{listed(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
+        yield f"{join_names(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
     for name, module in model.named_modules():
         if not isinstance(module, Float8Linear | Float8Grouped):
             continue
@@ -124,11 +124,13 @@ def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
         elif "exact" in linear.backend:
             (on_cpu if ran_on.type == "cpu" else exact).append(name)
     if on_cpu:
-        yield f"float8 linears that multiply exactly, because a CPU has no float8 units: {listed(on_cpu)}"
+        yield f"float8 linears that multiply exactly, because a CPU has no float8 units: {join_names(on_cpu)}"
     if exact:
-        yield "; ".join([f"float8 linears that multiply exactly, not on float8 units: {listed(exact)}", *slow_paths()])
+        yield "; ".join(
+            [f"float8 linears that multiply exactly, not on float8 units: {join_names(exact)}", *list_slow_paths()]
+        )
     if idle:
-        yield f"float8 linears that have not run yet, so the backends of their matmuls are unknown: {listed(idle)}"
+        yield f"float8 linears that have not run yet, so the backends of their matmuls are unknown: {join_names(idle)}"
 
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
@@ -137,13 +139,13 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
     missing = [name for name, weight in trained if id(weight) not in held]
     if missing:
         yield (
-            f"float8 weights that the optimizer does not hold: {listed(missing)}; make the optimizer after the "
+            f"float8 weights that the optimizer does not hold: {join_names(missing)}; make the optimizer after the "
             "conversion and after fully_shard"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     twice = [names.get(key, "a parameter of another model") for key, count in held.items() if count > 1]
     if twice:
-        yield f"parameters that the optimizer holds more than once: {listed(twice)}"
+        yield f"parameters that the optimizer holds more than once: {join_names(twice)}"
     # Parameters of a loss are foreign, too: report foreign ones only if the optimizer lacks parameters of the model.
     lacks = any(parameter.requires_grad and id(parameter) not in held for parameter in model.parameters())
     foreign = len([key for key in held if key not in names])

@@ -18,7 +18,7 @@ from quaver.conversion.report import (
     FILTER_REASON,
     ConversionReport,
     conversion_report,
-    obstacle_of,
+    find_conversion_obstacle,
 )
 from quaver.conversion.roles import HEADS, is_router
 from quaver.experts.base import Float8Grouped
@@ -27,10 +27,10 @@ from quaver.experts.module import (
     Float8Experts,
     check_whole,
     find_experts_obstacle,
+    get_expert_weights,
     is_experts,
     to_float8_experts,
     to_plain_experts,
-    weights_of,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.gathered import (
@@ -46,9 +46,9 @@ from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
-from quaver.runtime.names import listed, owners_of_weights
-from quaver.runtime.slow_paths import slow_paths
-from quaver.torch_private.fsdp import has_run
+from quaver.runtime.names import find_weight_modules, join_names
+from quaver.runtime.slow_paths import list_slow_paths
+from quaver.torch_private.fsdp import has_fsdp_run
 from quaver.weights.cast_once import is_cast_once
 
 logger = logging.getLogger(__name__)
@@ -173,14 +173,14 @@ class _Choice:
 def _choose(
     module: nn.Module, config: Float8LinearConfig, module_filter_fn: ModuleFilter | None, include_subclasses: bool
 ) -> _Choice:
-    chosen, owners = _Choice(), owners_of_weights(module)
+    chosen, owners = _Choice(), find_weight_modules(module)
     for name, child in module.named_modules():
         is_linear = isinstance(child, nn.Linear)
         if not is_linear and not is_experts(child):
             continue
         decision, obstacle = decide(module_filter_fn, child, name), ""
         if decision and is_linear:
-            obstacle = obstacle_of(child, include_subclasses)
+            obstacle = find_conversion_obstacle(child, include_subclasses)
         elif decision:
             obstacle = find_experts_obstacle(child, config)
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
@@ -265,7 +265,7 @@ def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Flo
 
 
 def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:
-    weights = set(map(id, weights_of(experts).values()))
+    weights = set(map(id, get_expert_weights(experts).values()))
     parameters = root.named_parameters(remove_duplicate=False)
     names = [parameter_name for parameter_name, parameter in parameters if id(parameter) in weights]
     return [parameter_name for parameter_name in names if parameter_name.rpartition(".")[0] != name]
@@ -278,7 +278,7 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
             f"{name or 'the module'} is already converted, with another config ({earlier}); filter it out, or "
             "call convert_to_high_precision first"
         )
-    for weight in [module.weight] if isinstance(module, nn.Linear) else weights_of(module).values():
+    for weight in [module.weight] if isinstance(module, nn.Linear) else get_expert_weights(module).values():
         mismatch = weight.cast_mismatch(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
         if mismatch:
             raise ValueError(f"{name or 'the module'}: {mismatch}")
@@ -317,7 +317,7 @@ def _convert(
             undo.callback(restore_plain_weights, weight.module)
         add_persistent_scales(module, stateless, config)
         if config.enable_fsdp_float8_all_gather:
-            if plain and has_run(module):
+            if plain and has_fsdp_run(module):
                 raise RuntimeError("the model ran under fully_shard already; convert before its first forward")
             make_all_gather_weights(plain)
         undo.pop_all()
@@ -352,12 +352,12 @@ def _check_class(module: Float8Linear | Float8Grouped, name: str) -> None:
 
 def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[str]]) -> None:
     logger.info(report.summary())
-    logged = slow_paths()
+    logged = list_slow_paths()
     for note in report.notes:
         if note not in logged:
             logger.warning(note)
     for obstacle, names in missed.items():
-        logger.warning("%d layers stay in high precision (%s): %s", len(names), listed(names), obstacle)
+        logger.warning("%d layers stay in high precision (%s): %s", len(names), join_names(names), obstacle)
     if not has_converted:
         warnings.warn(report.why_nothing(), stacklevel=3)
 

@@ -20,13 +20,13 @@ from quaver.linear.scale_state import (
     NamedSlot,
     ScaleState,
     compute_scale,
-    entries_of,
+    list_entries,
     load_slots,
 )
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
-from quaver.runtime.names import plain_name
+from quaver.runtime.names import strip_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def add_persistent_scales(
     """Give these linears of `model` one state for the persistent scales of `config`."""
     if not config.has_persistent_scales or not named_linears:
         return
-    owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
+    owners = find_input_owners([(name, linear.in_features) for name, linear in named_linears], config)
     cast_of = {
         operand: next((cast for cast in (casts.row, casts.column) if cast.is_persistent), None)
         for operand, casts in zip(OPERANDS, replace(config, high_precision_matmuls=()).casts, strict=True)
@@ -59,7 +59,7 @@ def add_persistent_scales(
         linear.scaling = LinearScales(state, (input, weight, grad_output))
 
 
-def input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
+def find_input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
     """Return the sibling whose input scale a linear shares (`shared_inputs`), by the name of the linear.
 
     Args:
@@ -196,7 +196,7 @@ class Float8ScalingState:
         sync they are equal on every rank, so they load into any number of ranks. Static scales of the config and the
         amaxes since the last sync are left out: save between a sync and the next forward.
         """
-        return entries_of(self._slots)
+        return list_entries(self._slots)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`. `quaver.compat.delayed_buffers` reads the buffers of torchao 0.9.
@@ -213,7 +213,7 @@ class Float8ScalingState:
                 "%d of %d entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically "
                 "until the first sync (static scales must be calibrated)",
                 missing,
-                len(entries_of(self._slots)),
+                len(list_entries(self._slots)),
             )
 
     def reset(self) -> None:
@@ -265,7 +265,7 @@ def named_slots(model: nn.Module) -> list[NamedSlot]:
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
-            for name, state, slot in module.scaling.named_slots(plain_name(prefix)):
+            for name, state, slot in module.scaling.named_slots(strip_wrappers(prefix)):
                 slots.setdefault((id(state), slot), (name, state, slot))
     return list(slots.values())
 

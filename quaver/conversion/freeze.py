@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import ModuleFilter, convert_to_float8_training, decide, to_float8
-from quaver.conversion.report import obstacle_of
+from quaver.conversion.report import find_conversion_obstacle
 from quaver.experts.module import (
     Float8Experts,
     find_experts_obstacle,
+    get_expert_weights,
     is_experts,
     is_transposed,
     to_float8_experts,
-    weights_of,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.kernels.operands import expect
@@ -40,8 +40,8 @@ from quaver.recipes.config import (
     resolve_config,
 )
 from quaver.recipes.formats import HP_DTYPES
-from quaver.recipes.scaling import amax
-from quaver.runtime.names import owners_of_parameters
+from quaver.recipes.scaling import compute_amax
+from quaver.runtime.names import find_parameter_names
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
 
 
@@ -82,7 +82,7 @@ def freeze_to_float8(
             holds NaN or inf, is tied, sharded or on the meta device, or has a wrong dtype; only some weights train.
         TypeError: `config` or `module` has a wrong type; `module_filter_fn` fails for experts.
     """
-    config = frozen_config(config)
+    config = resolve_frozen_config(config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     modules = {
@@ -94,7 +94,7 @@ def freeze_to_float8(
         for name, child in modules.items()
         if decisions[name] and not _is_left_alone(child, config, include_subclasses)
     }
-    problem = next(_problems(chosen, owners_of_parameters(module)), None)
+    problem = next(_problems(chosen, find_parameter_names(module)), None)
     if problem is not None:
         raise ValueError(problem)
     convert_to_float8_training(
@@ -110,7 +110,7 @@ def freeze_to_float8(
 
 
 def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
-    """Store a finite weight of a converted module in float8, in place. `config`: from `frozen_config`."""
+    """Store a finite weight of a converted module in float8, in place. `config`: from `resolve_frozen_config`."""
     dtype = weight.parameter.dtype
     store_float8_weight(weight.module, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
 
@@ -120,7 +120,7 @@ def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subcla
     if isinstance(module, FrozenModule) and all(weight.config == config for weight in weights_of_module(module)):
         return True
     if isinstance(module, nn.Linear):
-        return bool(obstacle_of(module, include_subclasses))
+        return bool(find_conversion_obstacle(module, include_subclasses))
     return bool(find_experts_obstacle(module, config))
 
 
@@ -177,7 +177,7 @@ def store_float8_weight(
     change_class(module, float8=frozen_class)
 
 
-def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+def resolve_frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
     """Return the config for frozen weights; None means "blockwise". Raises ValueError if it cannot freeze weights."""
     config = resolve_config("blockwise" if config is None else config)
     if config.casts.weight.row.scale_rule is not None:  # the backward also multiplies the stored codes
@@ -202,7 +202,7 @@ def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Ite
     """Yield the reasons why weights cannot be frozen."""
     weights: dict[str, Tensor] = {}
     for name, module in chosen.items():
-        own = {"": module.weight} if isinstance(module, nn.Linear) else weights_of(module)
+        own = {"": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
         weights |= {f"{name}.{leaf}".strip("."): weight for leaf, weight in own.items()}
     training = [name for name, weight in weights.items() if weight.requires_grad]
     if 0 < len(training) < len(weights):
@@ -215,14 +215,14 @@ def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Ite
             yield problem
         elif weight.is_meta:
             yield f"the weight of {name} is on the meta device; load it first"
-        elif not bool(amax(weight.detach()).isfinite()):
+        elif not bool(compute_amax(weight.detach()).isfinite()):
             yield f"the weight of {name} holds NaN or inf"
 
 
 def obstacle_to_storing(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
     """Return why a weight cannot be replaced with float8 codes, or "".
 
-    `name`: the name of a linear, or of a weight of experts. `owners`: see `owners_of_parameters`.
+    `name`: the name of a linear, or of a weight of experts. `owners`: see `find_parameter_names`.
     """
     names = [f".{owner}".removesuffix(".weight").lstrip(".") for owner in owners.get(id(weight), [])]
     tied = [owner for owner in names if owner != name]

@@ -49,15 +49,15 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
     configs: dict[Float8Linear | Float8Grouped, Float8LinearConfig] = {}
     for name, module in float8_modules(model):
         names = _check_names(matmuls(name)) if callable(matmuls) else of_all
-        config = _config_with(config_of(module), names)
-        if config is not config_of(module):
+        config = _config_with(get_config(module), names)
+        if config is not get_config(module):
             _check_stored(name, module, config)
             configs[module] = config
     gathered = {
         module
         for module, config in configs.items()
         if getattr(module, "gathering", None) is not None
-        and config.casts.weight.is_float8 != config_of(module).casts.weight.is_float8
+        and config.casts.weight.is_float8 != get_config(module).casts.weight.is_float8
     }
     if gathered:
         forget_unsharded(model, gathered)
@@ -80,7 +80,7 @@ def float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float
             yield name, module
 
 
-def config_of(module: Float8Linear | Float8Grouped) -> Float8LinearConfig:
+def get_config(module: Float8Linear | Float8Grouped) -> Float8LinearConfig:
     """Return the config of a float8 linear or of experts."""
     return module.config if isinstance(module, Float8Linear) else module.float8_config
 
@@ -102,7 +102,7 @@ def _config_with(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8
 
 
 def _check_stored(name: str, module: Float8Linear | Float8Grouped, config: Float8LinearConfig) -> None:
-    if config.casts.weight == config_of(module).casts.weight:
+    if config.casts.weight == get_config(module).casts.weight:
         return
     for weight in weights_of_module(module):
         if isinstance(weight.local, Float8Tensor) and not is_all_gather_weight(weight):

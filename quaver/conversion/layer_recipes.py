@@ -19,7 +19,7 @@ from torch import nn
 
 from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training, decide, serving_filter
 from quaver.recipes.config import Float8LinearConfig, resolve_config
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.recipes.recipe_name import canonicalize_recipe
 
 HIGH_PRECISION = "high_precision"
 """The recipe of a layer that is not converted."""
@@ -43,7 +43,7 @@ class LayerRecipes:
     layers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        canonical_recipe(self.recipe)  # raises ValueError listing the choices
+        canonicalize_recipe(self.recipe)  # raises ValueError listing the choices
         for name, recipe in self.layers.items():
             if recipe == HIGH_PRECISION:
                 continue

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.runs import idle_modules, missing_weight, replaced_forward
+from quaver.conversion.runs import find_idle_modules, missing_weight, replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
@@ -23,9 +23,9 @@ from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.torchao_forms import why_inference_only
-from quaver.runtime.names import listed, owners_of_weights
-from quaver.runtime.slow_paths import slow_paths
-from quaver.torch_private.dtensor import local_tensor
+from quaver.runtime.names import find_weight_modules, join_names
+from quaver.runtime.slow_paths import list_slow_paths
+from quaver.torch_private.dtensor import get_local_tensor
 
 FILTER_REASON = "_float8_filter_reason"
 """The attribute of a module with the filter's reason; `conversion_report` computes all other reasons."""
@@ -105,7 +105,7 @@ class ConversionReport:
         if not self.layers:
             return "nothing to convert: the module has no nn.Linear"
         reasons = [f"{layer.name}: {layer.reason}" for layer in self.layers]
-        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({listed(reasons, '; ')})"
+        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({join_names(reasons, '; ')})"
 
     def summary(self) -> str:
         """Return the counts in one line."""
@@ -140,7 +140,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     configs: dict[str, None] = {}
     notes: dict[str, None] = {}
     scale_owners: dict[tuple[int, int], str] = {}
-    owners, experts, idle = owners_of_weights(module), ActiveExperts(module), idle_modules(module)
+    owners, experts, idle = find_weight_modules(module), ActiveExperts(module), find_idle_modules(module)
     for name, child in module.named_modules():
         if not isinstance(child, nn.Linear):
             if isinstance(child, Float8Grouped):
@@ -161,23 +161,23 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            frozen = _describe_frozen(local_tensor(child.weight))
-            reasons = [filtered, ties, shares, frozen, replaced_forward(child), *unfinished(child)]
+            frozen = _describe_frozen(get_local_tensor(child.weight))
+            reasons = [filtered, ties, shares, frozen, replaced_forward(child), *explain_unfinished(child)]
             reason = "; ".join(filter(None, reasons))
         else:
-            reason = filtered or obstacle_of(child, False) or NOT_CONVERTED
+            reason = filtered or find_conversion_obstacle(child, False) or NOT_CONVERTED
         shape = child.in_features, child.out_features
         backend = child.backend if isinstance(child, Float8Linear) and converted else ""
         layers.append(LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend))
     convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
-    all_notes = [*notes, *_notes_on_guesses(experts), *(slow_paths() if configs else [])]
+    all_notes = [*notes, *_notes_on_guesses(experts), *(list_slow_paths() if configs else [])]
     return ConversionReport("\n".join(configs), layers, all_notes, convolutions)
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
 
 
-def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
+def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str:
     """Return why `linear` cannot be converted, or ""."""
     cls = get_class_parts(linear).original
     if isinstance(linear, Float8Linear):
@@ -228,14 +228,14 @@ def _describe_frozen(weight: Tensor) -> str:
     return f"frozen, stored in {weight.granularity} {FLOAT8_FORMATS[weight.data_fp8.dtype].name}{written}"
 
 
-def unfinished(linear: Float8Linear) -> Iterator[str]:
+def explain_unfinished(linear: Float8Linear) -> Iterator[str]:
     """Yield the reasons why a Float8Linear does not run as its config says."""
     yield from _unprepared(linear)
     if linear.config.has_persistent_scales and linear.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
-def unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
+def explain_unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
     """Yield the reasons why converted experts do not run as their config says."""
     if isinstance(experts, Float8Experts):
         yield from _unprepared(experts)
@@ -260,7 +260,7 @@ def _notes(config: Float8LinearConfig) -> Iterator[str]:
 def _notes_on_guesses(experts: ActiveExperts) -> Iterator[str]:
     if experts.unknown:
         yield (
-            f"the number of experts in {listed(experts.unknown)} that a token uses is unknown, so the FLOP share "
+            f"the number of experts in {join_names(experts.unknown)} that a token uses is unknown, so the FLOP share "
             "counts one; set num_experts_per_tok in the model's config, or top_k of the router"
         )
 
@@ -300,8 +300,8 @@ def _other_matmul_weights(
             if isinstance(module, Float8Grouped) and idle:
                 float8, reason = False, idle
             elif isinstance(module, Float8Grouped):
-                frozen = _describe_frozen(local_tensor(parameter))
-                reasons = [filtered, frozen, replaced_forward(module), *unfinished_experts(module)]
+                frozen = _describe_frozen(get_local_tensor(parameter))
+                reasons = [filtered, frozen, replaced_forward(module), *explain_unfinished_experts(module)]
                 reason, backend = "; ".join(filter(None, reasons)), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0

@@ -10,7 +10,7 @@ from quaver.linear.last_run import has_run, is_idle
 from quaver.linear.module import Float8Linear
 
 
-def idle_modules(model: nn.Module) -> dict[str, str]:
+def find_idle_modules(model: nn.Module) -> dict[str, str]:
     """Return why float8 linears and experts of `model` did not run while others trained, by name.
 
     Experts in a list are left out, because they may still wait for their first token.

@@ -23,7 +23,7 @@ from quaver.experts.groups import (
 from quaver.kernels import cpu
 from quaver.kernels.cast import CASTS, cast_blocks_with_scale, realize_scales
 from quaver.kernels.operands import Operand, Operands, cast_by_layout, expect, select_directions
-from quaver.kernels.operation import operation
+from quaver.kernels.operation import register_operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
@@ -94,7 +94,7 @@ def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleL
     is_even = rows == ALL and ends is None and hp.shape[0] > 0
     if rows != 1 and not is_even:
         return compute_scale_row_amax(hp, scale_row, count_scale_rows(rows, groups, hp.shape[0]), columns)
-    amax = scaling.block_amax(hp, _make_row_blocks(hp, columns)).float()
+    amax = scaling.compute_block_amax(hp, _make_row_blocks(hp, columns)).float()
     amax = amax.view(groups, -1, amax.shape[1]).amax(1) if is_even else amax
     return F.pad(amax, (0, 0, 0, 1))
 
@@ -106,12 +106,12 @@ def compute_scale_row_amax(hp: Tensor, scale_row: Tensor, count: int, columns: i
     """
     if columns == 1:
         return group_amax(hp, scale_row, count + 1)
-    return _largest_by(scale_row, count + 1, scaling.block_amax(hp, _make_row_blocks(hp, columns)))
+    return _largest_by(scale_row, count + 1, scaling.compute_block_amax(hp, _make_row_blocks(hp, columns)))
 
 
 def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     """Return the amax of each column of `hp` [R, C] in each group, float32 [groups, C]; `group` is int64 [R]."""
-    return _largest_by(group, groups, scaling.block_amax(hp, ScaleLayout(1, 1)))
+    return _largest_by(group, groups, scaling.compute_block_amax(hp, ScaleLayout(1, 1)))
 
 
 def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
@@ -120,7 +120,7 @@ def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 # An operation, because Inductor would scatter: it writes the magnitudes as int32, with an atomic for each element.
-group_amax = operation(
+group_amax = register_operation(
     _group_amax, results=1, gpu="group_amax", fake=_fake_group_amax, in_graphs=True, phase="quaver::cast"
 )
 
@@ -220,7 +220,7 @@ def _get_row_layout(*args: Any) -> ScaleLayout:
     return get_cast_layout(args[7], args[8:])
 
 
-_operation = operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups, layout=_get_row_layout)
+_operation = register_operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups, layout=_get_row_layout)
 
 
 @phase("quaver::cast")

@@ -52,7 +52,7 @@ class Dispatcher(Protocol):
     def note(self, experts: nn.Module) -> str:
         """Return a sentence for reports: in which precision training sends tokens and gradients to these experts."""
 
-    def local_part(self, parameter: Tensor) -> Tensor:
+    def to_local(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of a parameter, differentiably."""
 
 

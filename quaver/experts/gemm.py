@@ -32,12 +32,12 @@ from quaver.experts import gpu_gemm
 from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_bounds, select_group
 from quaver.kernels.exact_mm import exact_float8_mm_out
 from quaver.kernels.operands import Operand
-from quaver.kernels.operation import operation
+from quaver.kernels.operation import register_operation
 from quaver.linear.gemm import (
     GemmBackend,
     ScaleKind,
-    backend_for,
     check_native,
+    choose_backend,
     describe_backends,
     describe_hardware_failure,
     find_cast_kind,
@@ -97,7 +97,7 @@ def _grouped_mm(
     return _multiply_groups(a_operand, b_operand, ends, expert_matmul, transposed, options, out_dtype)
 
 
-def find_grouped_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
+def predict_grouped_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
     """Return the backend on `device` of a grouped matmul from its operands' casts."""
     fits = fits_grouped_matmul(left, right) and _has_native(device, emulate)
     return GemmBackend.NATIVE if fits else GemmBackend.EXACT
@@ -111,11 +111,11 @@ def fits_grouped_matmul(left: CastConfig, right: CastConfig) -> bool:
 
 def describe_grouped_backends(config: Float8LinearConfig, device: torch.device) -> str:
     """Return the backends of experts' grouped matmuls on `device`; see `gemm.describe_backends`."""
-    return describe_backends(config, device, find_grouped_backend)
+    return describe_backends(config, device, predict_grouped_backend)
 
 
 def _has_native(device: torch.device, emulate: bool) -> bool:
-    return backend_for(device, ScaleKind.GROUPS, emulate=emulate, works=_native_works) is GemmBackend.NATIVE
+    return choose_backend(device, ScaleKind.GROUPS, emulate=emulate, works=_native_works) is GemmBackend.NATIVE
 
 
 @assume_constant_result
@@ -174,7 +174,7 @@ def _fake_grouped_mm(
     return a.new_empty(_get_result_shape(a, b, ends.shape[0], ExpertMatmul(matmul), transposed), dtype=out_dtype)
 
 
-_operation = operation(_grouped_mm, results=1, fake=_fake_grouped_mm, in_graphs=True)
+_operation = register_operation(_grouped_mm, results=1, fake=_fake_grouped_mm, in_graphs=True)
 
 
 @phase("quaver::gemm")

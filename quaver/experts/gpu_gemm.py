@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_groups
-from quaver.kernels.cast import row_major
+from quaver.kernels.cast import to_row_major
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.widen import widen
@@ -140,7 +140,7 @@ def _run_kernel(
 
 def _lay_out_contracted(matrices: Tensor) -> Tensor:
     """Return [..., contracted] in a layout that the matmul of this dtype supports."""
-    return row_major(matrices) if matrices.dtype is E4M3.dtype else matrices
+    return to_row_major(matrices) if matrices.dtype is E4M3.dtype else matrices
 
 
 def _pad(tensor: Tensor, value: float = 0.0) -> Tensor:

@@ -23,7 +23,7 @@ from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.function import compute_dtype, refuse_transforms, run_backward
+from quaver.linear.function import get_output_dtype, refuse_transforms, run_backward
 from quaver.linear.protocols import Groups, MatmulProbe
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.tensor import Float8Tensor
@@ -282,7 +282,7 @@ def multiply_by_weight(
     """
     _check(a, weight, offs, transposed)
     keeps_codes = operands is not None or config.keep_float8_weight_for_backward
-    args = _Args(config, compute_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
+    args = _Args(config, get_output_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
     a = a.contiguous()
     refuse_transforms()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:

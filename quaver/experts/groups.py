@@ -78,7 +78,7 @@ def count_scale_rows(block_rows: int, groups: int, rows: int) -> int:
 def get_scale_shape(layout: ScaleLayout, groups: int, rows: int, columns: int) -> tuple[int, ...]:
     """Return the shape of the scales of groups; see the table at the top of the file."""
     count = count_scale_rows(layout.rows, groups, rows)
-    return (count,) if layout.is_tensorwise else (count, layout.scale_shape(1, columns)[1])
+    return (count,) if layout.is_tensorwise else (count, layout.get_scale_shape(1, columns)[1])
 
 
 def arrange_scale_rows(scale: Tensor, rows: int, block_rows: int) -> Tensor:

@@ -103,7 +103,9 @@ class RoutedExperts(nn.Module):
     @disable_compile
     def _run_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: Dispatcher) -> Tensor:
         """Run `_run_sorted` with the experts of all ranks, where `ends` counts them all. A collective."""
-        trained = {name: tensor.requires_grad for name, tensor in {"tokens": tokens, **weights_of(self)}.items()}
+        trained = {
+            name: tensor.requires_grad for name, tensor in {"tokens": tokens, **get_expert_weights(self)}.items()
+        }
         gradients = trained if torch.is_grad_enabled() else "none"
         precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
         call = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
@@ -145,7 +147,7 @@ class RoutedExperts(nn.Module):
 
     def _local(self, name: str) -> Tensor:
         parameter: Tensor = getattr(self, name)
-        return parameter if self.dispatcher is None else self.dispatcher.local_part(parameter)
+        return parameter if self.dispatcher is None else self.dispatcher.to_local(parameter)
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         """Multiply sorted tokens by the weight `name` in a grouped matmul."""
@@ -195,7 +197,7 @@ def is_transposed(experts: nn.Module) -> bool:
     return bool(getattr(experts, "is_transposed", not hasattr(experts, "_apply_gate")))
 
 
-def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
+def get_expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
     """Return the 3-D weights of a module of experts, by name."""
     return {name: weight for name, weight in experts.named_parameters(recurse=False) if name in _WEIGHTS}
 
@@ -210,7 +212,7 @@ def is_experts(module: nn.Module) -> bool:
     if not has_protocol and type(module).__name__ != "Llama4TextExperts":
         return False
     names = {"gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"}
-    held = weights_of(module)
+    held = get_expert_weights(module)
     return set(held) == names and all(weight.dim() == 3 for weight in held.values())
 
 

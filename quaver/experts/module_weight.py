@@ -12,13 +12,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from quaver.experts.grouped_mm import quantize_weight
-from quaver.experts.module import Float8Experts, is_transposed, weights_of
+from quaver.experts.module import Float8Experts, get_expert_weights, is_transposed
 from quaver.kernels.operands import Operands
 from quaver.linear.module import Float8Linear
 from quaver.linear.protocols import PreparedOperands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import Float8LinearConfig
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import get_local_tensor
 
 
 class ModuleWeight(NamedTuple):
@@ -35,7 +35,7 @@ class ModuleWeight(NamedTuple):
     @property
     def local(self) -> Tensor:
         """The weight, or this rank's shard."""
-        return local_tensor(self.parameter)
+        return get_local_tensor(self.parameter)
 
     @property
     def config(self) -> Float8LinearConfig:
@@ -74,7 +74,7 @@ def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
         if getattr(module, "weight", None) is not None:
             yield ModuleWeight(module)
     elif isinstance(module, Float8Experts):
-        yield from (ModuleWeight(module, name) for name in weights_of(module))
+        yield from (ModuleWeight(module, name) for name in get_expert_weights(module))
 
 
 def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:

@@ -15,7 +15,7 @@ from typing import Any
 from quaver.conversion.report import ConversionReport
 from quaver.export.files import check_names, read_json_object, write_json
 from quaver.export.folders import file_threads
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 RECORD = "quaver_export.json"
 HEADER_RECORD = "quaver_export"
@@ -27,7 +27,7 @@ GENERATION = "generation_config.json"
 _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
+def list_tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of the tokenizer in `folder`. Raises FileNotFoundError if it has none."""
     files = sorted(file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file())
     if not files:
@@ -64,13 +64,13 @@ def check_bundle(folder: Path) -> None:
     check_names(digests, path)
     missing = sorted(name for name in digests if not (folder / name).is_file())
     if missing:
-        raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD} names: {listed(missing)}")
+        raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD} names: {join_names(missing)}")
     actual = _digests(folder, list(digests))
     differing = sorted(name for name in digests if actual[name] != digests[name])
     if differing:
         raise ValueError(
-            f"{str(folder)!r} has files that differ from their sha256 in {RECORD}: {listed(differing)}; download them "
-            f"again, or remove {RECORD} if you changed them"
+            f"{str(folder)!r} has files that differ from their sha256 in {RECORD}: {join_names(differing)}; download "
+            f"them again, or remove {RECORD} if you changed them"
         )
 
 
@@ -108,11 +108,11 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
     if record["ragged"]:
         yield (
             "- These weights have incomplete last blocks, because a dimension is not a multiple of 128: "
-            f"{listed(record['ragged'])}. In compressed-tensors, inputs of such a width stay in high precision, and "
-            "transformers dequantizes the weights. fp8 servers refuse them."
+            f"{join_names(record['ragged'])}. In compressed-tensors, inputs of such a width stay in high precision, "
+            "and transformers dequantizes the weights. fp8 servers refuse them."
         )
     if record["whole_stacks"]:
-        yield f"- Experts that were float8 in training stay in high precision: {listed(record['whole_stacks'])}."
+        yield f"- Experts that were float8 in training stay in high precision: {join_names(record['whole_stacks'])}."
     yield from ("", "## Logits", "")
     logits = record.get("logits")
     if logits is None:

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.experts.module import is_experts, is_transposed, weights_of
+from quaver.experts.module import get_expert_weights, is_experts, is_transposed
 from quaver.linear.class_change import get_class_parts
-from quaver.runtime.names import plain_name
+from quaver.runtime.names import strip_wrappers
 
-Parts = tuple[str, ...]
+PartNames = tuple[str, ...]
 """The names of the matrices of one expert; the stack concatenates their rows in this order."""
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
@@ -46,14 +46,14 @@ _LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "d
 class CheckpointNames:
     """The names of a model's tensors in a checkpoint. Names in the model are without wrappers."""
 
-    stacks: dict[str, list[Parts]]
+    stacks: dict[str, list[PartNames]]
     """The parts of each expert, by the name of the stack in the model."""
     transposed: set[str]
     """The stacks that the model holds as [E, K, N]; each matrix is [N, K] in the checkpoint."""
     whole_stacks: list[str]
     """The stacks that checkpoints hold as one tensor."""
     conversions: _Conversions
-    linears: dict[str, list[list[Parts]]] = field(default_factory=dict)
+    linears: dict[str, list[list[PartNames]]] = field(default_factory=dict)
     """The parts that a checkpoint may have instead of a whole stack, by the name of the stack; see `with_linears`."""
 
     def with_linears(self, stored: Container[str]) -> CheckpointNames:
@@ -70,7 +70,7 @@ class CheckpointNames:
         """Return the stored name of a tensor that is not a stack, or of a module, whose `name` ends with a dot."""
         return self.conversions.stored_name(name)
 
-    def parts(self, name: str) -> list[Parts]:
+    def parts(self, name: str) -> list[PartNames]:
         """Return the stored names of the parts of each matrix of a stack; any other tensor is one part."""
         stack = self.stacks.get(name)
         return [(self.stored_name(name),)] if stack is None else stack
@@ -130,19 +130,19 @@ class CheckpointNames:
         return stored_names
 
 
-def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
+def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
     """Return the names of `model`'s tensors in a checkpoint.
 
     `has_linears`: whether the format may be compressed-tensors, where Llama 4's experts are linears.
     """
     model = getattr(model, "_orig_mod", model)
-    experts = {plain_name(name): module for name, module in model.named_modules() if is_experts(module)}
+    experts = {strip_wrappers(name): module for name, module in model.named_modules() if is_experts(module)}
     conversions = _Conversions(model)
-    stacks: dict[str, list[Parts]] = {}
-    linears: dict[str, list[list[Parts]]] = {}
+    stacks: dict[str, list[PartNames]] = {}
+    linears: dict[str, list[list[PartNames]]] = {}
     transposed, whole_stacks = set(), []
     for prefix, module in experts.items():
-        for leaf, weight in weights_of(module).items():
+        for leaf, weight in get_expert_weights(module).items():
             name, count = f"{prefix}{'.' if prefix else ''}{leaf}", weight.shape[0]
             parts = conversions.parts(name, count) if conversions.is_known else _default_parts(prefix, leaf, module)
             if parts is None and has_linears and _original_class_name(module) == "Llama4TextExperts":
@@ -161,14 +161,14 @@ def _original_class_name(experts: nn.Module) -> str:
     return get_class_parts(experts).original.__name__
 
 
-def _default_parts(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | None:
+def _default_parts(prefix: str, leaf: str, module: nn.Module) -> list[PartNames] | None:
     is_plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_bias", False)
     if is_transposed(module) or not is_plain:
         return None
     return _names_of_matrices(prefix, leaf, getattr(module, leaf).shape[0])
 
 
-def _linear_variants(prefix: str, leaf: str, module: nn.Module, conversions: _Conversions) -> list[list[Parts]]:
+def _linear_variants(prefix: str, leaf: str, module: nn.Module, conversions: _Conversions) -> list[list[PartNames]]:
     """Return the variants of a whole stack as linears: gate and up each, or one linear for each expert.
 
     Granite's `input_linear.weight`, a stack of gate and up, becomes `input_linear.7.weight` or, in older files,
@@ -178,13 +178,13 @@ def _linear_variants(prefix: str, leaf: str, module: nn.Module, conversions: _Co
     if parts is None:
         return []
     base = conversions.stored_name(f"{prefix}.{leaf}".lstrip(".")).removesuffix(".weight")
-    variants: list[list[Parts]] = [[tuple(map(conversions.stored_name, names)) for names in parts]]
+    variants: list[list[PartNames]] = [[tuple(map(conversions.stored_name, names)) for names in parts]]
     for infix in ("", ".experts"):
         variants.append([(f"{base}{infix}.{index}.weight",) for index in range(len(parts))])
     return variants
 
 
-def _names_of_matrices(prefix: str, leaf: str, count: int) -> list[Parts]:
+def _names_of_matrices(prefix: str, leaf: str, count: int) -> list[PartNames]:
     dot = "." if prefix else ""
     return [tuple(f"{prefix}{dot}{index}.{part}.weight" for part in _LEAVES[leaf]) for index in range(count)]
 
@@ -258,7 +258,7 @@ class _Conversions:
                 return converter, target, pattern
         return None
 
-    def parts(self, name: str, count: int) -> list[Parts] | None:
+    def parts(self, name: str, count: int) -> list[PartNames] | None:
         """Return the parts of each expert of a stack; None unless each part is a contiguous range of rows [N, K].
 
         Converts a stack whose elements are their row numbers, and reads off which rows each part has.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quaver.export.folders import NotWrittenError
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
@@ -27,12 +27,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ValueError: it is not a JSON object.
     """
     try:
-        return json_object(repr(str(path)), path.read_bytes())
+        return parse_json_object(repr(str(path)), path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{error}; download it again") from error
 
 
-def json_object(name: str, text: bytes | str) -> dict[str, Any]:
+def parse_json_object(name: str, text: bytes | str) -> dict[str, Any]:
     """Return the JSON object in `text`. Raises ValueError, naming `name`, for any other text."""
     try:
         value = json.loads(text)
@@ -63,19 +63,19 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def config_text(config: Mapping[str, Any]) -> str:
+def encode_config(config: Mapping[str, Any]) -> str:
     """Return the text of a config.json. An inf or a NaN becomes an object, as transformers writes and reads it.
 
     Raises:
         ValueError: JSON cannot hold a value.
     """
     try:
-        return json_text("config", _without_special_floats(config))
+        return encode_json("config", _without_special_floats(config))
     except RecursionError as error:
         raise ValueError(f"config: expected what JSON holds, got {error}") from error
 
 
-def json_text(name: str, value: Any) -> str:
+def encode_json(name: str, value: Any) -> str:
     """Return `value` as indented JSON. Raises ValueError, naming the argument `name`, if JSON cannot hold it."""
     try:
         return json.dumps(value, indent=2, allow_nan=False) + "\n"
@@ -113,7 +113,7 @@ class StoredTensors(Mapping[str, Tensor]):
         _check_index(folder, index, self._file)
         if len(stored) != len(self._file):
             twice = sorted(name for name, file in stored if self._file[name] != file)
-            raise ValueError(f"{str(folder)!r} has tensors in two files: {listed(twice)}; download it again")
+            raise ValueError(f"{str(folder)!r} has tensors in two files: {join_names(twice)}; download it again")
 
     @property
     def files(self) -> list[Path]:
@@ -178,7 +178,7 @@ def check_names(names: Iterable[str], path: Path) -> None:
 def _check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, Path]) -> None:
     if index is not None and index != stored:
         differing = sorted(name for name in {*index, *stored} if index.get(name) != stored.get(name))
-        raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {listed(differing)}")
+        raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {join_names(differing)}")
 
 
 def _single_file(folder: Path) -> Path:
@@ -281,7 +281,7 @@ def write_model(
     max_bytes: int,
 ) -> None:
     """Write `tensors` (see `SafetensorsWriter`) and config.json into `folder`, and copy files such as a tokenizer's."""
-    text = config_text(config)
+    text = encode_config(config)
     writer = SafetensorsWriter(folder, max_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
 from quaver.conversion.freeze import blockwise_config, obstacle_to_storing, store_float8_weight
-from quaver.conversion.report import obstacle_of
-from quaver.experts.module import Float8Experts, find_experts_obstacle, is_experts, is_transposed, weights_of
-from quaver.export.checkpoint_names import Parts
+from quaver.conversion.report import find_conversion_obstacle
+from quaver.experts.module import Float8Experts, find_experts_obstacle, get_expert_weights, is_experts, is_transposed
+from quaver.export.checkpoint_names import PartNames
 from quaver.export.formats.stored import StoredScale
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
@@ -25,8 +25,8 @@ from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, ScaleLayout
-from quaver.recipes.serving import serving_config, serving_named
-from quaver.runtime.names import listed, owners_of_parameters
+from quaver.recipes.serving import get_serving, serving_config
+from quaver.runtime.names import find_parameter_names, join_names
 
 _LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
 _DEQUANTIZED = FilterDecision(
@@ -154,7 +154,7 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> dict[str, list[Parts]]:
+def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> dict[str, list[PartNames]]:
     """Return the weights of linears and experts that the checkpoint has in float8, tied weights under one name."""
     float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
     weights = {}
@@ -170,13 +170,13 @@ def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: Mode
 
 def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> bool:
     """Return whether a tensor is a stack of experts whose scales a frozen stack can hold. Row scales are of outputs."""
-    if module is None or not is_experts(module) or name.rpartition(".")[2] not in weights_of(module):
+    if module is None or not is_experts(module) or name.rpartition(".")[2] not in get_expert_weights(module):
         return False
     kinds = {scale.kind for scale in checkpoint.scales(loaded.parts[name][0][0])}
     return "channel" not in kinds or is_transposed(module) == (name in loaded.swapped)
 
 
-def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bool:
+def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[PartNames]) -> bool:
     """Return whether the parts of each expert, concatenated along rows, have the scales of one matrix."""
     for parts in stack if len(stack[0]) > 1 else []:
         scales = [checkpoint.scale(part) for part in parts]
@@ -190,7 +190,7 @@ def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bo
 
 def _read_parts(
     checkpoint: Float8Checkpoint,
-    stack: list[Parts],
+    stack: list[PartNames],
     shape: torch.Size,
     transposed: bool,
     granularity: str,
@@ -256,7 +256,7 @@ def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
     kinds = kinds - {"tensor"} or kinds
     e5m2 = [name for name in names if checkpoint.dtype_of_codes(name) != "F8_E4M3"]
     if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or e5m2:
-        got = ", ".join(sorted(kinds)) + (f"; {listed(e5m2)} in F8_E5M2" if e5m2 else "")
+        got = ", ".join(sorted(kinds)) + (f"; {join_names(e5m2)} in F8_E5M2" if e5m2 else "")
         raise NotImplementedError(
             f"frozen weights: expected F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got "
             f"{got}; use load_float8, which dequantizes them, and freeze_to_float8"
@@ -267,7 +267,7 @@ def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
 def _expand_scale(scale: StoredScale, shape: torch.Size, granularity: str) -> Tensor:
     if scale.kind == granularity or scale.kind != "tensor":
         return scale.values
-    return scale.values.expand(_GRANULARITIES[granularity].scale_shape(shape[0], shape[1]))
+    return scale.values.expand(_GRANULARITIES[granularity].get_scale_shape(shape[0], shape[1]))
 
 
 def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) -> Float8LinearConfig:
@@ -293,7 +293,7 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
 
 def _with_casts_of(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
     """Return the config with the casts of an engine; the backward reads the stored codes."""
-    served, weight = serving_named(serving), config.casts.weight.row
+    served, weight = get_serving(serving), config.casts.weight.row
     if served.input.is_persistent or served.weight.granularity != weight.granularity:
         raise ValueError(
             f"serving: expected an engine with dynamic scales and {weight.granularity} weights as the checkpoint, "
@@ -313,15 +313,15 @@ def _problems(
     tensors: dict[str, Tensor],
     checkpoint: Float8Checkpoint,
     loaded: ModelTensors,
-    weights: Mapping[str, list[Parts]],
+    weights: Mapping[str, list[PartNames]],
 ) -> Iterator[str]:
-    modules, owners = dict(model.named_modules()), owners_of_parameters(model)
+    modules, owners = dict(model.named_modules()), find_parameter_names(model)
     unknown = [name for name in loaded if name not in tensors]
     filled = {id(tensors[name]) for name in loaded if name in tensors}
     missing = [name for name, tensor in tensors.items() if id(tensor) not in filled]
     if unknown or missing:
         lists = (("the model lacks", unknown), ("the checkpoint lacks", missing))
-        differences = [f"{prefix} {listed(names)}" for prefix, names in lists if names]
+        differences = [f"{prefix} {join_names(names)}" for prefix, names in lists if names]
         yield f"names differ: {', '.join(differences)}"
     for name in loaded:
         if loaded.shape(name) != list(tensors[name].shape):
@@ -329,8 +329,8 @@ def _problems(
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in loaded]
     if on_meta:
         yield (
-            f"buffers outside the checkpoint are on the meta device: {listed(on_meta)}; make the model in accelerate's "
-            "init_empty_weights(), which leaves buffers where they are"
+            f"buffers outside the checkpoint are on the meta device: {join_names(on_meta)}; make the model in "
+            "accelerate's init_empty_weights(), which leaves buffers where they are"
         )
     frozen = set()
     for name, stack in weights.items():
@@ -354,7 +354,7 @@ def _problems(
 def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> str:
     """Return why a linear, or experts, cannot hold codes of a checkpoint, or ""."""
     if isinstance(module, nn.Linear):
-        return obstacle_of(module, include_subclasses)
+        return find_conversion_obstacle(module, include_subclasses)
     return find_experts_obstacle(module, Float8LinearConfig())
 
 

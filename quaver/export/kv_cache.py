@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quaver.export.checkpoint_names import checkpoint_names
+from quaver.export.checkpoint_names import make_checkpoint_names
 from quaver.recipes.formats import E4M3
-from quaver.runtime.names import listed, plain_name
+from quaver.runtime.names import join_names, strip_wrappers
 
 LEAVES = ("k_scale", "v_scale")
 
@@ -68,7 +68,7 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
     if latent or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise NotImplementedError(
             "scales of a KV cache: expected a decoder whose cache holds keys and values, got "
-            + (f"latent attention in {listed(latent)}" if latent else "an encoder-decoder")
+            + (f"latent attention in {join_names(latent)}" if latent else "an encoder-decoder")
         )
     amaxes: dict[str, list[Tensor]] = {}
     with ExitStack() as hooks:
@@ -122,7 +122,7 @@ def _kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
     largest = {name: by_rank.amax(0).tolist() for name, by_rank in amaxes_of.items()}
     bad = [f"{name} {pair}" for name, pair in largest.items() if not all(0 < amax < float("inf") for amax in pair)]
     if bad or not largest:
-        problem = f"the amaxes of keys and values are {listed(bad)}" if bad else "no batch reached an attention"
+        problem = f"the amaxes of keys and values are {join_names(bad)}" if bad else "no batch reached an attention"
         raise RuntimeError(f"calibration of the KV cache: {problem}; no scale was changed")
     scales = torch.tensor([[amax / E4M3.max for amax in pair] for pair in largest.values()], dtype=torch.float32)
     return {name: dict(zip(LEAVES, pair, strict=True)) for name, pair in zip(largest, scales.tolist(), strict=True)}
@@ -131,7 +131,7 @@ def _kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
 def kv_scales_of(model: nn.Module) -> dict[str, float]:
     """Return the scales of `model` from a calibration or a checkpoint, by name: `model.layers.0.self_attn.k_scale`."""
     return {
-        plain_name(f"{name}.{leaf}".lstrip(".")): scale
+        strip_wrappers(f"{name}.{leaf}".lstrip(".")): scale
         for name, module in model.named_modules()
         for leaf, scale in getattr(module, _ATTRIBUTE, {}).items()
     }
@@ -147,12 +147,12 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
     Raises:
         ValueError: the model has no module for a scale. It is then unchanged.
     """
-    modules = {plain_name(name): module for name, module in model.named_modules()}
+    modules = {strip_wrappers(name): module for name, module in model.named_modules()}
     known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in LEAVES}
-    in_model = checkpoint_names(model).in_model(known, scales)
+    in_model = make_checkpoint_names(model).in_model(known, scales)
     unknown = [stored for stored, name in in_model.items() if name not in known]
     if unknown:
-        raise ValueError(f"the model has no attention for these scales of a KV cache: {listed(unknown)}")
+        raise ValueError(f"the model has no attention for these scales of a KV cache: {join_names(unknown)}")
     for module in modules.values():
         module.__dict__.pop(_ATTRIBUTE, None)
     for stored, name in in_model.items():

@@ -16,7 +16,7 @@ from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
 from quaver.export.formats import METHODS
 from quaver.export.formats.stored import StoredFormat
 from quaver.export.kv_cache import stored_kv_scales
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 CODES = ("F8_E4M3", "F8_E5M2")
 """The dtypes of float8 weights, as the headers of files name them."""
@@ -53,7 +53,7 @@ _KNOWN = (
 )
 
 
-def stored_format(config: Mapping[str, Any]) -> StoredFormat:
+def read_stored_format(config: Mapping[str, Any]) -> StoredFormat:
     """Return the format of float8 weights that a config.json, or a part such as its text_config, describes.
 
     Raises:
@@ -125,7 +125,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
     }
     if foreign:
         names = [f"{name} ({dtype})" for name, dtype in foreign.items()]
-        raise NotImplementedError(f"expected float8 weights, got {listed(names)}; {_KNOWN}")
+        raise NotImplementedError(f"expected float8 weights, got {join_names(names)}; {_KNOWN}")
     scales_of = {
         name: [scale for scale in _scale_names(name) if scale in dtypes]
         for name, dtype in dtypes.items()
@@ -139,8 +139,8 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
             module = f"{name.rpartition('.')[0]}."
             neighbours = [tensor for tensor in dtypes if tensor.startswith(module) and tensor != name]
             raise ValueError(
-                f"{name} ({dtypes[name]}): expected one scale, got {listed(scales) or 'none'}"
-                + (f", next to it {listed(neighbours)}" if neighbours and not scales else "")
+                f"{name} ({dtypes[name]}): expected one scale, got {join_names(scales) or 'none'}"
+                + (f", next to it {join_names(neighbours)}" if neighbours and not scales else "")
                 + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")
                 + f"; {_KNOWN}"
             )
@@ -155,7 +155,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
         if name not in used and name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
     ]
     if lost:
-        raise ValueError(f"scales without a float8 weight: {listed(sorted(lost))}; {_KNOWN}")
+        raise ValueError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_KNOWN}")
     model_tensors = [name for name in dtypes if name not in used.union(left_out)]
     return Tensors(scale_of, model_tensors, cache_scales, [name for name in left_out if name not in cache_scales])
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from quaver.conversion.quantized_configs import keep_configs_true
 from quaver.export.bundle import HEADER_RECORD, check_bundle, copied_files
-from quaver.export.checkpoint_names import PREFIXES, Parts, checkpoint_names
+from quaver.export.checkpoint_names import PREFIXES, PartNames, make_checkpoint_names
 from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.export.formats.comfyui import MarkedFormat
 from quaver.export.formats.stored import StoredFormat, StoredScale
-from quaver.export.layouts import sort_tensors, stored_format, without_quantization
+from quaver.export.layouts import read_stored_format, sort_tensors, without_quantization
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
-from quaver.runtime.names import listed, owners_of_parameters, plain_name
+from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         keep_configs_true()
         self._config = {} if folder.is_file() else read_config(folder)
-        config_format = stored_format(self._config)
+        config_format = read_stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
         self.format: StoredFormat = MarkedFormat(config_format, self._stored, folder.is_file())
@@ -105,10 +105,11 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             self.kv_scales |= dict.fromkeys(in_model, scale)
         plain = [name for name, scale in self._scale_of.items() if scale is None]
         if plain:
-            logger.warning("%s: float8 without a scale; the codes are the values", listed(plain))
+            logger.warning("%s: float8 without a scale; the codes are the values", join_names(plain))
         if tensors.left_out:
             logger.warning(
-                "%s: scales of activations are left out; activations are scaled dynamically", listed(tensors.left_out)
+                "%s: scales of activations are left out; activations are scaled dynamically",
+                join_names(tensors.left_out),
             )
 
     def scales(self, name: str) -> list[StoredScale]:
@@ -216,12 +217,12 @@ class ModelTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
-        self._names, self._checkpoint = checkpoint_names(model).with_linears(checkpoint), checkpoint
+        self._names, self._checkpoint = make_checkpoint_names(model).with_linears(checkpoint), checkpoint
         self.kv_scales, self.transposed = checkpoint.kv_scales, self._names.transposed
-        tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+        tensors = {strip_wrappers(name): tensor for name, tensor in model.state_dict().items()}
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-        self.parts: dict[str, list[Parts]] = {}
-        stacks: dict[str, list[Parts]] = {}
+        self.parts: dict[str, list[PartNames]] = {}
+        stacks: dict[str, list[PartNames]] = {}
         stored_parts = self._names.stored_parts(checkpoint)
         outside, in_model = [], self._names.in_model(tensors, checkpoint)
         pairs = in_model.items()
@@ -240,7 +241,7 @@ class ModelTensors(Mapping[str, Tensor]):
             elif not any(re.search(pattern, name) for pattern in ignored):
                 self.parts[name] = [(stored,)]
         if outside:
-            logger.warning("the model is a part of the checkpoint's model; left out: %s", listed(sorted(outside)))
+            logger.warning("the model is a part of the checkpoint's model; left out: %s", join_names(sorted(outside)))
         for stack in stacks.values():
             self._check(stack)
         self.tied, self.stacks = self._add_tied_names(model), frozenset(stacks)
@@ -255,21 +256,21 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def _add_tied_names(self, model: nn.Module) -> set[str]:
         """Add the missing names of tied tensors that the checkpoint has under another name; returns the added names."""
-        tied: dict[str, list[Parts]] = {}
-        for names in owners_of_parameters(model).values():
-            own = [plain_name(name) for name in names]
+        tied: dict[str, list[PartNames]] = {}
+        for names in find_parameter_names(model).values():
+            own = [strip_wrappers(name) for name in names]
             first = next((name for name in own if name in self.parts), None)
             if first is not None:
                 tied |= {name: self.parts[first] for name in own if name not in self.parts}
         self.parts |= tied
         return set(tied)
 
-    def _check(self, stack: list[Parts]) -> None:
+    def _check(self, stack: list[PartNames]) -> None:
         missing = [part for parts in stack for part in parts if part not in self._checkpoint]
         if missing:
             raise ValueError(
-                f"the checkpoint lacks matrices of experts of the model: {listed(missing)}; it has "
-                f"{listed(sorted(set(self._checkpoint).difference(*stack)))}"
+                f"the checkpoint lacks matrices of experts of the model: {join_names(missing)}; it has "
+                f"{join_names(sorted(set(self._checkpoint).difference(*stack)))}"
             )
         expected = [self._checkpoint.shape(stack[0][0])] * len(stack[0])
         for parts in stack:
@@ -314,7 +315,7 @@ def _warn_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
     if checkpoint.kv_scales:
         logger.warning(
             "%s: scales of a float8 KV cache are not loaded; %s keeps them for save_float8",
-            listed(list(checkpoint.kv_scales)),
+            join_names(list(checkpoint.kv_scales)),
             call,
         )
 

@@ -20,14 +20,14 @@ from quaver.export.files import StoredTensors
 from quaver.export.frozen import load_frozen
 from quaver.export.plan import linear_of
 from quaver.export.save import save_float8
-from quaver.export.weights import Float8Weights, input_scale, iter_float8_weights
+from quaver.export.weights import Float8Weights, get_input_scale, iter_float8_weights
 from quaver.kernels.operands import Operand, expect
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import Quantizer, as_matrix
+from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig
-from quaver.recipes.serving import SERVING, Serving, serving_named, serving_of
-from quaver.runtime.names import listed
+from quaver.recipes.serving import SERVING, Serving, find_serving, get_serving
+from quaver.runtime.names import join_names
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ServingMatch:
         for operand, shares in (("weights", self.weights), ("inputs", self.inputs)):
             unequal = [f"{name} {share:.4%}" for name, share in shares.items() if share < 1]
             lines.append(f"{operand}: {len(shares) - len(unequal)} of {len(shares)} with equal codes")
-            lines += [f"    {listed(unequal)}"] if unequal else []
+            lines += [f"    {join_names(unequal)}"] if unequal else []
         lines.append(f"largest difference of a log probability from {self.serving}'s equations: {self.engine:.3g}")
         if self.transformers is not None:
             lines.append(f"from the folder in transformers: {self.transformers:.3g}")
@@ -93,7 +93,7 @@ def matches_serving(
         folder, model = model, _load_frozen_model(Path(model), serving)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     name = serving or _common_engine(linears)
-    served = serving_named(name)
+    served = get_serving(name)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise NotImplementedError("model: expected one without shards, got a sharded model; save and load it first")
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def matches_serving(
 
 
 def _common_engine(linears: Mapping[str, Float8Linear]) -> str:
-    engines = {serving_of(linear.config) for linear in linears.values()}
+    engines = {find_serving(linear.config) for linear in linears.values()}
     engine = engines.pop() if len(engines) == 1 else None
     if engine is None:
         raise ValueError(
@@ -143,7 +143,7 @@ def _compare_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[
         names = part, tensors.plan.format.name_of_scale(part)
         missing = [stored_name for stored_name in names if stored_name not in stored]
         if missing:
-            raise ValueError(f"folder: expected an export of this model, got one without {listed(missing)}")
+            raise ValueError(f"folder: expected an export of this model, got one without {join_names(missing)}")
         shares = [_equal_share(stored[names[0]], codes)]
         shares += [] if scale is None else [_equal_share(stored[names[1]], scale)]
         yield (part if part != name else linear_of(name)), min(shares)
@@ -204,7 +204,7 @@ def _recording_inputs(
 
 
 def _record_input(rows_of: dict[str, Tensor], name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-    rows_of.setdefault(name, as_matrix(args[0].detach()))
+    rows_of.setdefault(name, flatten_to_matrix(args[0].detach()))
 
 
 def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
@@ -218,7 +218,7 @@ def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) 
     """Return the codes of [tokens, K] and their dequant_scale, in plain PyTorch. `linear` has the static scale."""
     dtype = cast.float8_dtype
     if cast.is_persistent:
-        scale = input_scale("a linear", linear)
+        scale = get_input_scale("a linear", linear)
         codes = scaling.cast_to_float8(rows, 1 / scale, dtype)
     elif cast.block_size is not None:
         codes, _, scale = scaling.dynamic_cast_blocks(rows, dtype, block_size=cast.block_size, mode=cast.mode)
@@ -243,7 +243,7 @@ def _with_equations(
 
 def _linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
     """Return [..., N] for an input [..., K]: products of dequantized codes, summed in float64 and rounded once."""
-    codes, scale = quantize_by_equations(as_matrix(input), cast, linear)
+    codes, scale = quantize_by_equations(flatten_to_matrix(input), cast, linear)
     output = _values(codes, scale) @ _values(weight.data, expect(weight.dequant_scale)).t()
     output = output if linear.bias is None else output + linear.bias.double()
     return output.to(input.dtype).view(*input.shape[:-1], -1)

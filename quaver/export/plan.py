@@ -11,14 +11,14 @@ from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.experts.grouped_mm_method import Float8GroupedMM
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
-from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
-from quaver.export.formats import CHECKPOINT_FORMATS, format_named, weight_format
+from quaver.export.checkpoint_names import CheckpointNames, make_checkpoint_names
+from quaver.export.formats import CHECKPOINT_FORMATS, get_weight_format, weight_format
 from quaver.export.formats.base import WeightFormat
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
-from quaver.recipes.serving import serving_of
-from quaver.runtime.names import listed, owners_of_parameters, plain_name
+from quaver.recipes.serving import find_serving
+from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def linear_of(name: str) -> str:
 
 def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
     """Decide which tensors an export of `model` writes; see `iter_float8_weights` for arguments and errors."""
-    kind = format_named(format)
+    kind = get_weight_format(format)
     converted = {
         name: weight for name, weight in float8_weights(model).items() if not weight.config.casts.weight.row.is_disabled
     }
@@ -71,14 +71,14 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     ]
     linears = [linear_of(name) for name in converted if name not in (*stacks, *transposed)]
     high_precision_linears = kind.left_out(model, linears, stacks)
-    report, checkpoint = conversion_report(model), checkpoint_names(model, has_linears=kind.has_linears)
+    report, checkpoint = conversion_report(model), make_checkpoint_names(model, has_linears=kind.has_linears)
     whole_stacks = [name for name in stacks if name not in checkpoint.stacks]
     left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
     float8 = {name: weight for name, weight in converted.items() if name not in left_out}
     if transposed and not float8:
         raise ValueError(
             f"no server reads Conv1D weights in float8, and all float8 layers of the model are Conv1Ds "
-            f"({listed([linear_of(name) for name in transposed])}); save_pretrained writes them in high precision"
+            f"({join_names([linear_of(name) for name in transposed])}); save_pretrained writes them in high precision"
         )
     config, stored = _common_format(format, float8)
     names, tied = _names(model)
@@ -90,7 +90,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     both = [name for name in tied if name in float8]
     if both:
         raise ValueError(
-            f"a tied weight cannot be stored in float8: {listed(both)}; filter the linear out, or untie it"
+            f"a tied weight cannot be stored in float8: {join_names(both)}; filter the linear out, or untie it"
         )
     given = {} if weights is None else _names_given(names, weights, checkpoint, float8)
     names = names if weights is None else list(given)
@@ -111,7 +111,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         format=stored,
         ragged=[linear_of(name) for name in ragged],
         cut_inputs=list(dict.fromkeys(cut)),
-        recipe=config.recipe_name.value if config.recipe_name else serving_of(config) or str(config),
+        recipe=config.recipe_name.value if config.recipe_name else find_serving(config) or str(config),
         report=report,
     )
 
@@ -128,7 +128,7 @@ def _check_experts(float8: Mapping[str, ModuleWeight]) -> None:
 
 def _stacks_of_torchtitan(model: nn.Module) -> list[str]:
     return [
-        plain_name(f"{prefix}.{leaf}".lstrip("."))
+        strip_wrappers(f"{prefix}.{leaf}".lstrip("."))
         for prefix, module in model.named_modules()
         if isinstance(module, Float8GroupedMM)
         for leaf, weight in module.named_parameters(recurse=False)
@@ -163,7 +163,7 @@ def _names_given(
         if part not in weights
     ]
     if missing:
-        raise ValueError(f"weights: expected all float8 weights of the model, got none for {listed(missing)}")
+        raise ValueError(f"weights: expected all float8 weights of the model, got none for {join_names(missing)}")
     return given
 
 
@@ -177,7 +177,7 @@ def _ignored(
     names with which the name of a float8 linear ends.
     """
     tensors = model.state_dict(keep_vars=True)
-    dims = {plain_name(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    dims = {strip_wrappers(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     matrices = [name for name in (*names, *tied) if name not in in_float8 and (dims.get(name, 2) >= 2 or name in tied)]
     ignored = {module for name in matrices for module in _modules_in_readers(name, checkpoint)}
     quantized = {module for name in in_float8 for module in checkpoint.modules(name)}
@@ -213,13 +213,13 @@ def _stored_size(name: str, weight: ModuleWeight, checkpoint: CheckpointNames) -
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of `model` with names without wrappers. A sharded weight is a plain DTensor."""
-    return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {strip_wrappers(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def float8_weights(model: nn.Module) -> dict[str, ModuleWeight]:
     """Return the weights of float8 modules, by their names without wrappers."""
     return {
-        plain_name(f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight
+        strip_wrappers(f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight
         for name, weight in weights_under(model)
     }
 
@@ -232,7 +232,7 @@ def frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
 
 def _names(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return one name of each tensor, and all names of tied parameters."""
-    owners = [[plain_name(name) for name in names] for names in owners_of_parameters(model).values()]
+    owners = [[strip_wrappers(name) for name in names] for names in find_parameter_names(model).values()]
     again = {name for names in owners for name in names[1:]}
     tied = [name for names in owners if len(names) > 1 for name in names]
     return [name for name in named_tensors(model) if name not in again], tied

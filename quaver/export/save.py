@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
 from quaver.export.bundle import GENERATION, HEADER_RECORD, write_bundle
-from quaver.export.files import CONFIG, SINGLE, SafetensorsWriter, config_text, json_text
+from quaver.export.files import CONFIG, SINGLE, SafetensorsWriter, encode_config, encode_json
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
@@ -27,8 +27,8 @@ from quaver.export.plan import Plan, frozen_weights
 from quaver.export.unconverted import Recipe
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import sqnr_db, without_inf
-from quaver.runtime.agreement import on_every_rank, on_first_rank
-from quaver.runtime.names import listed
+from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
+from quaver.runtime.names import join_names
 
 logger = logging.getLogger(__name__)
 
@@ -116,17 +116,17 @@ def _write(is_sharded: bool, tensors: Float8Weights, target: AbstractContextMana
             while write_next():
                 pass
             return
-        on_first_rank(lambda: writers.append(stack.enter_context(target)))
-        while all(on_every_rank(write_next)):
+        run_on_first_rank(lambda: writers.append(stack.enter_context(target)))
+        while all(run_on_every_rank(write_next)):
             pass
-        on_first_rank(stack.close)
+        run_on_first_rank(stack.close)
 
 
 @contextmanager
 def _new_file(
     path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
-    json_text("about", record)  # raises before anything is written
+    encode_json("about", record)  # raises before anything is written
     _warn(tensors.plan)
     with new_folder(path, file=SINGLE) as staging:
         writer = SafetensorsWriter(staging, None)
@@ -148,7 +148,7 @@ def _new_bundle(
     measure: Callable[[Path], dict[str, Any]] | None,
 ) -> Iterator[SafetensorsWriter]:
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
-    json_text("about", record)  # raises before anything is written
+    encode_json("about", record)  # raises before anything is written
     plan, text = tensors.plan, _quantized_config(config, model, tensors, dtype)
     _warn(plan)
     with new_folder(path) as staging:
@@ -186,7 +186,7 @@ def _quantized_config(
         stored = torch.bfloat16  # transformers dequantizes MXFP8 to it, and cannot multiply it with another dtype
     if stored is not None:
         written[key] = str(stored).removeprefix("torch.")
-    return config_text(written)
+    return encode_config(written)
 
 
 def _warn(plan: Plan) -> None:
@@ -196,7 +196,7 @@ def _warn(plan: Plan) -> None:
         logger.warning(
             "%s: these experts are float8 in training and in high precision in the export, because checkpoints of "
             "the model hold them as one tensor, which has no float8 form that servers load",
-            listed(plan.whole_stacks),
+            join_names(plan.whole_stacks),
         )
 
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.fsdp.scales import rounding_rule
+from quaver.fsdp.scales import get_rounding_rule
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale
 from quaver.kernels.operands import Operand, expect
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.parts import amaxes_of_part, scales_of_part
+from quaver.recipes.parts import compute_part_amaxes, select_part_scales
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import from_local_like, local_shape_and_offset
 
 
-def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> Tensor:
+def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> Tensor:
     """Return the amaxes of a weight's row cast, float32 [E, rows of scales, columns of scales], equal on every rank.
 
     A collective over the mesh of `weight`.
@@ -41,7 +41,7 @@ def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> 
     amaxes = torch.zeros(experts, *counts, device=local.device)
     if local.numel():
         for index, matrix in enumerate(local.view(_stack(local.shape)), start=first):
-            amax, corner = amaxes_of_part(matrix, offset, layout)
+            amax, corner = compute_part_amaxes(matrix, offset, layout)
             amaxes[index].narrow(0, corner[0], amax.shape[0]).narrow(1, corner[1], amax.shape[1]).copy_(amax)
     amaxes = amaxes.to(weight.device_mesh.device_type)  # an offloaded shard is on the CPU
     for axis, placement in enumerate(weight.placements):
@@ -50,15 +50,15 @@ def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> 
     return amaxes
 
 
-def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, amaxes: Tensor) -> list[Operand]:
+def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, amaxes: Tensor) -> list[Operand]:
     """Return the row operand [N, K] of each matrix of a weight, equal on every rank; a collective over its mesh.
 
-    `amaxes`: from `whole_amaxes`, whose other arguments are the same.
+    `amaxes`: from `compute_whole_amaxes`, whose other arguments are the same.
     """
     layout, size = _layout(config), _stack(weight.shape)[1:]
     first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)
     flat_amaxes = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
-    scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *rounding_rule(config))[0]
+    scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *get_rounding_rule(config))[0]
     factor, division = choose_factor(scales, config.casts.weight.row.mode)
     factor = factor.view_as(amaxes)
     quant, dequant = scales.quant.view_as(amaxes), scales.dequant.view_as(amaxes)
@@ -70,7 +70,7 @@ def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, a
             parts[index].copy_(_codes(matrix, matrix_factor, offset, layout, codes.dtype, division))
     as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # every backend gathers bytes
     gathered = from_local_like(as_bytes, weight).full_tensor().view(codes.dtype)
-    shape = layout.scale_shape(*size)
+    shape = layout.get_scale_shape(*size)
     return [
         Operand(matrix, dequant[index].view(shape), layout, quant[index].view(shape))
         for index, matrix in enumerate(gathered.view(_stack(weight.shape)))
@@ -90,7 +90,7 @@ def _codes(
     matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, division: str
 ) -> Tensor:
     """Return the codes of a shard at `offset`. `factor`: of the whole matrix, from `choose_factor`."""
-    factor, layout = scales_of_part(factor, offset, matrix.shape, layout)
+    factor, layout = select_part_scales(factor, offset, matrix.shape, layout)
     if layout.is_blockwise:
         return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, division)
     scale = factor.view(()) if layout.is_tensorwise else factor

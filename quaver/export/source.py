@@ -15,7 +15,7 @@ from quaver.conversion.roles import LM_HEAD, ROUTERS
 from quaver.export.bundle import copied_files
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.layouts import quantization_of
-from quaver.runtime.names import tied_modules
+from quaver.runtime.names import find_tied_modules
 
 DEFAULT_FILTER = (LM_HEAD,)
 """Linears whose full name contains one of these stay in high precision."""
@@ -63,8 +63,8 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
             f"{str(folder)!r} is quantized already; expected a model in high precision: use quaver import first"
         )
     weights = StoredTensors(folder)
-    model = skeleton_of(folder, config)
-    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns, tied_modules(model)))
+    model = build_skeleton(folder, config)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns, find_tied_modules(model)))
 
     def high_precision_model() -> nn.Module:
         model_class, _ = _class_of(folder, config)
@@ -75,7 +75,7 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
     return ExportSource(model, weights, config, high_precision_model, about, copied_files(folder))
 
 
-def skeleton_of(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+def build_skeleton(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Return the model of a Hugging Face folder on the meta device, from its config. Raises as `huggingface_source`."""
     model_class, model_config = _class_of(folder, config)
     with torch.device("meta"):

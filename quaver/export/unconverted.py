@@ -1,4 +1,4 @@
-"""`converted_view`: the converted model that an export reads in place of a high-precision or adapted one.
+"""`make_converted_view`: the converted model that an export reads in place of a high-precision or adapted one.
 
 The view has modules that share the parameters, buffers and attributes of `model`, and converts those. `model` itself
 does not change and its memory is not copied. The view leaves out PEFT's adapters, which must be merged into their base
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
-from quaver.experts.module import is_experts, weights_of
+from quaver.experts.module import get_expert_weights, is_experts
 from quaver.export.source import DEFAULT_FILTER, skip_names
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
-from quaver.runtime.names import tied_modules
+from quaver.runtime.names import find_tied_modules
 from quaver.torch_private.dtensor import is_dtensor
 from quaver.torch_private.fsdp import fsdp_module_class, param_dtype
 
@@ -26,7 +26,7 @@ Recipe = Float8LinearConfig | Float8LinearRecipeName | str
 
 
 class ConvertedView(NamedTuple):
-    """The model that an export reads, made by `converted_view`."""
+    """The model that an export reads, made by `make_converted_view`."""
 
     model: nn.Module
     forward_dtypes: dict[int, torch.dtype]
@@ -38,7 +38,9 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "get_base_model") or any(_is_adapted(module) for module in model.modules())
 
 
-def converted_view(model: nn.Module, recipe: Recipe | None, module_filter_fn: ModuleFilter | None) -> ConvertedView:
+def make_converted_view(
+    model: nn.Module, recipe: Recipe | None, module_filter_fn: ModuleFilter | None
+) -> ConvertedView:
     """Return a view of `model`, converted to `recipe` if there is one.
 
     See the top of the file, and `iter_float8_weights` for arguments and errors.
@@ -61,7 +63,7 @@ def converted_view(model: nn.Module, recipe: Recipe | None, module_filter_fn: Mo
             f"recipe: expected one whose scales follow from the weights alone, got {name}; convert the model to it and "
             "train, or calibrate, or give another"
         )
-    admits = module_filter_fn or skip_names(DEFAULT_FILTER, tied_modules(view.model))
+    admits = module_filter_fn or skip_names(DEFAULT_FILTER, find_tied_modules(view.model))
     convert_to_float8_training(
         view.model, config=replace(config, enable_fsdp_float8_all_gather=False), module_filter_fn=admits
     )
@@ -126,8 +128,8 @@ def _copy_module(
     own = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
     own.pop("forward", None)  # an export runs no forward
     vars(copied).update(own)
-    if is_experts(module) and all(map(is_dtensor, weights_of(module).values())):  # a DTensor has all experts
-        copied.num_experts, copied._is_expert_parallel = next(iter(weights_of(module).values())).shape[0], False
+    if is_experts(module) and all(map(is_dtensor, get_expert_weights(module).values())):  # a DTensor has all experts
+        copied.num_experts, copied._is_expert_parallel = next(iter(get_expert_weights(module).values())).shape[0], False
     if dtype is not None:
         dtypes.update((id(parameter), dtype) for parameter in module._parameters.values() if parameter is not None)
     prefix = "" if name == "the model" else f"{name}."

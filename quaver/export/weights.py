@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
 from quaver.experts.module_weight import ModuleWeight
-from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
+from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, PartNames
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.formats.base import WeightFormat
 from quaver.export.kv_cache import kv_scales_of
 from quaver.export.plan import Plan, frozen_weights, linear_of, named_tensors, plan_export
-from quaver.export.shards import whole_amaxes, whole_operands
-from quaver.export.unconverted import ConvertedView, Recipe, converted_view, has_adapters
+from quaver.export.shards import compute_whole_amaxes, gather_whole_operands
+from quaver.export.unconverted import ConvertedView, Recipe, has_adapters, make_converted_view
 from quaver.kernels.operands import Operand, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -46,14 +46,14 @@ from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import Scales, dequantize, to_dequant_scale
 from quaver.recipes.sqnr import sqnr_db
-from quaver.runtime.names import plain_name
-from quaver.torch_private.dtensor import local_tensor
+from quaver.runtime.names import strip_wrappers
+from quaver.torch_private.dtensor import get_local_tensor
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that servers fuse into one. With scales per tensor the fused linear has one scale."""
 
 
-_Matrix = tuple[Parts, Tensor | None, Operand]
+_Matrix = tuple[PartNames, Tensor | None, Operand]
 """The stored names of a matrix's parts, its values, and its operand in the forward. The values are None if ranks
 gather codes only.
 """
@@ -115,16 +115,16 @@ def iter_float8_weights(
         ValueError: a weight is not finite or on the meta device, or the scale of an input is unknown.
     """
     forward_dtype = _dtype_to_round_to(rounded_from)
-    model, view = unwrapped(model), None
+    model, view = unwrap_ddp(model), None
     if recipe is None and module_filter_fn is not None:
         raise ValueError("module_filter_fn: expected none without a recipe: the model's layers are converted, or not")
     if recipe is not None or has_adapters(model):
-        view = converted_view(model, recipe, module_filter_fn)
+        view = make_converted_view(model, recipe, module_filter_fn)
         model = view.model
     return Float8Weights(model, format, weights, dtype, forward_dtype, share_fused_scales, view, recipe is not None)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel, or `model`."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
@@ -170,7 +170,7 @@ class Float8Weights:
         self._shares = share_fused_scales and self.plan.format.weights == "tensor" and not is_file
         self._dtype, self._forward_dtype, self._view, self._has_recipe = dtype, forward_dtype, view, has_recipe
         self._frozen = frozen_weights(model)
-        self._buffers = {plain_name(name) for name, _ in model.named_buffers()}
+        self._buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
         kv_scales = {} if is_file else kv_scales_of(model)
         self.kv_scales = {self.plan.checkpoint.stored_name(name): scale for name, scale in kv_scales.items()}
         self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
@@ -261,14 +261,14 @@ class Float8Weights:
                     yield from format.tensors(part, stored_operand)
             if format.is_static and isinstance(weight.module, Float8Linear):
                 prefix = self.plan.checkpoint.stored_name(name).removesuffix("weight")
-                yield f"{prefix}input_scale", format.stored_scale(input_scale(linear_of(name), weight.module))
+                yield f"{prefix}input_scale", format.stored_scale(get_input_scale(linear_of(name), weight.module))
 
     def _local_shard(self, name: str) -> Tensor:
-        local, dtype = local_tensor(self._weights[name]).detach(), self._read_dtype(name)
+        local, dtype = get_local_tensor(self._weights[name]).detach(), self._read_dtype(name)
         return local if dtype is None else local.to(dtype)
 
     def _amaxes(self, name: str) -> Tensor:
-        amaxes = whole_amaxes(self._streamed[name], self._local_shard(name), self.plan.float8[name].config)
+        amaxes = compute_whole_amaxes(self._streamed[name], self._local_shard(name), self.plan.float8[name].config)
         if not amaxes.isfinite().all():
             raise _diverged_error(name)
         return amaxes
@@ -281,7 +281,7 @@ class Float8Weights:
         held, transposed = self.plan.float8[name], name in self.plan.checkpoint.transposed
         if name in self._streamed:
             weight, amaxes = self._streamed[name], self._amaxes(name) if amaxes is None else amaxes
-            operands = whole_operands(weight, self._local_shard(name), held.config, amaxes)
+            operands = gather_whole_operands(weight, self._local_shard(name), held.config, amaxes)
             self.bytes_moved += sum(operand.data.nbytes for operand in operands)
             for parts, operand in zip(self.plan.checkpoint.parts(name), operands, strict=True):
                 yield parts, None, operand
@@ -295,7 +295,7 @@ class Float8Weights:
             operand = stored.t() if transposed else stored
             yield parts, _dequantize(operand, frozen.dtype), operand
 
-    def _matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[Parts, Tensor]]:
+    def _matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[PartNames, Tensor]]:
         """Yield a tensor, or each matrix [N, K] of a stack, in `dtype`, with the stored names of its parts."""
         checkpoint, is_stack = self.plan.checkpoint, name in self.plan.checkpoint.stacks
         held: Iterable[Tensor]
@@ -417,7 +417,7 @@ def _scales_of(operand: Operand) -> Scales:
     return Scales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
 
 
-def input_scale(name: str, linear: Float8Linear) -> Tensor:
+def get_input_scale(name: str, linear: Float8Linear) -> Tensor:
     """Return the dequant_scale, float32 (), of the input of a linear with persistent scales.
 
     Raises ValueError if it is unknown.

@@ -49,9 +49,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from quaver.experts.cast import expand_quant_scales
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
-from quaver.fsdp.scales import WholeScales, layouts_of
-from quaver.fsdp.shard import Shard
-from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings, all_gather_state, current_shard, whole_scales
+from quaver.fsdp.scales import WholeScales, list_layouts
+from quaver.fsdp.shard import WeightShard
+from quaver.fsdp.siblings import (
+    AllGatherState,
+    NamedWeights,
+    Siblings,
+    get_all_gather_state,
+    get_current_shard,
+    get_whole_scales,
+)
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, matrix_amax
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
@@ -59,13 +66,13 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
-from quaver.recipes.parts import scales_of_part
+from quaver.recipes.parts import select_part_scales
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import Scales
 from quaver.torch_private.dispatch import OpOverload
-from quaver.torch_private.dtensor import is_dtensor, local_tensor, set_local_tensor
+from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, set_local_tensor
 from quaver.torch_private.fsdp import hide_from_policies
-from quaver.torch_private.versions import keep_versions, version_of
+from quaver.torch_private.versions import get_version, keep_versions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -142,7 +149,7 @@ class Float8AllGatherWeight(WrapperWeight):
     def remember(self, scales: WholeScales, parameter: Tensor) -> None:
         """Store the scales of the whole weight `parameter` until the shard is written to."""
         self.box.scales = scales
-        self.box.computed_from = self.wrapped, version_of(self.wrapped), version_of(parameter)
+        self.box.computed_from = self.wrapped, get_version(self.wrapped), get_version(parameter)
 
     def scales(self, parameter: Tensor) -> WholeScales | None:
         """Return the stored scales of the whole weight `parameter`, or None if there are none since the last write.
@@ -154,9 +161,9 @@ class Float8AllGatherWeight(WrapperWeight):
         if box.scales is not None and box.computed_from is not None:
             # A write to a DTensor that shares the shard moves the version of the parameter, not of the shard.
             tensor, version, parameter_version = box.computed_from
-            if tensor is not self.wrapped and parameter_version == version_of(parameter):  # FSDP2 padded the shard
-                box.computed_from = self.wrapped, version_of(self.wrapped), parameter_version
-            elif (version, parameter_version) != (version_of(tensor), version_of(parameter)):
+            if tensor is not self.wrapped and parameter_version == get_version(parameter):  # FSDP2 padded the shard
+                box.computed_from = self.wrapped, get_version(self.wrapped), parameter_version
+            elif (version, parameter_version) != (get_version(tensor), get_version(parameter)):
                 raise RuntimeError(
                     "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
                     "computed. After such a write call model.load_state_dict, or "
@@ -180,10 +187,10 @@ class Float8AllGatherWeight(WrapperWeight):
         """
         weight = ModuleWeight(module, self.box.name)
         if not weight.config.casts.weight.is_float8:
-            shard = current_shard(weight)._replace(local=self.wrapped)
+            shard = get_current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
             return (_pad_to_chunk(shard, values, None),), _Metadata([], [], shard.size, values.dtype)
-        prepared = all_gather_state(module).prepared.get(weight.name)
+        prepared = get_all_gather_state(module).prepared.get(weight.name)
         if prepared is None:
             return self._make_inputs(mesh, weight)
         return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, weight))
@@ -191,11 +198,11 @@ class Float8AllGatherWeight(WrapperWeight):
     def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
         config, scale = weight.config, None
         # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
-        shard = current_shard(weight)._replace(local=self.wrapped)
+        shard = get_current_shard(weight)._replace(local=self.wrapped)
         if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
             scale = weight.module.scaling.observe_weight(shard.device, self.box.observed)
             self.box.observed = weight.module.scaling.weight_observed
-        float8_dtype, layouts = config.casts.weight.row.float8_dtype, layouts_of(weight)
+        float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: WholeScales
         if scale is not None and scale.is_initialized:  # a persistent scale is equal on every rank: no collective
             power_of_2 = config.round_scales_to_power_of_2
@@ -204,7 +211,7 @@ class Float8AllGatherWeight(WrapperWeight):
             codes = [operand.data]
             scales = [Scales(expect(operand.quant_scale), expect(operand.dequant_scale))]
         else:
-            scales = whole_scales(weight)
+            scales = get_whole_scales(weight)
             codes = [
                 _quantize(shard, cast_scales.quant, float8_dtype, layout)
                 for cast_scales, layout in zip(scales, layouts, strict=True)
@@ -248,7 +255,7 @@ class Float8AllGatherWeight(WrapperWeight):
         if out is None:
             vector = scales[0].dequant.new_empty(sum(lengths))
         else:
-            unsharded = typing.cast(Float8Tensor, local_tensor(out))
+            unsharded = typing.cast(Float8Tensor, get_local_tensor(out))
             vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
         operands = []
         with torch.no_grad(), keep_versions(vector):  # FSDP2 does the same for the memory of the codes
@@ -329,7 +336,7 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _pad_to_chunk(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
+def _pad_to_chunk(shard: WeightShard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
     """Pad a row-major payload to the length that every rank sends.
 
     Args:
@@ -342,14 +349,14 @@ def _pad_to_chunk(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> 
     return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 
 
-def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
+def _quantize(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
     """Quantize a shard with the `quant_scale` of the whole weight (`WholeScales`)."""
     if len(shard.size) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(layout)
         scale, row_layout = expand_quant_scales(rows, quant_scale, scale_row, layout.columns)
         return cast_blocks_with_scale(rows, scale, float8_dtype, row_layout).view(shard.local.shape)
     if layout.is_blockwise:
-        scale, shard_layout = scales_of_part(quant_scale, shard.offsets, shard.local.shape, layout)
+        scale, shard_layout = select_part_scales(quant_scale, shard.offsets, shard.local.shape, layout)
         return cast_blocks_with_scale(shard.local, scale, float8_dtype, shard_layout)
     scale = shard.narrow_scales(quant_scale)
     by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
@@ -433,7 +440,7 @@ def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
             continue
         if isinstance(value, Float8AllGatherWeight):
             state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
-        elif is_dtensor(value) and isinstance(local_tensor(value), Float8AllGatherWeight):
+        elif is_dtensor(value) and isinstance(get_local_tensor(value), Float8AllGatherWeight):
             # Detached from the weight itself, because writes to an alias would not move its version counter. The
             # DTensor stays, since it shares its counter with the parameter.
             set_local_tensor(value, typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach())

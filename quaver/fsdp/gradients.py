@@ -31,8 +31,8 @@ from quaver.kernels.operands import expect
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
-from quaver.recipes.scale_layout import layout_of_blocks
-from quaver.torch_private.fsdp import fsdp_module_class, sharded_elements
+from quaver.recipes.scale_layout import make_block_layout
+from quaver.torch_private.fsdp import count_sharded_elements, fsdp_module_class
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -86,7 +86,7 @@ def _check_elements(elements: int, ranks: int, owner: str) -> None:
 def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module in sharded:
-        for elements, ranks in sharded_elements(module):
+        for elements, ranks in count_sharded_elements(module):
             if ranks > 1:
                 _check_elements(elements, ranks, f"the FSDP2 group of {names[module] or type(module).__name__}")
     reduce_scatter: Any = Float8ReduceScatter()  # without FSDP2's base class, which is private
@@ -168,11 +168,11 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
     ranks, elements = group.size(), buffer.numel()
     rows = F.pad(buffer, (0, -elements % ranks)).view(ranks, -1)
     own = sum_over_ranks(rows, group).div_(ranks)
-    payload = encode(own.unsqueeze(0))
+    payload = quantize_gradients(own.unsqueeze(0))
     gathered = payload.new_empty(ranks, payload.shape[1])
     dist.all_gather_into_tensor(gathered, payload, group=group)
     parts = gathered.split(_DECODED_ROWS)
-    flat = torch.cat([decode(part, rows.shape[1]).to(buffer.dtype) for part in parts])
+    flat = torch.cat([dequantize_gradients(part, rows.shape[1]).to(buffer.dtype) for part in parts])
     buffer.copy_(flat.view(-1)[:elements])
 
 
@@ -187,26 +187,26 @@ def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         A new tensor, float32 [chunk].
     """
-    payload = encode(rows)
+    payload = quantize_gradients(rows)
     received = torch.empty_like(payload)
     dist.all_to_all_single(received, payload, group=group)
     total = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
     for part in received.split(_DECODED_ROWS):
-        for decoded in decode(part, rows.shape[1]):
+        for decoded in dequantize_gradients(part, rows.shape[1]):
             total += decoded
     return total
 
 
-def encode(rows: Tensor) -> Tensor:
+def quantize_gradients(rows: Tensor) -> Tensor:
     """Quantize [n, columns] into uint8 [n, 4 * blocks + columns]: the scales of each row, then its codes."""
     row = expect(CASTS[ScalingGranularity.BLOCKWISE](rows, E4M3.dtype, True, False, False, 1, BLOCK, "").row)
     scales = expect(row.dequant_scale).contiguous()  # they are column-major on a GPU
     return torch.cat([scales.view(torch.uint8), row.data.view(torch.uint8)], dim=1)
 
 
-def decode(payload: Tensor, columns: int) -> Tensor:
-    """Dequantize the payload of `encode` to float32 [n, columns]."""
+def dequantize_gradients(payload: Tensor, columns: int) -> Tensor:
+    """Dequantize the payload of `quantize_gradients` to float32 [n, columns]."""
     scale_bytes = _SCALE_BYTES * -(-columns // BLOCK)
     scales = payload[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     codes = payload[:, scale_bytes:].view(E4M3.dtype)
-    return scaling.dequantize(codes, scales, layout=layout_of_blocks(E4M3.dtype, 1, BLOCK))
+    return scaling.dequantize(codes, scales, layout=make_block_layout(E4M3.dtype, 1, BLOCK))

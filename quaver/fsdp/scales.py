@@ -29,16 +29,16 @@ from quaver.experts.grouped_mm import get_stored_layouts
 from quaver.experts.groups import count_scale_rows, get_scale_shape
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight
-from quaver.fsdp.shard import Shard
+from quaver.fsdp.shard import WeightShard
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.parts import amaxes_of_part
+from quaver.recipes.parts import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import Scales, compute_scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
 
 WholeScales = Sequence[Scales]
-"""The scales of one weight, one for each cast in the order of `layouts_of`; for experts see experts/groups.py."""
+"""The scales of one weight, one for each cast in the order of `list_layouts`; for experts see experts/groups.py."""
 
 WeightCast = tuple[int, ScaleLayout]
 """A cast of one of several weights: the weight's index, and the layout of the scales."""
@@ -47,10 +47,10 @@ WeightCast = tuple[int, ScaleLayout]
 def _get_scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, ...]:
     if len(size) == 3:
         return get_scale_shape(layout, size[0], size[0] * size[1], size[2])
-    return layout.scale_shape(size[0], size[1])
+    return layout.get_scale_shape(size[0], size[1])
 
 
-def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
+def list_layouts(weight: ModuleWeight) -> list[ScaleLayout]:
     """Return the layout of the weight's cast, or of the row and the column cast if they differ."""
     if isinstance(weight.module, Float8Experts):
         row, column = get_stored_layouts(weight.config, is_transposed(weight.module))
@@ -63,12 +63,12 @@ def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
     return [row] if row == column else [row, column]
 
 
-def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:
+def compute_whole_scales(shards: Sequence[WeightShard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:
     """Compute the scales of every weight. A collective: all ranks that hold the shards must call it.
 
     Args:
         shards: shards of weights over the same groups, in the same order on every rank.
-        weights: the weights of the shards, in the same order, with one `rounding_rule`.
+        weights: the weights of the shards, in the same order, with one `get_rounding_rule`.
     """
 
     def is_over_tp(cast: WeightCast) -> bool:
@@ -77,26 +77,26 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
         tp_dim = shards[i].tp_dim
         return tp_dim is not None and layout[tp_dim] == ALL
 
-    casts = [(i, layout) for i, weight in enumerate(weights) for layout in layouts_of(weight)]
+    casts = [(i, layout) for i, weight in enumerate(weights) for layout in list_layouts(weight)]
     casts.sort(key=is_over_tp)  # last, so that their amaxes are one slice
     shapes = [_get_scale_shape(layout, shards[i].size) for i, layout in casts]
     lengths = [math.prod(shape) for shape in shapes]
     tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
     amaxes = _reduce_amaxes(_compute_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
-    parts = compute_scales_of_parts(amaxes, lengths, *rounding_rule(weights[0].config))
+    parts = compute_scales_of_parts(amaxes, lengths, *get_rounding_rule(weights[0].config))
     scales: dict[WeightCast, Scales] = {}
     for cast, shape, part in zip(casts, shapes, parts, strict=True):
         scales[cast] = part._replace(quant=part.quant.view(shape), dequant=part.dequant.view(shape))
-    return [[scales[i, layout] for layout in layouts_of(weight)] for i, weight in enumerate(weights)]
+    return [[scales[i, layout] for layout in list_layouts(weight)] for i, weight in enumerate(weights)]
 
 
-def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
+def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
     """Return the last arguments of `compute_scales_of_parts`. Weights that share them are computed in one call."""
     weight = config.casts.weight
     return weight.row.float8_dtype, weight.power_of_2, weight.row.mode, weight.row.is_blockwise
 
 
-def _compute_local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) -> Tensor:
+def _compute_local_amaxes(shards: Sequence[WeightShard], casts: Sequence[WeightCast]) -> Tensor:
     """Compute this rank's amaxes for `casts`, concatenated, float32; 0 for the elements of other ranks."""
     tensorwise = [(i, layout) for i, layout in casts if layout.is_tensorwise and len(shards[i].size) == 2]
     amax_of = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
@@ -108,14 +108,14 @@ def _compute_local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) 
     return torch.cat(vectors).float()
 
 
-def _compute_local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
+def _compute_local_vector(shard: WeightShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
     if len(shard.size) == 3:
         return _compute_scale_row_amaxes(shard, layout).flatten()
     if layout.is_blockwise:
         return _compute_block_amaxes(shard, layout).flatten()
     dim = layout.index(ALL)
-    amax = scaling.amax(shard.local, dim).flatten()
+    amax = scaling.compute_amax(shard.local, dim).flatten()
     if shard.dim == dim:
         return amax
     amaxes = amax.new_zeros(shard.size[1 - dim])
@@ -123,23 +123,23 @@ def _compute_local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
     return amaxes
 
 
-def _compute_block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
+def _compute_block_amaxes(shard: WeightShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
     amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.size))
     if shard.local.numel() == 0:
         return amaxes
-    amax, corner = amaxes_of_part(shard.local, shard.offsets, layout)
+    amax, corner = compute_part_amaxes(shard.local, shard.offsets, layout)
     amaxes.narrow(shard.dim, corner[shard.dim], amax.shape[shard.dim]).copy_(amax)
     return amaxes
 
 
-def _compute_scale_row_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
+def _compute_scale_row_amaxes(shard: WeightShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
     count = count_scale_rows(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
     return compute_scale_row_amax(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
 
 
-def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: Shard) -> Tensor:
+def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: WeightShard) -> Tensor:
     """Take the maximum over FSDP2's ranks; from index `tp_start` on also over the ranks of tensor parallelism."""
     if shard.tp_group is not None and tp_start == 0:
         world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""`Shard`: one rank's shard, and its place in the weight that FSDP2 all-gathers.
+"""`WeightShard`: one rank's shard, and its place in the weight that FSDP2 all-gathers.
 
 [Note: shapes] FSDP2 shards a weight [N, K] along dim 0 or 1. If tensor parallelism sharded it first, [N, K] is the
 shape of the tensor-parallel shard, which FSDP2 all-gathers. Weights of experts [E, R, C] are sharded by whole experts
@@ -27,11 +27,11 @@ from quaver.torch_private.dtensor import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard as PlacementShard
 
-Ranks = tuple[int, ...]
+RankNumbers = tuple[int, ...]
 """The global ranks of a process group, in its order; () for none."""
 
 
-class Shard(NamedTuple):
+class WeightShard(NamedTuple):
     """One rank's shard, and where it lies in the weight that FSDP2 all-gathers."""
 
     local: Tensor
@@ -48,7 +48,7 @@ class Shard(NamedTuple):
     """The dim that tensor parallelism sharded."""
     device: torch.device
     """The device of the groups' collectives; an offloaded `local` is elsewhere."""
-    ranks: tuple[Ranks, Ranks]
+    ranks: tuple[RankNumbers, RankNumbers]
     """The global ranks of `fsdp_group` and of `tp_group`."""
 
     def narrow_scales(self, whole_scales: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Shard(NamedTuple):
         return whole.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 
-def shard_of(weight: Tensor, local: Tensor) -> Shard:
+def locate_shard(weight: Tensor, local: Tensor) -> WeightShard:
     """Locate `local`, this rank's shard of a DTensor that FSDP2 holds sharded.
 
     FSDP2 shards over one mesh axis, and tensor parallelism over the axis after it.
@@ -101,10 +101,10 @@ def shard_of(weight: Tensor, local: Tensor) -> Shard:
     device = torch.device(mesh.device_type)
     fsdp_group = mesh.get_group(axes[0])
     ranks = _list_ranks(fsdp_group), _list_ranks(tp_group)
-    return Shard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
+    return WeightShard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
 
 
-def _list_ranks(group: ProcessGroup | None) -> Ranks:
+def _list_ranks(group: ProcessGroup | None) -> RankNumbers:
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 

@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
-from quaver.fsdp.scales import WholeScales, compute_whole_scales, rounding_rule
-from quaver.fsdp.shard import Ranks, Shard, shard_of
+from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
+from quaver.fsdp.shard import RankNumbers, WeightShard, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrapperWeight
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
 from quaver.runtime.slow_paths import warn_once
-from quaver.torch_private.dtensor import is_dtensor, local_tensor
+from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
 
 class AllGatherWeight(Protocol):
@@ -61,7 +61,7 @@ class Siblings:
 
     def __init__(self, named: NamedWeights) -> None:
         self.named = named
-        self.checked: set[Ranks] = set()
+        self.checked: set[RankNumbers] = set()
         """The ranks of the process groups that agree about the weights."""
 
 
@@ -71,8 +71,8 @@ class AllGatherState:
 
     siblings: Siblings
     hooks: tuple[RemovableHandle, ...] = ()
-    shards: dict[str, tuple[Tensor, Shard]] = field(default_factory=dict)
-    """Caches, by name, a sharded weight and its `Shard` with an empty `local`, because DTensor's queries are slow."""
+    shards: dict[str, tuple[Tensor, WeightShard]] = field(default_factory=dict)
+    """Caches by name a weight and its `WeightShard` with an empty `local`, because DTensor's queries are slow."""
     prepared: dict[str, PreparedInputs] = field(default_factory=dict)
     """Payloads by name, filled while a `cast_weights_once` is open."""
 
@@ -86,18 +86,25 @@ def _get_all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
     return typing.cast(AllGatherWeight, weight.local)
 
 
-def all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
+def get_all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
     """Return `module.gathering`, which is created for a copy of a module."""
     if module.gathering is None:
         module.gathering = AllGatherState(Siblings([("", weight) for weight in weights_of_module(module)]))
     return typing.cast(AllGatherState, module.gathering)
 
 
-def current_shard(weight: ModuleWeight) -> Shard:
-    """Return this rank's `Shard` of `weight`. All but `local` is cached until the module has another parameter."""
-    shards, parameter, local = all_gather_state(weight.module).shards, weight.parameter, _get_all_gather_weight(weight)
+def get_current_shard(weight: ModuleWeight) -> WeightShard:
+    """Return this rank's `WeightShard` of `weight`.
+
+    All but `local` is cached until the module has another parameter.
+    """
+    shards, parameter, local = (
+        get_all_gather_state(weight.module).shards,
+        weight.parameter,
+        _get_all_gather_weight(weight),
+    )
     if weight.name not in shards or shards[weight.name][0] is not parameter:
-        shards[weight.name] = parameter, shard_of(parameter, local.wrapped.new_empty(0))  # keep no memory alive
+        shards[weight.name] = parameter, locate_shard(parameter, local.wrapped.new_empty(0))  # keep no memory alive
     return shards[weight.name][1]._replace(local=local.wrapped)
 
 
@@ -106,7 +113,7 @@ def _is_sharded(weight: ModuleWeight) -> bool:
     parameter = weight.parameter
     if not weight.config.casts.weight.is_float8:  # `high_precision_matmuls` covers it at this step
         return False
-    if not is_dtensor(parameter) or not isinstance(local_tensor(parameter), WrapperWeight):
+    if not is_dtensor(parameter) or not isinstance(get_local_tensor(parameter), WrapperWeight):
         return False
     sharding = weight.module.sharding if isinstance(weight.module, Float8Linear) else None
     return sharding is None or parameter.device_mesh.ndim > sharding.mesh.ndim
@@ -124,7 +131,7 @@ def _needs_scales(weight: ModuleWeight) -> bool:
     return scale is None or not scale.is_initialized
 
 
-def whole_scales(weight: ModuleWeight) -> WholeScales:
+def get_whole_scales(weight: ModuleWeight) -> WholeScales:
     """Return the dynamic scales of `weight`.
 
     If they are unknown, one collective computes the scales of every sibling that lacks them.
@@ -132,13 +139,13 @@ def whole_scales(weight: ModuleWeight) -> WholeScales:
     known = _get_all_gather_weight(weight).scales(weight.parameter)
     if known is not None:
         return known
-    siblings = all_gather_state(weight.module).siblings
+    siblings = get_all_gather_state(weight.module).siblings
     unknown = [
         (name, sibling)
         for name, sibling in siblings.named
         if _needs_scales(sibling) and _get_all_gather_weight(sibling).scales(sibling.parameter) is None
     ]
-    own = current_shard(weight)
+    own = get_current_shard(weight)
     computed = _group_by_collective(unknown)[_make_collective_key(weight, own)]
     if own.ranks[0] not in siblings.checked:
         _check_ranks_agree([(name, sibling) for name, sibling, _ in computed], own.fsdp_group, own.device)
@@ -147,18 +154,18 @@ def whole_scales(weight: ModuleWeight) -> WholeScales:
     return typing.cast(WholeScales, _get_all_gather_weight(weight).scales(weight.parameter))
 
 
-def _make_collective_key(weight: ModuleWeight, shard: Shard) -> tuple[Any, ...]:
+def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> tuple[Any, ...]:
     """Make a key, equal for weights that share the collective of scales; see [Note: equal groups] in shard.py."""
-    return *shard.ranks, *rounding_rule(weight.config)
+    return *shard.ranks, *get_rounding_rule(weight.config)
 
 
-NamedShards = list[tuple[str, ModuleWeight, Shard]]
+NamedShards = list[tuple[str, ModuleWeight, WeightShard]]
 
 
 def _group_by_collective(named: NamedWeights) -> dict[tuple[Any, ...], NamedShards]:
     groups: dict[tuple[Any, ...], NamedShards] = {}
     for name, weight in named:
-        shard = current_shard(weight)
+        shard = get_current_shard(weight)
         groups.setdefault(_make_collective_key(weight, shard), []).append((name, weight, shard))
     return groups
 

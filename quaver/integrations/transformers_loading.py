@@ -27,7 +27,7 @@ from quaver.export.frozen import StoredWeights
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.integrations.transformers_conv1d import Conv1DLinear
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.scaling import amax
+from quaver.recipes.scaling import compute_amax
 
 _PATTERN = "float8 tensors of quaver"
 """The source pattern under which transformers' loader collects the tensors of a `Float8Tensors`."""
@@ -68,7 +68,7 @@ class QuaverWeights(ConversionOps):
         expected = getattr(module, leaf).shape
         if tensor.shape != expected:
             raise ValueError(f"{name}: expected {list(expected)}, as the model has, got {list(tensor.shape)}")
-        if not bool(amax(tensor).isfinite()):
+        if not bool(compute_amax(tensor).isfinite()):
             raise ValueError(f"the weight {name} holds NaN or inf, so it cannot be frozen in float8")
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
         freeze_weight(ModuleWeight(module, leaf), self._config)

@@ -35,7 +35,7 @@ from quaver.conversion.convert import (
     convert_to_high_precision,
     decide,
 )
-from quaver.conversion.freeze import frozen_config
+from quaver.conversion.freeze import resolve_frozen_config
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, configs_of
 from quaver.experts.module import is_experts
@@ -54,7 +54,7 @@ from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.serving import serving_config
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 METHOD = "quaver"
 """The `quant_method` of a QuaverConfig."""
@@ -109,7 +109,7 @@ class QuaverConfig(QuantizationConfigMixin):
         self.serving, self.frozen, self.include_subclasses = serving, frozen, include_subclasses
         self.modules_to_not_convert = list(names)
         if frozen:
-            frozen_config(self.linear_recipe)
+            resolve_frozen_config(self.linear_recipe)
         elif not isinstance(recipe, LayerRecipes):
             resolve_config(self.linear_recipe)
 
@@ -237,7 +237,7 @@ class QuaverQuantizer(HfQuantizer):
             raise self._operation.problem
         unread = [name for name in sorted(self._frozen) if not isinstance(_parameter(model, name), FrozenFloat8Weight)]
         if unread:
-            raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {listed(unread)}")
+            raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {join_names(unread)}")
         if self._frozen:
             share_inputs(model, Float8Linear)
         if self._converts_after_loading(model) and not self.quantization_config.frozen:
@@ -256,7 +256,7 @@ class QuaverQuantizer(HfQuantizer):
 
     @property
     def _frozen_config(self) -> Float8LinearConfig:
-        return frozen_config(self.quantization_config.linear_recipe)
+        return resolve_frozen_config(self.quantization_config.linear_recipe)
 
     def _converts_after_loading(self, model: nn.Module) -> bool:
         """Return whether to convert after loading, as for distributed models and configs with a float8 all-gather."""
@@ -318,8 +318,8 @@ def _float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
     checkpoint = Float8Checkpoint(folder, torch.float32)
     if set(checkpoint.files) != set(map(Path, files)):
         raise NotImplementedError(
-            f"expected transformers to read the files {listed([file.name for file in checkpoint.files])}, got "
-            f"{listed([Path(file).name for file in files])}; leave out variant"
+            f"expected transformers to read the files {join_names([file.name for file in checkpoint.files])}, got "
+            f"{join_names([Path(file).name for file in files])}; leave out variant"
         )
     return checkpoint
 

@@ -23,7 +23,7 @@ from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
-from quaver.runtime.names import plain_name
+from quaver.runtime.names import strip_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _convert_with_configs(reference: nn.Module, configs: dict[str, Float8LinearC
 
 
 def _has_config(configs: dict[str, Float8LinearConfig], config: Float8LinearConfig, _: nn.Module, name: str) -> bool:
-    return configs.get(plain_name(name)) == config
+    return configs.get(strip_wrappers(name)) == config
 
 
 def _without_all_gather(config: Float8LinearConfig) -> Float8LinearConfig:
@@ -77,9 +77,9 @@ def _without_all_gather(config: Float8LinearConfig) -> Float8LinearConfig:
 def _share_scales(reference: nn.Module, model: nn.Module) -> None:
     """Give the reference's linears the persistent scales of the model's linears with the same name and config."""
     modules = model.named_modules()
-    trained = {plain_name(name): module for name, module in modules if isinstance(module, Float8Linear)}
+    trained = {strip_wrappers(name): module for name, module in modules if isinstance(module, Float8Linear)}
     for name, linear in reference.named_modules():
-        source = trained.get(plain_name(name))
+        source = trained.get(strip_wrappers(name))
         if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scaling is None:
             continue
         if _without_all_gather(linear.config) == _without_all_gather(source.config):
@@ -88,7 +88,7 @@ def _share_scales(reference: nn.Module, model: nn.Module) -> None:
 
 def _configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
     return {
-        plain_name(name): module.config if isinstance(module, Float8Linear) else module.float8_config
+        strip_wrappers(name): module.config if isinstance(module, Float8Linear) else module.float8_config
         for name, module in model.named_modules()
         if isinstance(module, Float8Linear | Float8Grouped)
     }

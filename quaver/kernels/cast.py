@@ -46,19 +46,19 @@ from quaver.kernels.operands import (
     select_directions,
     unflatten_operands,
 )
-from quaver.kernels.operation import operation, triton_kernels, wrap_registered_cast
+from quaver.kernels.operation import register_operation, triton_kernels, wrap_registered_cast
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
-from quaver.recipes.scale_layout import ALL, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of_blocks
+from quaver.recipes.scale_layout import ALL, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, make_block_layout
 from quaver.recipes.scale_rules import has_kernel
 from quaver.runtime.compile_hints import wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
 from quaver.torch_private.dispatch import count_dispatch_modes
 
-CAST = "quaver::cast"
-_amax = phase("quaver::amax")(scaling.amax)
+CAST_PHASE = "quaver::cast"
+_amax = phase("quaver::amax")(scaling.compute_amax)
 
 
 def _cast_tensorwise(
@@ -100,14 +100,14 @@ def cast_column_codes(
     """
     if is_cpu(hp) or not torch.compiler.is_dynamo_compiling():
         codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, division=division)
-        return codes if is_cpu(hp) else column_major(codes)
+        return codes if is_cpu(hp) else to_column_major(codes)
     codes = scaling.cast_to_float8(hp.t(), factor.t(), float8_dtype, own_amax=own_amax, division=division)
     return codes.contiguous().t()
 
 
-def _to_column_major(codes: Tensor) -> Tensor:
-    """Run `column_major` on codes with no other reader, which compiled code converts directly into this layout."""
-    return codes.t().contiguous().t() if torch.compiler.is_dynamo_compiling() else column_major(codes)
+def _convert_to_column_major(codes: Tensor) -> Tensor:
+    """Run `to_column_major` on codes with no other reader, which compiled code converts directly into this layout."""
+    return codes.t().contiguous().t() if torch.compiler.is_dynamo_compiling() else to_column_major(codes)
 
 
 def _cast_rowwise(
@@ -164,7 +164,7 @@ def _cast_blockwise(
     cpu.check_memory(hp)
 
     def cast(layout: ScaleLayout) -> Operand:
-        amax = scaling.block_amax(hp, layout)
+        amax = scaling.compute_block_amax(hp, layout)
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
         quant, dequant, outer = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=True)
         dequant = dequant.t().contiguous() if by_columns else dequant
@@ -174,10 +174,10 @@ def _cast_blockwise(
         codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, True, division)
         return Operand(codes, dequant, layout, quant, outer)
 
-    operands = cast_by_layout(cast, row, column, layout_of_blocks(float8_dtype, dot_products, length))
+    operands = cast_by_layout(cast, row, column, make_block_layout(float8_dtype, dot_products, length))
     if is_cpu(hp) or operands.column is None:
         return operands
-    return Operands(operands.row, operands.column._replace(data=_to_column_major(operands.column.data)))
+    return Operands(operands.row, operands.column._replace(data=_convert_to_column_major(operands.column.data)))
 
 
 def _cpu_blockwise(
@@ -187,11 +187,11 @@ def _cpu_blockwise(
     dot_products, length, mode = blocks
 
     def cast(layout: ScaleLayout) -> Operand:
-        amax: Any = cpu.block_amax(hp, layout)
+        amax: Any = cpu.compute_block_amax(hp, layout)
         scales = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=True)
         return _cpu_by_scales(hp, scales, float8_dtype, layout, mode)
 
-    layout = layout_of_blocks(float8_dtype, dot_products, length)
+    layout = make_block_layout(float8_dtype, dot_products, length)
     is_supported = cpu.supports(hp, float8_dtype) and has_kernel(mode)
     return cast_by_layout(cast, row, column, layout) if is_supported else None
 
@@ -218,10 +218,10 @@ def _fake_blockwise(
             dequant, outer = dequant.to(E4M3.dtype), hp.new_empty((), dtype=torch.float32)
         return Operand(codes, dequant, layout, quant, outer)
 
-    operands = cast_by_layout(cast, row, column, layout_of_blocks(float8_dtype, dot_products, length))
+    operands = cast_by_layout(cast, row, column, make_block_layout(float8_dtype, dot_products, length))
     if is_cpu(hp) or operands.column is None:
         return operands
-    return Operands(operands.row, operands.column._replace(data=column_major(operands.column.data)))
+    return Operands(operands.row, operands.column._replace(data=to_column_major(operands.column.data)))
 
 
 def _make_operands(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, column: bool) -> Operands:
@@ -233,7 +233,7 @@ def _make_operands(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, col
 
 def lay_out_codes(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
     """Lay out `codes` in the requested layouts, of row codes and of column codes."""
-    return codes.contiguous() if row else None, column_major(codes) if column else None
+    return codes.contiguous() if row else None, to_column_major(codes) if column else None
 
 
 def _column_major(codes: Tensor) -> Tensor:
@@ -241,12 +241,12 @@ def _column_major(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.mT.shape).copy_(codes.mT).mT
 
 
-column_major = operation(_column_major, results=1, gpu="column_major", in_graphs=True)
+to_column_major = register_operation(_column_major, results=1, gpu="to_column_major", in_graphs=True)
 
 
-def row_major(codes: Tensor) -> Tensor:
+def to_row_major(codes: Tensor) -> Tensor:
     """Return `codes` [..., R, C] if they are contiguous, else a contiguous copy."""
-    return codes if codes.is_contiguous() else column_major(codes.mT).mT
+    return codes if codes.is_contiguous() else to_column_major(codes.mT).mT
 
 
 def _cpu_tensorwise(
@@ -304,11 +304,11 @@ def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     rows, columns = hp.shape
 
     def operand(layout: ScaleLayout) -> Operand:
-        shape = layout.scale_shape(rows, columns)
+        shape = layout.get_scale_shape(rows, columns)
         quant, dequant = (hp.new_empty(shape, dtype=torch.float32) for _ in range(2))
         codes = torch.empty_like(hp, dtype=float8_dtype)
         if not is_cpu(hp):
-            codes = column_major(codes) if layout == COLUMNWISE else codes.contiguous()
+            codes = to_column_major(codes) if layout == COLUMNWISE else codes.contiguous()
         return Operand(codes, dequant, layout, quant)
 
     return Operands(operand(ROWWISE) if row else None, operand(COLUMNWISE) if column else None)
@@ -323,26 +323,26 @@ def _rowwise_layout(*_: object) -> ScaleLayout:
 
 
 def _blockwise_layout(*args: Any) -> ScaleLayout:
-    return layout_of_blocks(args[1], args[5], args[6])
+    return make_block_layout(args[1], args[5], args[6])
 
 
-cast_tensorwise = operation(
+cast_tensorwise = register_operation(
     _cast_tensorwise,
     cpu=_cpu_tensorwise,
     gpu="cast_tensorwise",
     fake=_fake_tensorwise,
-    phase=CAST,
+    phase=CAST_PHASE,
     layout=_tensorwise_layout,
 )
-cast_rowwise = operation(
-    _cast_rowwise, cpu=_cpu_rowwise, gpu="cast_rowwise", fake=_fake_rowwise, phase=CAST, layout=_rowwise_layout
+cast_rowwise = register_operation(
+    _cast_rowwise, cpu=_cpu_rowwise, gpu="cast_rowwise", fake=_fake_rowwise, phase=CAST_PHASE, layout=_rowwise_layout
 )
-cast_blockwise = operation(
+cast_blockwise = register_operation(
     _cast_blockwise,
     cpu=_cpu_blockwise,
     gpu="cast_blockwise",
     fake=_fake_blockwise,
-    phase=CAST,
+    phase=CAST_PHASE,
     layout=_blockwise_layout,
 )
 
@@ -442,32 +442,34 @@ def _cpu_with_scale(
     return tuple(codes)
 
 
-cast_with_scale = operation(_cast_with_scale, results=2, cpu=_cpu_with_scale, gpu="cast_with_scale", phase=CAST)
+cast_with_scale = register_operation(
+    _cast_with_scale, results=2, cpu=_cpu_with_scale, gpu="cast_with_scale", phase=CAST_PHASE
+)
 
 
-cast_blocks_with_scale = phase(CAST)(scaling.cast_blocks)
+cast_blocks_with_scale = phase(CAST_PHASE)(scaling.cast_blocks)
 """`scaling.cast_blocks` in a profiler range, for shards that are quantized before an all-gather."""
 
 
 @phase("quaver::amax")
 def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
-    """Run `scaling.amax` on a matrix and return float32, for amaxes that ranks reduce before they quantize.
+    """Run `scaling.compute_amax` on a matrix and return float32, for amaxes that ranks reduce before they quantize.
 
     Under a dispatch mode it runs in PyTorch, so that a selective-checkpoint policy can save the amax.
     """
     under_mode = torch.compiler.is_dynamo_compiling() or count_dispatch_modes() > 0
     triton_cast = None if under_mode else triton_kernels(hp)
-    amax: Tensor | None = None if triton_cast is None else triton_cast.amax(hp, dim)
-    return scaling.amax(hp, dim).float() if amax is None else amax
+    amax: Tensor | None = None if triton_cast is None else triton_cast.compute_amax(hp, dim)
+    return scaling.compute_amax(hp, dim).float() if amax is None else amax
 
 
 def _column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
-    """Run `column_major` in the backward, on codes that an all-gather or `cast_weights_once` made before the graph.
+    """Run `to_column_major` in the backward, on codes that an all-gather or `cast_weights_once` made before the graph.
 
     A compiler may copy a graph's input in the forward and save the copy for backward. Reading a gradient prevents it.
     """
-    copy: Tensor = column_major(codes)
+    copy: Tensor = to_column_major(codes)
     return copy
 
 
-column_major_after = operation(_column_major_after, results=1, in_graphs=True)
+column_major_after = register_operation(_column_major_after, results=1, in_graphs=True)

@@ -201,9 +201,9 @@ def _granularity_of(scale: Tensor, layout: ScaleLayout, rows: int, columns: int)
             return {"dim": 1}
         if scale.shape == (1, columns):
             return {"dim": 0}
-        if scale.shape == layout.scale_shape(rows, columns):
+        if scale.shape == layout.get_scale_shape(rows, columns):
             return {"dim": _BLOCKS, "block_size": layout.block((rows, columns))}
-    shape = list(layout.scale_shape(rows, columns))
+    shape = list(layout.get_scale_shape(rows, columns))
     raise _make_error(scale, f"expected a contiguous float32 scale of shape {shape} ({layout})")
 
 
@@ -272,11 +272,11 @@ def cast_with_scale(
     return codes
 
 
-def block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
-    """Run `quaver.recipes.scaling.block_amax` on `hp` [rows, columns]."""
+def compute_block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
+    """Run `quaver.recipes.scaling.compute_block_amax` on `hp` [rows, columns]."""
     if hp.dtype not in HP_KIND or not supports(hp, torch.float8_e4m3fn):
         return None
-    amax = hp.new_empty(layout.scale_shape(hp.shape[0], hp.shape[1]))
+    amax = hp.new_empty(layout.get_scale_shape(hp.shape[0], hp.shape[1]))
     addresses = hp.data_ptr(), 0, amax.data_ptr()
     _call(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=layout[:2])
     return amax
@@ -404,7 +404,7 @@ def observe(
         return None
     codes = codes if codes is None or codes.stride(1) == 1 else codes.contiguous()
     threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MOST_THREADS)
-    block_size, blocks = layout.block(hp.shape), layout.scale_shape(rows, columns) or (1, 1)
+    block_size, blocks = layout.block(hp.shape), layout.get_scale_shape(rows, columns) or (1, 1)
     for scale in (quant_scale, dequant_scale):
         if not (is_plain(scale) and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):
             raise _make_error(scale, f"expected {blocks[0] * blocks[1]} scales in contiguous float64")

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quaver.kernels import cpu
 from quaver.kernels.operands import Operand, expect
-from quaver.kernels.operation import operation
+from quaver.kernels.operation import register_operation
 from quaver.kernels.widen import widen
 from quaver.recipes import e2m1
 from quaver.recipes.formats import E2M1
@@ -264,10 +264,10 @@ def _fake_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(rows, columns, dtype=out_dtype)
 
 
-exact_float8_mm = operation(_exact_float8_mm, results=1, cpu=_cpu_mm, fake=_fake_mm, in_graphs=True)
+exact_float8_mm = register_operation(_exact_float8_mm, results=1, cpu=_cpu_mm, fake=_fake_mm, in_graphs=True)
 
 
 @register_flop_formula(torch.ops.quaver.exact_float8_mm)
-def flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
+def count_flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
     """Count FLOPs as torch's aten._scaled_mm, for FlopCounterMode and the compiler's activation memory budget."""
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]

@@ -17,12 +17,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType
+from torch.nn.functional import ScalingType as TorchScalingType
+from torch.nn.functional import SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from quaver.kernels.cast import row_major
-from quaver.kernels.exact_mm import flops
-from quaver.kernels.operation import operation
+from quaver.kernels.cast import to_row_major
+from quaver.kernels.exact_mm import count_flops
+from quaver.kernels.operation import register_operation
 
 ALIGNMENT = 16
 """K and N of a native float8 matmul must be multiples of this."""
@@ -38,25 +39,28 @@ def _native_block_mm(
     """
     (m, k), n = a.shape, b.shape[1]
     rows, columns = -m % ALIGNMENT, -n % (length if is_square else ALIGNMENT)
-    a = row_major(pad_codes(a, rows, -k % length))
-    b = row_major(pad_codes(b, -k % length, columns).t()).t()
+    a = to_row_major(pad_codes(a, rows, -k % length))
+    b = to_row_major(pad_codes(b, -k % length, columns).t()).t()
     if length == 128:
         # Square blocks: scales have a row per block of K, padded to a multiple of 4. Others: a row per column of b.
         more = -b_dequant_scale.shape[0] % 4 if is_square else columns
         b_scale = b_dequant_scale if is_square else b_dequant_scale.t()
-        scales = _column_major(a_dequant_scale, rows), _column_major(b_scale, more)
-        recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128 if is_square else ScalingType.BlockWise1x128
+        scales = _pad_to_column_major(a_dequant_scale, rows), _pad_to_column_major(b_scale, more)
+        recipes = (
+            TorchScalingType.BlockWise1x128,
+            TorchScalingType.BlockWise128x128 if is_square else TorchScalingType.BlockWise1x128,
+        )
         swizzle = SwizzleType.NO_SWIZZLE
     else:
         column_scales = b_dequant_scale.repeat_interleave(length, 1) if is_square else b_dequant_scale
         scales = _tile_scales(a_dequant_scale), _tile_scales(column_scales.t())
-        recipes = ScalingType.BlockWise1x32, ScalingType.BlockWise1x32
+        recipes = TorchScalingType.BlockWise1x32, TorchScalingType.BlockWise1x32
         swizzle = SwizzleType.SWIZZLE_32_4_4
     out = F.scaled_mm(a, b, scales[0], recipes[0], scales[1], recipes[1], swizzle, swizzle)
     return out if out.shape == (m, n) else out[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
-def _column_major(scale: Tensor, rows: int) -> Tensor:
+def _pad_to_column_major(scale: Tensor, rows: int) -> Tensor:
     """Append `rows` rows of 1, column-major. Without rows it copies nothing if `has_scales_by_columns` held."""
     by_columns = scale.t()
     return (F.pad(by_columns, (0, rows), value=1.0) if rows else by_columns.contiguous()).t()
@@ -83,5 +87,5 @@ def _fake_mm(a: Tensor, b: Tensor, *_: object) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
 
 
-native_block_mm = operation(_native_block_mm, results=1, fake=_fake_mm, in_graphs=True)
-register_flop_formula(torch.ops.quaver.native_block_mm)(flops)
+native_block_mm = register_operation(_native_block_mm, results=1, fake=_fake_mm, in_graphs=True)
+register_flop_formula(torch.ops.quaver.native_block_mm)(count_flops)

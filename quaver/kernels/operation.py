@@ -1,6 +1,6 @@
 """Registers a cast or a matmul as an operation, and returns the function that the rest of the package calls.
 
-    cast_tensorwise = operation(reference, cpu=..., gpu="cast_tensorwise", phase="quaver::cast")
+    cast_tensorwise = register_operation(reference, cpu=..., gpu="cast_tensorwise", phase="quaver::cast")
 
 registers `torch.ops.quaver.cast_tensorwise`, with a schema from the reference's annotations, and returns a function of
 the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, and runs if no kernel supports
@@ -44,7 +44,7 @@ library = torch.library.Library("quaver", "FRAGMENT")
 _SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?", "Sequence[int]": "int[]"}
 
 
-def operation(
+def register_operation(
     reference: Callable[..., Any],
     *,
     results: int | None = None,
@@ -132,7 +132,10 @@ def _schema_results(results: int | None) -> str:
 
 
 def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) -> Callable[..., Operands]:
-    """Call a registered cast, which returns flat tensors, and return `Operands`. `layout`: as for `operation`."""
+    """Call a registered cast, which returns flat tensors, and return `Operands`.
+
+    `layout`: as for `register_operation`.
+    """
     names = [argument.name for argument in registered.default._schema.arguments]
     row, column = names.index("row"), names.index("column")
 
@@ -155,7 +158,7 @@ def triton_kernels(hp: Tensor) -> Any:
         return None
     from quaver.kernels import triton_blocks, triton_cast  # they import triton, which PyTorch for CPUs lacks
 
-    obstacle = triton_blocks.obstacle_of(hp.device.index)
+    obstacle = triton_blocks.find_kernel_obstacle(hp.device.index)
     if obstacle is None:
         return triton_cast
     warn_once(

@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
-from quaver.kernels.cast import CAST, cast_column_codes, cast_row_codes, cast_tensorwise, lay_out_codes, realize_scales
+from quaver.kernels.cast import (
+    CAST_PHASE,
+    cast_column_codes,
+    cast_row_codes,
+    cast_tensorwise,
+    lay_out_codes,
+    realize_scales,
+)
 from quaver.kernels.operands import Operand, Operands, pair_codes, select_directions
-from quaver.kernels.operation import library, operation
+from quaver.kernels.operation import library, register_operation
 from quaver.recipes import scaling
 from quaver.recipes.scale_layout import TENSORWISE
 from quaver.recipes.scaling import PersistentScale
@@ -59,7 +66,7 @@ def _fake_with_persistent_scale(
     return row_codes, quant, dequant, column_codes, observed
 
 
-_persistent = operation(
+_persistent = register_operation(
     _cast_with_persistent_scale,
     results=5,
     cpu=_cpu_with_persistent_scale,
@@ -68,7 +75,7 @@ _persistent = operation(
 )
 
 
-@phase(CAST)
+@phase(CAST_PHASE)
 def cast_with_persistent_scale(
     hp: Tensor,
     scale: PersistentScale,
@@ -99,7 +106,7 @@ def cast_with_persistent_scale(
     row_codes, quant, dequant, column_codes, observed = _persistent(
         hp, float8_dtype, row, column, power_of_2, scale.quant_scale
     )
-    record(scale, observed)
+    record_observed(scale, observed)
     if is_cpu(hp):
         return select_directions(Operand(row_codes, dequant, TENSORWISE, quant), row, column)
     return pair_codes(row_codes if row else None, column_codes if column else None, quant, dequant)
@@ -157,18 +164,18 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
 
-    above = scaling.saturates_above(float8_dtype)
-    amaxes = scaling.amax(hp, 1).float()
+    above = scaling.compute_saturation_threshold(float8_dtype)
+    amaxes = scaling.compute_amax(hp, 1).float()
     counts = (scaling.multiply(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
     counts = torch.where(amaxes * quant_scale <= above, 0.0, counts)
     rows = hp.shape[0]
     if statically_known_true(rows % _ROWS_AT_ONCE == 0):
         by_rows = (rows // _ROWS_AT_ONCE, _ROWS_AT_ONCE)
-        amaxes, counts = scaling.amax(amaxes.view(by_rows), 1), counts.view(by_rows).sum(1)
-    return scaling.amax(amaxes), counts.sum()
+        amaxes, counts = scaling.compute_amax(amaxes.view(by_rows), 1), counts.view(by_rows).sum(1)
+    return scaling.compute_amax(amaxes), counts.sum()
 
 
-def record(scale: PersistentScale, observed: Tensor) -> None:
+def record_observed(scale: PersistentScale, observed: Tensor) -> None:
     """Update the amax buffer of a persistent scale to the maximum of itself and one cast's `observed`, float32 [2]."""
     if scale.amax_buffer is None:
         return
@@ -182,7 +189,7 @@ def record(scale: PersistentScale, observed: Tensor) -> None:
 
 def record_amax(scale: PersistentScale, amax: Tensor) -> None:
     """Record the amax, float32 (), of a matrix that was scaled dynamically, with no saturated elements."""
-    record(scale, torch.stack([amax, torch.zeros_like(amax)]).to(scale.quant_scale.device))
+    record_observed(scale, torch.stack([amax, torch.zeros_like(amax)]).to(scale.quant_scale.device))
 
 
 def _update_amax_buffer(amax_buffer: Tensor, observed: Tensor) -> None:

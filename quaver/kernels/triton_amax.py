@@ -19,12 +19,12 @@ from quaver.kernels.operands import expect
 from quaver.kernels.triton_blocks import (
     accepts,
     as_bits,
+    choose_tile,
     jit,
     launch,
     load_tile,
     magnitude_bits,
     supports_matrix,
-    tile_for,
 )
 
 with contextlib.suppress(ImportError):  # PyTorch for CPUs lacks it
@@ -32,8 +32,8 @@ with contextlib.suppress(ImportError):  # PyTorch for CPUs lacks it
 
 
 @accepts(supports_matrix)
-def amax(hp: Tensor, dim: int | None) -> Tensor:
-    """Run `recipes.scaling.amax` on `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
+def compute_amax(hp: Tensor, dim: int | None) -> Tensor:
+    """Run `recipes.scaling.compute_amax` on `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
     if dim is None:
         return amax_unless_known(hp, None)[0]
     row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
@@ -46,7 +46,7 @@ def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
     If the scale is above 0, no program reads `hp`. Only the device can check it, so the kernel is always launched.
     """
     observed = hp.new_zeros(2, dtype=torch.float32)
-    launch(_amax, hp, tile_for(hp), quant_scale, observed, None, None)
+    launch(_amax, hp, choose_tile(hp), quant_scale, observed, None, None)
     return observed
 
 
@@ -56,7 +56,7 @@ def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None
     zeros = hp.new_zeros(height * rows + width * columns, dtype=torch.float32)  # one fill kernel for both
     row_amax = zeros[:height].view(height, 1) if rows else None
     column_amax = zeros[height * rows :].view(1, width) if columns else None
-    launch(_amax, hp, tile_for(hp), None, None, row_amax, column_amax)
+    launch(_amax, hp, choose_tile(hp), None, None, row_amax, column_amax)
     return row_amax, column_amax
 
 
@@ -69,7 +69,7 @@ def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
             it is fast if rows are sorted by group.
     """
     amaxes = hp.new_zeros(groups, hp.shape[1], dtype=torch.float32)
-    launch(_group_amax, hp, tile_for(hp), group.contiguous(), amaxes)
+    launch(_group_amax, hp, choose_tile(hp), group.contiguous(), amaxes)
     return amaxes
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import HP_DTYPES, format_of
-from quaver.recipes.scale_rules import RULES, float32, has_kernel, rule_of
+from quaver.recipes.formats import HP_DTYPES, get_format
+from quaver.recipes.scale_rules import RULES, get_rule, has_kernel, round_to_float32
 from quaver.recipes.scaling import EPS, PLAIN_TYPES, bits_of
 from quaver.runtime.devices import compute_capability
 
@@ -100,11 +100,11 @@ def has_kernels(tensor: Tensor) -> bool:
         and type(tensor) in PLAIN_TYPES
         and tensor.is_contiguous()
         and tensor.numel() > 0
-        and (INTERPRETED if tensor.is_cpu else tensor.is_cuda and obstacle_of(tensor.device.index) is None)
+        and (INTERPRETED if tensor.is_cpu else tensor.is_cuda and find_kernel_obstacle(tensor.device.index) is None)
     )
 
 
-def obstacle_of(device_index: int | None) -> str | None:
+def find_kernel_obstacle(device_index: int | None) -> str | None:
     """Return why the kernels do not run on this GPU, or None if they do."""
     if UNAVAILABLE_BECAUSE is not None:
         return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
@@ -138,7 +138,7 @@ def launch(kernel: Any, hp: Tensor, tile: Tile, *args: Tensor | int | None, **co
         kernel[tiles, math.prod(matrices)](hp, *args, height, width, TILE=tile, num_warps=tile.warps, **constants)
 
 
-def tile_for(hp: Tensor, *, column_codes: bool = False) -> Tile:
+def choose_tile(hp: Tensor, *, column_codes: bool = False) -> Tile:
     """Choose the tile for `hp` [R, C]: eight loads of 16 bytes per thread, or a smaller tile for narrow accesses."""
     height, width = hp.shape
     if width % 16 or hp.data_ptr() % 16 or (column_codes and height % 16):
@@ -184,15 +184,15 @@ class CastTarget(NamedTuple):
 
 
 @functools.cache
-def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> CastTarget:
+def make_cast_target(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> CastTarget:
     """Make the constants of a cast to `float8_dtype` with the argument `mode` of a cast."""
-    fmt = format_of(float8_dtype)
+    fmt = get_format(float8_dtype)
     pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
     statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
     conversion = "\n".join(("{", *statements, "}"))
     limits = fmt.max, fmt.max / EPS, fmt.saturates_above
     exponents = bits_of(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
-    rule = rule_of(mode)
+    rule = get_rule(mode)
     quant_of_zero, dequant_of_zero = rule.zero_scales or (0.0, 0.0)
     return CastTarget(
         TRITON_FLOAT8[float8_dtype],
@@ -201,7 +201,7 @@ def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "")
         power_of_2,
         *exponents,
         by_rule=mode in RULES,
-        inverse_max=float32(1 / fmt.max),
+        inverse_max=round_to_float32(1 / fmt.max),
         form=rule.form,
         smallest_amax=rule.smallest_amax,
         smallest_scale=rule.smallest_scale,

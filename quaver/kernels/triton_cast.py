@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import Operand, Operands, pair_codes, select_directions, unflatten_operands
-from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known, group_amax
+from quaver.kernels.triton_amax import amax_by_dim, amax_unless_known, compute_amax, group_amax
 from quaver.kernels.triton_blocks import (
     CastTarget,
     Codes,
@@ -37,7 +37,7 @@ from quaver.kernels.triton_blocks import (
     accepts,
     apply_scale,
     as_bits,
-    cast_to,
+    choose_tile,
     empty_codes,
     hide_from_cse,
     inside,
@@ -47,6 +47,7 @@ from quaver.kernels.triton_blocks import (
     load_bits,
     load_tile,
     magnitude_bits,
+    make_cast_target,
     nan_for_inf,
     scales_of_amax,
     spread,
@@ -54,12 +55,11 @@ from quaver.kernels.triton_blocks import (
     store_row_codes,
     store_scales,
     supports,
-    tile_for,
     to_float8,
     widen,
 )
 from quaver.kernels.triton_cast_blocks import cast_blockwise
-from quaver.kernels.triton_copy import column_major
+from quaver.kernels.triton_copy import to_column_major
 from quaver.recipes.scale_layout import ROWWISE
 
 try:
@@ -69,13 +69,13 @@ except ImportError:  # PyTorch for CPUs lacks it
     triton = None
 
 __all__ = [
-    "amax",
+    "compute_amax",
     "cast_blockwise",
     "cast_rowwise",
     "cast_tensorwise",
     "cast_with_persistent_scale",
     "cast_with_scale",
-    "column_major",
+    "to_column_major",
     "group_amax",
     "supports",
 ]
@@ -92,7 +92,7 @@ def cast_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
     """Run `quaver.recipes.scaling.dynamic_cast` on `hp` [R, C] with one scale, float32 ()."""
-    cast = cast_to(float8_dtype, power_of_2, mode)
+    cast = make_cast_target(float8_dtype, power_of_2, mode)
     row_codes, quant, dequant, column_codes, _ = _cast_with_one_scale(hp, float8_dtype, row, column, cast, None)
     return pair_codes(row_codes, column_codes, quant, dequant)
 
@@ -109,7 +109,7 @@ def cast_with_persistent_scale(
         Row codes, quant_scale and dequant_scale, float32 (), and column codes; None for codes that were not requested.
         And float32 [2]: the amax of hp, and the number of saturated elements.
     """
-    return _cast_with_one_scale(hp, float8_dtype, row, column, cast_to(float8_dtype, power_of_2), quant_scale)
+    return _cast_with_one_scale(hp, float8_dtype, row, column, make_cast_target(float8_dtype, power_of_2), quant_scale)
 
 
 def _cast_with_one_scale(
@@ -119,7 +119,7 @@ def _cast_with_one_scale(
     observed = amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
-    tile = tile_for(hp, column_codes=column)
+    tile = choose_tile(hp, column_codes=column)
     tensors = (row_codes, column_codes, quant_scale, observed, quant, dequant)
     launch(_cast_tensorwise, hp, tile, *tensors, CAST=cast)
     return row_codes, quant, dequant, column_codes, observed
@@ -130,7 +130,7 @@ def cast_rowwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
     """Run `quaver.recipes.scaling.dynamic_cast` on `hp` [R, C] along dim 1 and dim 0, with scales [R, 1] and [1, C]."""
-    cast = cast_to(float8_dtype, power_of_2, mode)
+    cast = make_cast_target(float8_dtype, power_of_2, mode)
     if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
@@ -160,7 +160,7 @@ def cast_with_scale(
     """
     row_scales = (None if row_scale is None else row_scale.expand(hp.shape[0], 1), None, None)
     column_scales = (None if column_scale is None else column_scale.expand(1, hp.shape[1]), None, None)
-    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast_to(float8_dtype, mode=division))
+    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, make_cast_target(float8_dtype, mode=division))
 
 
 def _cast_by_dim(
@@ -169,7 +169,7 @@ def _cast_by_dim(
     row_scale, column_scale = row_scales[0], column_scales[0]
     codes = empty_codes(hp, float8_dtype, row_scale is not None, column_scale is not None)
     strides = (0 if row_scale is None else row_scale.stride(0), 0 if column_scale is None else column_scale.stride(1))
-    tile = tile_for(hp, column_codes=column_scale is not None)
+    tile = choose_tile(hp, column_codes=column_scale is not None)
     launch(_cast_rowwise, hp, tile, *codes, *row_scales, *column_scales, *strides, CAST=cast)
     return codes
 

@@ -21,7 +21,6 @@ from quaver.kernels.triton_blocks import (
     Tile,
     accepts,
     apply_scale,
-    cast_to,
     empty_codes,
     hide_from_cse,
     inside,
@@ -31,6 +30,7 @@ from quaver.kernels.triton_blocks import (
     load_bits,
     load_tile,
     magnitude_bits,
+    make_cast_target,
     scales_of_amax,
     store_column_codes,
     store_row_codes,
@@ -112,7 +112,7 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     row_scales, column_scales = empty_block_scales(hp, layout, True), empty_block_scales(hp, layout.t(), False)
     columns = max(length, 128)
     tile = _tile(length, columns, length * columns // 2048, hp.element_size() * 4)
-    cast = cast_to(float8_dtype, power_of_2, mode)
+    cast = make_cast_target(float8_dtype, power_of_2, mode)
     blocks = _block_rule(length, length, float8_dtype, mode)
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
@@ -134,7 +134,10 @@ def _cast(
     quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
     rows, columns = (max(size, 32) for size in layout[:2])
     rows_of_thread = hp.element_size() * 2 if column else 1
-    tile, cast = _tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2, mode)
+    tile, cast = (
+        _tile(rows, columns, rows * columns // 1024, rows_of_thread),
+        make_cast_target(float8_dtype, power_of_2, mode),
+    )
     blocks = _block_rule(*layout[:2], float8_dtype, mode)
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return pair_codes(*codes, quant, dequant, layout)

@@ -37,7 +37,7 @@ def supports_codes(codes: Tensor) -> bool:
 
 
 @accepts(supports_codes)
-def column_major(codes: Tensor) -> Tensor:
+def to_column_major(codes: Tensor) -> Tensor:
     """Copy `codes` [..., R, C] so that each matrix has strides (1, R)."""
     height, width = codes.shape[-2:]
     copy = codes.new_empty(codes.mT.shape)

@@ -48,11 +48,11 @@ def _may_lose_bits(scale: Tensor) -> bool:
 
 def _widen_by_table(codes: Tensor, dtype: torch.dtype) -> Tensor:
     pairs = codes.view(-1).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    return pair_table(codes.dtype, dtype).index_select(0, pairs).view(dtype).view(codes.shape)
+    return make_pair_table(codes.dtype, dtype).index_select(0, pairs).view(dtype).view(codes.shape)
 
 
 @functools.cache
-def pair_table(float8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def make_pair_table(float8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Make a table whose entry i holds the values of bytes i % 256 and i // 256, in memory order, as one integer."""
     value = torch.arange(256, dtype=torch.uint8, device="cpu").view(float8_dtype).to(dtype)
     second, first = torch.meshgrid(value, value, indexing="ij")

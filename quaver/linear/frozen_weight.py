@@ -48,11 +48,11 @@ from quaver.linear.weight_form import (
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
-from quaver.recipes.scaling import amax, dequantize, dynamic_cast, dynamic_cast_blocks
+from quaver.recipes.scaling import compute_amax, dequantize, dynamic_cast, dynamic_cast_blocks
 from quaver.recipes.sqnr import decibels
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import OpOverload
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import get_local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +118,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         *stack, rows, columns = codes.shape
         layouts = [known for known in LAYOUTS if (stack or known != COLUMNWISE) and layout in (None, known)]
-        shapes = [[*stack, *known.scale_shape(rows, columns)] for known in layouts]
+        shapes = [[*stack, *known.get_scale_shape(rows, columns)] for known in layouts]
         if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
             expected = ", ".join(f"{shape} ({known})" for shape, known in zip(shapes, layouts, strict=True))
             raise ValueError(
@@ -217,7 +217,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
         if torch.equal(before, hp.to(before)):  # as when DistributedDataParallel broadcasts parameters
             return
-        if not bool(amax(hp).isfinite()):
+        if not bool(compute_amax(hp).isfinite()):
             raise ValueError(
                 f"expected finite values for a frozen float8 weight {list(self.shape)}, got NaN or inf; the weight "
                 "is unchanged"
@@ -376,7 +376,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         operand = shard._replace(data=codes)
         if out is None:
             return FrozenFloat8Weight.from_codes(codes, expect(operand.dequant_scale), param_dtype, operand.layout), ()
-        typing.cast(FrozenFloat8Weight, local_tensor(out)).set_operands(operand, operand)
+        typing.cast(FrozenFloat8Weight, get_local_tensor(out)).set_operands(operand, operand)
         return None
 
     # ---- ops -----------------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ def get_checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Op
     return weight.operands()
 
 
-def compute_dtype(input: Tensor) -> torch.dtype:
+def get_output_dtype(input: Tensor) -> torch.dtype:
     """Return the dtype of a linear's output: autocast's if it is enabled, else the input's."""
     device_type = "cpu" if input.is_cpu else input.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # torch has no autocast for "meta"
@@ -351,7 +351,7 @@ def apply_linear(
         )
     if input.dtype not in HP_DTYPES:
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
-    hp_dtype = compute_dtype(input)
+    hp_dtype = get_output_dtype(input)
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
     probe = None if linear is None or not linear.training else linear.probe
     keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward

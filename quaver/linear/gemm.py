@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.kernels.cast import column_major_after, row_major
+from quaver.kernels.cast import column_major_after, to_row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.native_blocks import ALIGNMENT, native_block_mm, pad_codes
@@ -41,7 +41,7 @@ from quaver.kernels.widen import widen
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2, FLOAT8_FORMATS
 from quaver.recipes.linear_casts import MATMULS, MatmulOptions
-from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, infer_layout
 from quaver.recipes.scaling import dequantize, multiply_scale_
 from quaver.runtime.compile_hints import is_compiling
 from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cpu, is_cuda_device
@@ -102,7 +102,7 @@ def float8_mm(
         out_dtype: float32, bfloat16 or float16.
         bias: [N] in a high-precision dtype, added before the last rounding if the backend supports it.
         use_fast_accum, scales_are_powers_of_2, emulate, pad: see `MatmulOptions` in recipes/linear_casts.py.
-        a_layout, b_layout: which elements share a scale; None to infer it from the shape of the scale (`layout_of`).
+        a_layout, b_layout: which elements share a scale; None to infer it from the shape of the scale (`infer_layout`).
     Returns:
         [M, N] in out_dtype.
     Raises:
@@ -128,7 +128,7 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
     if a.data.numel() == 0 or b.data.numel() == 0:
         zeros = torch.zeros((a.size[0], b.size[1]), dtype=out_dtype, device=a.data.device)
         return zeros if bias is None else zeros + bias.to(out_dtype)
-    if not is_cpu(a.data) and _backend_of(a, b, options) is GemmBackend.NATIVE:
+    if not is_cpu(a.data) and _choose_backend_for(a, b, options) is GemmBackend.NATIVE:
         return _native_mm(a, b, bias, out_dtype, options.use_fast_accum)
     columns = b.size[1]
     if options.pad:
@@ -164,8 +164,8 @@ def _check_operand(name: str, codes: Tensor, dequant_scale: Tensor, layout: Scal
     try:
         if dequant_scale.dtype is not torch.float32:
             raise ValueError(f"expected float32, got {dequant_scale.dtype}")
-        layout = layout or layout_of(dequant_scale, codes.shape)
-        shape = layout.scale_shape(codes.shape[0], codes.shape[1])
+        layout = layout or infer_layout(dequant_scale, codes.shape)
+        shape = layout.get_scale_shape(codes.shape[0], codes.shape[1])
         if dequant_scale.shape != shape:
             raise ValueError(f"expected a {layout} scale of shape {list(shape)}, got {list(dequant_scale.shape)}")
     except ValueError as error:
@@ -176,7 +176,7 @@ def _check_operand(name: str, codes: Tensor, dequant_scale: Tensor, layout: Scal
 # ---- choosing a backend ------------------------------------------------------------------------------------------
 
 
-def backend_for(
+def choose_backend(
     device: torch.device,
     kind: ScaleKind | None,
     *,
@@ -195,11 +195,11 @@ def backend_for(
     return GemmBackend.NATIVE
 
 
-def _backend_of(a: Operand, b: Operand, options: MatmulOptions) -> GemmBackend:
+def _choose_backend_for(a: Operand, b: Operand, options: MatmulOptions) -> GemmBackend:
     kind = find_kind(a, b)
     if kind is ScaleKind.BLOCKS_OF_32 and not options.scales_are_powers_of_2:
         kind = None  # the hardware's scales have no mantissa
-    return backend_for(a.data.device, kind, emulate=options.emulate)
+    return choose_backend(a.data.device, kind, emulate=options.emulate)
 
 
 def find_kind(a: Operand, b: Operand) -> ScaleKind | None:
@@ -221,7 +221,7 @@ def _native_works(device_index: int, kind: ScaleKind) -> bool:
     return check_native(device_index, kind)
 
 
-def check_native(device_index: int, kind: ScaleKind, probe: Probe | None = None) -> bool:
+def check_native(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> bool:
     """Return whether the device multiplies natively, and report a failure once."""
     failure = native_failure(device_index, kind, probe)
     if failure is not None:
@@ -233,14 +233,14 @@ def check_native(device_index: int, kind: ScaleKind, probe: Probe | None = None)
     return failure is None
 
 
-Probe = Callable[[torch.device, "ScaleKind"], str | None]
+NativeTest = Callable[[torch.device, "ScaleKind"], str | None]
 """A function that multiplies on a device and compares the result, such as `probe_native_mm`."""
 
 _native_failures: dict[tuple[int, ScaleKind], str | None] = {}
 """The result of each probe, by device and kind of scales: why the hardware failed, or None."""
 
 
-def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = None) -> str | None:
+def native_failure(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> str | None:
     """Probe whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
 
     `probe` is for kinds that `mm` does not multiply; None for `probe_native_mm`. Results are cached.
@@ -266,7 +266,7 @@ def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = Non
 
 
 @contextlib.contextmanager
-def assuming_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
+def assume_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
     """Inside the block, `failures` replaces the probes of the first device; other kinds are probed.
 
     For tests and predictions. Yields the results of all probes: by device and kind, why the hardware failed, or None.
@@ -306,9 +306,9 @@ def find_cast_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
     return kind
 
 
-def find_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
+def predict_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
     """Return the backend on `device` of a matmul from its operands' casts."""
-    return backend_for(device, find_cast_kind(left, right), emulate=emulate)
+    return choose_backend(device, find_cast_kind(left, right), emulate=emulate)
 
 
 def list_matmul_casts(config: Float8LinearConfig) -> list[tuple[CastConfig, CastConfig]]:
@@ -318,7 +318,7 @@ def list_matmul_casts(config: Float8LinearConfig) -> list[tuple[CastConfig, Cast
 
 
 def describe_backends(
-    config: Float8LinearConfig, device: torch.device, backend_of: Callable[..., GemmBackend] = find_backend
+    config: Float8LinearConfig, device: torch.device, backend_of: Callable[..., GemmBackend] = predict_backend
 ) -> str:
     """Return the backends of a linear's float8 matmuls on `device`: "native", "exact" or "native and exact".
 
@@ -387,19 +387,19 @@ def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
 
 def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
     """Return whether `device` multiplies natively: the hardware reads both operands along the contracted dim."""
-    return backend_for(device, ScaleKind.TENSORWISE, emulate=emulate) is GemmBackend.NATIVE
+    return choose_backend(device, ScaleKind.TENSORWISE, emulate=emulate) is GemmBackend.NATIVE
 
 
 def lay_out_rows(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Return row codes in the layout that the device multiplies: the native backend needs contiguous rows."""
-    return codes if is_cpu(codes) or not reads_along_contracted(codes.device, emulate) else row_major(codes)
+    return codes if is_cpu(codes) or not reads_along_contracted(codes.device, emulate) else to_row_major(codes)
 
 
 def lay_out_columns(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Return column codes in the layout that the device multiplies: the native backend needs contiguous columns."""
     if is_cpu(codes) or not reads_along_contracted(codes.device, emulate):
         return codes
-    return row_major(codes.t()).t()
+    return to_row_major(codes.t()).t()
 
 
 def lay_out_saved_columns(codes: Tensor, gradient: Tensor, *, emulate: bool = False) -> Tensor:
@@ -422,7 +422,7 @@ def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Ten
     K and N are padded to multiples of 16, codes are contiguous along K, and both scales have one kind.
     """
     a, b = _pad(a, b)
-    a_codes, b_codes = row_major(a.data), row_major(b.data.t()).t()
+    a_codes, b_codes = to_row_major(a.data), to_row_major(b.data.t()).t()
     a_scale, b_scale = expect(a.dequant_scale), expect(b.dequant_scale)
     if not (a.layout.is_tensorwise and b.layout.is_tensorwise):
         a_scale = a_scale.expand(a_codes.shape[0], 1).contiguous()
@@ -481,7 +481,7 @@ def _append_zeros(operand: Operand, rows: int, columns: int) -> Operand:
     codes, scale, layout, _, outer_scale = operand
     padded = pad_codes(codes, rows // layout.rows_of_byte, columns // layout.columns_of_byte)
     if scale is not None and not layout.is_tensorwise:
-        down, across = layout.scale_shape(*layout.size_of(padded))
+        down, across = layout.get_scale_shape(*layout.size_of(padded))
         more = (0, across - scale.shape[1], 0, down - scale.shape[0])
         scale = F.pad(scale, more, value=1.0) if any(more) else scale
     return Operand(padded, scale, layout, None, outer_scale)

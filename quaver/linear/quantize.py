@@ -69,7 +69,7 @@ class Quantizer:
         """
         if not (row or column):
             return Operands(None, None)
-        casts, hp = self.casts, as_matrix(hp)
+        casts, hp = self.casts, flatten_to_matrix(hp)
         if casts.is_dequantized:
             operand = self.cast(casts.row, hp, True, False, scales).row
             return Operands(operand, operand)
@@ -145,6 +145,6 @@ class StoredQuantizer(Quantizer):
         return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.options)
 
 
-def as_matrix(hp: Tensor) -> Tensor:
+def flatten_to_matrix(hp: Tensor) -> Tensor:
     """Return [..., columns] as a contiguous [rows, columns]."""
     return (hp if hp.dim() == 2 else hp.reshape(-1, hp.shape[-1])).contiguous()

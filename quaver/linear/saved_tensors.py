@@ -26,8 +26,8 @@ from torch.nn import Module, Parameter
 
 from quaver.kernels.operands import Operand
 from quaver.linear.protocols import PreparedOperands
-from quaver.torch_private.autograd import backward_keeps_graph, frame_of, top_saved_tensors_hooks
-from quaver.torch_private.versions import version_of
+from quaver.torch_private.autograd import backward_keeps_graph, find_checkpoint_frame, top_saved_tensors_hooks
+from quaver.torch_private.versions import get_version
 
 
 class PackHook:
@@ -54,7 +54,7 @@ def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: st
     after a check that the weight did not change. Under a checkpoint they store it for the recomputation.
     """
     hooks: Any = top_saved_tensors_hooks(True)
-    checkpoint = frame_of(hooks) if is_checkpoint_hook(hooks) else None
+    checkpoint = find_checkpoint_frame(hooks) if is_checkpoint_hook(hooks) else None
     if checkpoint is not None:
         frame, is_recomputed = checkpoint
         if is_recomputed:
@@ -118,14 +118,14 @@ class HeldTensor:
     def __init__(self, tensor: Tensor) -> None:
         # Detached, since a node that saves its own output would keep itself alive. Autograd saves leaves themselves.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = version_of(tensor) if _counts_versions(tensor) else None
+        self.version = get_version(tensor) if _counts_versions(tensor) else None
 
     def unpack(self) -> Tensor:
         """Return the tensor. Raises RuntimeError if it was written to in place."""
-        if self.version is not None and version_of(self.tensor) != self.version:
+        if self.version is not None and get_version(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {get_version(self.tensor)}; "
                 f"expected version {self.version} instead"
             )
         return self.tensor

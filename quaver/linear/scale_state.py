@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver.kernels.persistent_cast import record
+from quaver.kernels.persistent_cast import record_observed
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FLOAT8_FORMATS
@@ -59,7 +59,7 @@ from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.devices import is_capturing
 from quaver.torch_private.tracing import FakeTensor
-from quaver.torch_private.versions import version_of
+from quaver.torch_private.versions import get_version
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -226,7 +226,7 @@ class ScaleState:
         """
         self.forwards_since_sync += 1
         if weight is not None and self.has_delayed and not weight.is_inference():
-            version = version_of(weight)
+            version = get_version(weight)
             self.is_sync_forgotten |= version != self.weight_versions.setdefault(linear, version)
         if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
             warnings.warn(
@@ -281,7 +281,7 @@ class LinearScales:
         if not recording:
             return self.unrecorded
         if self.recorded.weight is not None and self.weight_observed is not None:
-            record(self.recorded.weight, self.weight_observed)
+            record_observed(self.recorded.weight, self.weight_observed)
         if not torch.compiler.is_compiling():
             state.count_forward(id(self), weight)
         return self.recorded
@@ -338,7 +338,7 @@ def compute_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig
 NamedSlot = tuple[str, ScaleState, int]
 
 
-def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
+def list_entries(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
     """Return views `<name>.quant_scale` () and `<name>.amax_history` [H]; none if the config gives the scale."""
     entries: dict[str, Tensor] = {}
     for name, state, slot in named_slots:
@@ -352,7 +352,7 @@ def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> int:
-    """Copy `given` into `entries_of(named_slots)`, and zeros (a cold start) into missing entries.
+    """Copy `given` into `list_entries(named_slots)`, and zeros (a cold start) into missing entries.
 
     A history of another length keeps its newest amaxes. A negative scale is loaded as unknown.
 
@@ -361,7 +361,7 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     Raises:
         ValueError: an entry is not a tensor, or has another number of dims; nothing is loaded.
     """
-    entries = entries_of(named_slots)
+    entries = list_entries(named_slots)
     for name, view in entries.items():
         dims = given[name].dim() if isinstance(given.get(name), Tensor) else "no tensor"
         if name in given and dims != view.dim():

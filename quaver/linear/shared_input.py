@@ -31,10 +31,10 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales
-from quaver.runtime.names import enclosing_modules
+from quaver.runtime.names import list_enclosing_modules
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICIES
-from quaver.torch_private.versions import version_of
+from quaver.torch_private.versions import get_version
 
 RECOMPUTED_HOOKS: Any = "quaver.shared_input"
 """The key of the hooks, which a recomputation calls too. Pickled models contain it."""
@@ -59,7 +59,7 @@ class SharedOperands(NamedTuple):
         return (
             self.activation() is activation
             and quantizer.reader not in self.readers
-            and self.version == version_of(activation)
+            and self.version == get_version(activation)
             and (None if self.dispatch_mode is None else self.dispatch_mode()) is dispatch_mode
             and self.scale is quantizer.scale
             and self.scale_version == _get_version(quantizer.scale)
@@ -70,7 +70,7 @@ class SharedOperands(NamedTuple):
 
 def _get_version(scale: PersistentScale | None) -> int:
     # See [Note: stale scales] in scale_state.py.
-    return -1 if scale is None else version_of(scale.quant_scale)
+    return -1 if scale is None else get_version(scale.quant_scale)
 
 
 _entry: SharedOperands | None = None
@@ -100,7 +100,7 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
     """
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, linear_class))
-    around = [list(enclosing_modules(name, modules)) for name in linears]
+    around = [list(list_enclosing_modules(name, modules)) for name in linears]
     held = Counter(name for names in around for name in names)
     for names in around:
         parent = next((modules[name] for name in names if held[name] > 1), None)
@@ -172,7 +172,7 @@ class CachedQuantizer(Quantizer):
         weak_mode = None if mode is None else weakref.ref(mode)
         _entry = SharedOperands(
             weakref.ref(hp, _clear_if),
-            version_of(hp),
+            get_version(hp),
             weak_mode,
             self.casts,
             self.hp_dtype,

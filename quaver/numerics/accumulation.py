@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import format_of
+from quaver.recipes.formats import get_format
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _split_chains(codes: Tensor, count: int, length: int, products: int) -> tupl
     step = -(-length // products) * products
     values = torch.nn.functional.pad(values, (0, count * length - codes.shape[1])).unflatten(1, (count, length))
     values = torch.nn.functional.pad(values, (0, step - length)).unflatten(2, (-1, products))
-    smallest = 1 - format_of(codes.dtype).bias
+    smallest = 1 - get_format(codes.dtype).bias
     return values, _exponents(values).clamp_(min=smallest).masked_fill_(values == 0, 2 * _LOWEST_EXPONENT)
 
 

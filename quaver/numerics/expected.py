@@ -22,7 +22,7 @@ from functools import cache
 
 import torch
 
-from quaver.recipes.formats import Float8Format, format_of
+from quaver.recipes.formats import Float8Format, get_format
 
 
 @cache
@@ -30,7 +30,7 @@ def parse_format(dtype: str | None) -> Float8Format | None:
     """Return the format that a record calls "float8_e4m3fn", for example; None for high precision."""
     if dtype is None or not dtype.startswith("float8"):
         return None
-    return format_of(getattr(torch, dtype))
+    return get_format(getattr(torch, dtype))
 
 
 def rounding_bound_db(fmt: Float8Format) -> float:

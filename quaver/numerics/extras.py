@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import Operand, expect
-from quaver.linear.quantize import Quantizer, as_matrix
+from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
@@ -79,7 +79,7 @@ def what_if(
     for name in names:
         if name not in CONFIGS:
             raise ValueError(f"recipes: expected recipes with dynamic scaling, got {name!r}")
-    matrix = as_matrix(hp.detach())
+    matrix = flatten_to_matrix(hp.detach())
     if not matrix.any():
         return dict.fromkeys(names)
     measured = [_measure_noises(matrix, operand, matmul, names) for matmul in directions]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from quaver.recipes.sqnr import sqnr_db
-from quaver.runtime.names import plain_name
+from quaver.runtime.names import strip_wrappers
 
 HEALTHY = (1.03, 1.05)
 """NeMo-RL's bounds of `token_mult_prob_error`: a run is healthy below the first and unhealthy above the second."""
@@ -118,7 +118,7 @@ def first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwargs: 
 
 def _find_layers(model: nn.Module) -> dict[str, nn.Module]:
     modules = model.named_modules()
-    return {plain_name(f"{name}.")[:-1]: module for name, module in modules if not list(module.children())}
+    return {strip_wrappers(f"{name}.")[:-1]: module for name, module in modules if not list(module.children())}
 
 
 def _run(

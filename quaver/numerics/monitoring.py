@@ -44,12 +44,12 @@ from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
-from quaver.numerics.ranks import Gathered, find_disagreements, gather
+from quaver.numerics.ranks import Gathered, find_disagreements, gather_slots
 from quaver.numerics.record import SCHEMA, RecordWriter, Sink
-from quaver.numerics.statistics import STATISTICS, finish, new_slots
+from quaver.numerics.statistics import STATISTICS, new_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
-from quaver.runtime.names import plain_name
+from quaver.runtime.names import strip_wrappers
 from quaver.torch_private.autograd import runs_in_backward
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ class Monitor:
     def _start(self, model: nn.Module, sink: Any) -> BaseException | None:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
-            weights = {plain_name(name): weight for name, weight in weights_under(model)}
+            weights = {strip_wrappers(name): weight for name, weight in weights_under(model)}
             if not weights:
                 raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
             if any(_is_watched(weight) for weight in weights.values()):
@@ -270,7 +270,7 @@ class Monitor:
             zeros = slots.new_zeros(EXTRAS_WIDTH)
             keys = ((int(row.probe.number), row.site.name) for row in self._rows)
             extras = torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
-        gathered = gather(slots, extras, self._group)
+        gathered = gather_slots(slots, extras, self._group)
         self._clear()
         error = None if gathered is None else self._write(gathered)
         is_stop = error is not None and self._is_stop(error)
@@ -287,7 +287,7 @@ class Monitor:
     def _make_sample(self, gathered: Gathered) -> dict[str, Any]:
         """Make the line of this step and append it to `samples`."""
         weights = [row.weight_numel for row in self._rows]
-        sample = {"kind": "sample", "step": self.completed_steps, **finish(gathered.slots, weights)}
+        sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}
         if self._mismatch is not None:
             sample["mismatch"], self._mismatch = asdict(self._mismatch), None
         outliers = find_disagreements(gathered.by_rank, self._list_whole_weights())

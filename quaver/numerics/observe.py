@@ -41,7 +41,7 @@ from quaver.experts.groups import find_bounds, find_first_scale, select_group
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.operation import library
-from quaver.linear.quantize import as_matrix
+from quaver.linear.quantize import flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.extras import compute_extras, compute_result_extras
 from quaver.numerics.matmul_sums import Rows, sample_rows
@@ -195,13 +195,13 @@ def _observe_operand(
     is_forward: bool,
 ) -> None:
     """Observe a cast of a matrix, or of each group. If `moved`, `hp` has other rows than the codes."""
-    matrix, codes = None if hp is None else as_matrix(hp), codes.reshape(-1, codes.shape[-1])
+    matrix, codes = None if hp is None else flatten_to_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
     cast = Operand(codes, dequant_scale, ScaleLayout(*layout), quant_scale)
     if site.startswith("weight"):
         sampling.weight_sizes[number] = codes.numel()
     same_rows = matrix if matrix is not None and not moved and matrix.shape == codes.shape else None
-    scale_shape = cast.layout.scale_shape(codes.shape[0], codes.shape[1])
+    scale_shape = cast.layout.get_scale_shape(codes.shape[0], codes.shape[1])
     fits = same_rows is not None and (groups > 0 or dequant_scale.shape == scale_shape)
     is_repeated = is_forward and runs_in_backward()
     if matrix is not None and not fits and not is_repeated:
@@ -276,7 +276,7 @@ def _observe_output(
         sampling.weights[number] = weight
     if runs_in_backward():
         return
-    matrix = None if input is None else as_matrix(input)
+    matrix = None if input is None else flatten_to_matrix(input)
 
     def compare(group: int, start: int, stop: int) -> Compared | None:
         if weight is None or matrix is None or matrix.shape[0] != output.shape[0]:
@@ -305,7 +305,7 @@ def _observe_grad_input(
     Experts have weights [E, N, K].
     """
     stored = sampling.weights.get(number) if weight is None else weight
-    matrix, result = None if grad_output is None else as_matrix(grad_output), as_matrix(grad_input)
+    matrix, result = None if grad_output is None else flatten_to_matrix(grad_output), flatten_to_matrix(grad_input)
 
     def compare(group: int, start: int, stop: int) -> Compared | None:
         if stored is None or not has_memory(stored) or matrix is None or matrix.shape[0] != result.shape[0]:
@@ -335,7 +335,7 @@ def _observe_grad_weight(
 
     With groups, grad_weight is [E, N, K].
     """
-    matrix = None if grad_output is None else as_matrix(grad_output)
+    matrix = None if grad_output is None else flatten_to_matrix(grad_output)
     columns = spread_indices(grad_weight.shape[-1], COMPARED, grad_weight.device)
 
     def compare(group: int, start: int, stop: int) -> Compared | None:
@@ -355,7 +355,7 @@ def _observe_grad_weight(
 
     read = input_hp if input_codes is None else input_codes
     bounds = _find_groups(ends, groups, 0 if read is None else read.shape[0])
-    _observe_result(sampling, slot, (number, "grad_weight"), as_matrix(grad_weight), bounds, groups, compare)
+    _observe_result(sampling, slot, (number, "grad_weight"), flatten_to_matrix(grad_weight), bounds, groups, compare)
 
 
 def _observe_result(

@@ -34,7 +34,7 @@ class Gathered(NamedTuple):
     """The slots of each rank, [rows, WIDTH], before the merge."""
 
 
-def gather(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> Gathered | None:
+def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> Gathered | None:
     """Gather the slots [rows, WIDTH] and extras [rows, extras.WIDTH] of all ranks. Returns None except on the first.
 
     The first rank briefly holds the slots of every rank: 2.2 KB per row and rank, 6.4 KB with extras.

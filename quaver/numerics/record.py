@@ -159,7 +159,7 @@ class Record:
         return _assemble(path, lines, is_torn, keeps_lines)
 
 
-def last_samples(path: Path, *, before: int, count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def read_last_samples(path: Path, *, before: int, count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the last `count` samples of a record before step `before`, each with its header; [] without a file.
 
     Raises:

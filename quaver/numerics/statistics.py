@@ -1,7 +1,7 @@
 """Statistics of a matrix and its cast, as float64 sums and extremes that merge in any order.
 
 A slot is a float64 vector of `WIDTH` numbers. Each observation yields a slot. The slots of micro-batches, groups and
-ranks merge into one slot, which `finish` turns into the statistics of a sample. It holds:
+ranks merge into one slot, which `summarize_slots` turns into the statistics of a sample. It holds:
 
     sums       counts, sums of squares and sums of fourth powers; their ratios do not change if replicas count an
                element twice
@@ -35,7 +35,7 @@ from torch import Tensor
 from quaver.kernels import cpu
 from quaver.kernels.operands import Operand, expect
 from quaver.numerics.record import Values
-from quaver.recipes.formats import format_of
+from quaver.recipes.formats import get_format
 from quaver.recipes.scale_layout import TENSORWISE
 from quaver.runtime.devices import is_cpu
 
@@ -185,7 +185,7 @@ def observe_in_pytorch(
             values = codes[rows].double()
             counts[2] += ((values == 0) & (magnitude != 0)).sum()
             scaled = wide * _expand(quant, blocks, rows, hp.shape)
-            counts[3] += (scaled.abs() > format_of(codes.dtype).saturates_above).sum()
+            counts[3] += (scaled.abs() > get_format(codes.dtype).saturates_above).sum()
             noise = (wide - values * _expand(dequant, blocks, rows, hp.shape)).square_()
             noise = noise.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(~finite, 0)
             _add_blocks(sums[1], first, noise, blocks)
@@ -293,7 +293,7 @@ def normalize(slot: Tensor) -> Values | None:
 # ---- the end of a step -----------------------------------------------------------------------------------------------
 
 
-def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
+def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
     """Compute the statistics of slots [rows, WIDTH] on a CPU: a value per row, or None where one does not apply.
 
     `weight_numel` has the size of the whole weight for each row of a weight's cast, else None. Every rank and

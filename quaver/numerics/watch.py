@@ -17,7 +17,7 @@ from typing import Any
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.history import MEMORY
-from quaver.numerics.record import RecordWriter, Sink, last_samples
+from quaver.numerics.record import RecordWriter, Sink, read_last_samples
 
 RECALLED = 64
 """Samples that are read when a run resumes; more than the `MEMORY` of any rule."""
@@ -69,7 +69,7 @@ class AlarmSink:
 
     def _recall(self, step: int) -> None:
         if self._recalls is not None:
-            for header, sample in last_samples(self._recalls, before=step, count=RECALLED):
+            for header, sample in read_last_samples(self._recalls, before=step, count=RECALLED):
                 self._last.append((header, sample))
                 self.alarms.update(header, sample)
         self._recalls = None

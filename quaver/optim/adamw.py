@@ -22,7 +22,7 @@ from quaver.optim.buckets import Update, run_cut_updates, run_updates
 from quaver.optim.options import check_common, check_storages
 from quaver.optim.state import get_blocks, get_row_scales, shares_blocks
 from quaver.optim.update import Scalars
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import get_local_tensor
 
 
 class Float8AdamW(Float8Optimizer):
@@ -125,7 +125,7 @@ class Float8AdamW(Float8Optimizer):
         blocks = get_blocks(parameter, state, group)
         if not blocks.param.is_contiguous():
             blocks = blocks._replace(param=blocks.param.contiguous())
-        target = local_tensor(parameter).detach()
+        target = get_local_tensor(parameter).detach()
         if blocks.param.dtype != target.dtype or not target.is_contiguous():
             copies.append((target, blocks.param))
         return Update(blocks, grad, grid, key)

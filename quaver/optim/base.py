@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quaver.optim.blocks import find_obstacle
+from quaver.optim.blocks import find_block_obstacle
 from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
-from quaver.optim.rounding import step_key
+from quaver.optim.rounding import make_step_key
 from quaver.optim.state import get_layout, is_small, make_state, read_moments, write_moments
 from quaver.runtime.devices import is_capturing
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import fake_mode_is_on
-from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
+from quaver.torch_private.dtensor import get_local_tensor, wait_for_local_tensor
 from quaver.torch_private.optimizer import load_with_hooks
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Float8Optimizer(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     step = self._advance(parameter, group)
-                    stepped.append(Stepped(parameter, step, step_key(group["seed"], step, position)))
+                    stepped.append(Stepped(parameter, step, make_step_key(group["seed"], step, position)))
                 position += 1
             self._step_group(group, stepped)
             for parameter, _, _ in stepped:
@@ -268,14 +268,14 @@ def _write_to_empty_shard(parameter: Tensor) -> None:
 
     Writes have effects that must be the same on all ranks; see [Note: when scales are dropped] in fsdp/gathered.py.
     """
-    local = local_tensor(parameter).detach()
+    local = get_local_tensor(parameter).detach()
     if not local.numel():
         local.zero_()
 
 
 def get_local_gradient(parameter: Tensor) -> Tensor:
     """Return this rank's shard of the gradient as a plain contiguous tensor."""
-    return waited_local_tensor(typing.cast(Tensor, parameter.grad)).detach().contiguous()
+    return wait_for_local_tensor(typing.cast(Tensor, parameter.grad)).detach().contiguous()
 
 
 def check_gradient(parameter: Tensor) -> None:
@@ -322,7 +322,7 @@ def _warn_of_float32(name: str, parameter: Tensor) -> None:
             f"moments of {name} {list(parameter.shape)} stay in float32, 4 bytes per element each, because it is not "
             "a matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",
         )
-    elif not is_small(parameter) and (obstacle := find_obstacle(parameter)):
+    elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
         if dist.is_initialized() and dist.get_rank():
             return  # the first rank says it for all
         logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
@@ -336,7 +336,7 @@ def _convert_state(
         _check_moment(parameter, name, torch_state.get(name))
     state = make_state(parameter, group)
     state["step"].fill_(float(torch_state.get("step", 0)))
-    write_moments(parameter, state, group, torch_state, step_key(group["seed"], int(state["step"]), position))
+    write_moments(parameter, state, group, torch_state, make_step_key(group["seed"], int(state["step"]), position))
     return state
 
 

@@ -65,7 +65,7 @@ def count_leading_dims(shape: Sequence[int]) -> int:
     return max(leading, 0)
 
 
-def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def get_scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a whole parameter's scales: its leading dims and the blocks of a row."""
     leading = count_leading_dims(shape)
     return (*shape[:leading], count_blocks(prod(shape[leading:])))
@@ -110,7 +110,7 @@ def _list_sharded_dims(parameter: Tensor) -> list[tuple[int, int]]:
     return [(axis, dim) for axis, dim in dims if dim is not None and mesh.size(axis) > 1]
 
 
-def find_obstacle(parameter: Tensor) -> str:
+def find_block_obstacle(parameter: Tensor) -> str:
     """Return why shards of this parameter cannot have scales, or "" if they can. The same on all ranks."""
     leading = count_leading_dims(parameter.shape)
     if any(2 <= dim < leading or dim > leading for _, dim in _list_sharded_dims(parameter)):

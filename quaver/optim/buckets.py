@@ -23,7 +23,7 @@ from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.adamw import BLOCK
 from quaver.optim.blocks import BlockGrid, RowRange, from_blocks, number_blocks, to_blocks
 from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
-from quaver.optim.rounding import block_keys
+from quaver.optim.rounding import make_block_keys
 from quaver.optim.update import ParameterBlocks, Scalars, compute_amaxes, update_blocks
 
 BUCKET = 1 << 22
@@ -133,7 +133,7 @@ def _gather(bucket: list[tuple[Update, RowRange]]) -> tuple[ParameterBlocks, Ten
 def _run_bucket(bucket: list[tuple[Update, RowRange]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
     old, grad, rows_by_name = _gather(bucket)
     runs = [run for _, run in bucket]
-    updated, skipped = function(old, grad, block_keys(*number_blocks(runs, grad.device)), scalars)
+    updated, skipped = function(old, grad, make_block_keys(*number_blocks(runs, grad.device)), scalars)
     for name, rows in rows_by_name.items():
         blocks = zip(getattr(updated, name).split([run.blocks for run in runs]), rows, runs, strict=True)
         new = [part.view_as(row) if _is_scale(name) else from_blocks(part, run.grid) for part, row, run in blocks]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.optim.blocks import BlockGrid, find_cut_axes, make_grid
-from quaver.optim.rounding import compute_scales
+from quaver.optim.rounding import compute_moment_scales
 from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import is_dtensor
 
@@ -77,5 +77,5 @@ def store_scales(part: CutPart, scales: Sequence[Tensor | None], is_fine: Tensor
     """Write the scales of whole rows, a tensor or None for each of `part.amaxes`, except where a block is skipped."""
     for scale, amax in zip(scales, part.amaxes, strict=True):
         if scale is not None:
-            new = compute_scales(amax)[1].view_as(scale)
+            new = compute_moment_scales(amax)[1].view_as(scale)
             scale.copy_(torch.where(is_fine.view_as(scale) if is_fine.dim() else is_fine, new, scale))

@@ -23,10 +23,10 @@ from quaver.optim.blocks import RowRange, from_blocks, make_grid, number_blocks,
 from quaver.optim.buckets import select_rows, split_rows
 from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
 from quaver.optim.options import check_common, check_storages
-from quaver.optim.rounding import block_keys, low16, more_random_bits, random_bits
+from quaver.optim.rounding import draw_more_random_bits, draw_random_bits, make_block_keys, take_low16
 from quaver.optim.state import get_layout, get_local_scales, get_row_scales, shares_blocks, wrap_local
 from quaver.optim.update import load_moment, store_moment
-from quaver.torch_private.dtensor import local_shape_and_offset, local_tensor
+from quaver.torch_private.dtensor import get_local_tensor, local_shape_and_offset
 from quaver.torch_private.muon import adjust_lr, zeropower_via_newtonschulz
 
 
@@ -122,7 +122,7 @@ class Float8Muon(Float8Optimizer):
         grad, runs = get_local_gradient(parameter), split_rows(make_grid(parameter), key)
         runs = runs if grad.numel() else []
         scale = None if names.scale is None else get_local_scales(parameter, state[names.scale])
-        stored = [local_tensor(state[names.values]), scale]
+        stored = [get_local_tensor(state[names.values]), scale]
         new = [None if tensor is None else torch.empty_like(tensor) for tensor in stored]
         update = torch.empty(grad.shape, dtype=torch.bfloat16, device=grad.device)
         part = _compute_amaxes(parameter, runs, grad, stored, group) if shares_blocks(parameter, group) else None
@@ -158,7 +158,7 @@ def _advance_momentum(
     gradient, momentum = _compute_momentum(run, grad, stored, group)
     looked_ahead = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
     select_rows(update, run).copy_(from_blocks(looked_ahead, grid))
-    noise = low16(_random_bits(run, grad.device))
+    noise = take_low16(_random_bits(run, grad.device))
     amax = momentum.abs().amax(1) if part is None else _slice_rows(part.local[0], run).reshape(-1)
     codes, scales = store_moment(momentum, amax, noise, values.dtype, is_root=False)
     _slice_rows(new[0], run).copy_(from_blocks(codes, grid))
@@ -192,7 +192,7 @@ def _slice_rows(tensor: Tensor | None, run: RowRange) -> Any:
 
 
 def _random_bits(run: RowRange, device: torch.device) -> Tensor:
-    return random_bits(block_keys(*number_blocks([run], device)))
+    return draw_random_bits(make_block_keys(*number_blocks([run], device)))
 
 
 def _gather_whole(update: Tensor) -> Tensor:
@@ -211,14 +211,14 @@ def _change_parameter(
     parameter: Tensor, state: dict[str, Tensor], change: Tensor, decay: Tensor, lr: float, runs: Sequence[RowRange]
 ) -> None:
     """Decay this rank's shard of a parameter, or of its master, and subtract `lr` times the change."""
-    target = local_tensor(state.get("master", parameter)).detach()
+    target = get_local_tensor(state.get("master", parameter)).detach()
     if target.dtype is torch.float32:
         target.mul_(decay).add_(change, alpha=-lr)
     else:
         for run in runs:
             rows = _slice_rows(target, run)
             values = to_blocks(rows.float() * decay - lr * _slice_rows(change, run).float(), run.grid)
-            noise = low16(more_random_bits(_random_bits(run, target.device)))
+            noise = take_low16(draw_more_random_bits(_random_bits(run, target.device)))
             rows.copy_(from_blocks(round_to_bfloat16(values, noise), run.grid))
     if "master" in state:
-        local_tensor(parameter).detach().copy_(target)
+        get_local_tensor(parameter).detach().copy_(target)

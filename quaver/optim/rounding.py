@@ -4,7 +4,7 @@ Values are float32 [B, 256], whose rows are blocks of one or more parameters. cs
 
     random     = mix(block_key + lane * 0x9E3779B9)              32 bits per element
     block_key  = mix(key + block * 0x9E3779B1)                   `block` counts the blocks of the whole parameter
-    key        = step_key(seed, step, position)                  `position` is the parameter's index in the optimizer
+    key        = make_step_key(seed, step, position)             `position` is the parameter's index in the optimizer
 
     e4m3       quant_scale = min(RN32(448 / amax), 2^120), dequant_scale = RN32(1 / quant_scale).
                code = |x| * quant_scale, rounded up or down so that its expected value is exact; at most 448.
@@ -57,7 +57,7 @@ def mix_int(bits: int) -> int:
     return bits ^ bits >> 16
 
 
-def step_key(seed: int, step: int, position: int) -> int:
+def make_step_key(seed: int, step: int, position: int) -> int:
     """Hash the seed, the number of the step and the parameter's index in the optimizer to 32 bits."""
     key = 0
     for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, step, position):
@@ -65,33 +65,33 @@ def step_key(seed: int, step: int, position: int) -> int:
     return key
 
 
-def block_keys(key: Tensor, block: Tensor) -> Tensor:
+def make_block_keys(key: Tensor, block: Tensor) -> Tensor:
     """Hash the keys of parameters and the numbers of their blocks to keys of blocks, all int32 [B]."""
     return mix(key + block * _as_int32(_BLOCK_MULTIPLIER))
 
 
-def random_bits(keys: Tensor) -> Tensor:
-    """Return random int32 [B, 256] for `block_keys` [B]."""
+def draw_random_bits(keys: Tensor) -> Tensor:
+    """Return random int32 [B, 256] for `make_block_keys` [B]."""
     lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _as_int32(_LANE_MULTIPLIER)
     return mix(keys[:, None] + lanes)
 
 
-def more_random_bits(bits: Tensor) -> Tensor:
-    """Return another random int32 for each of `random_bits`."""
+def draw_more_random_bits(bits: Tensor) -> Tensor:
+    """Return another random int32 for each of `draw_random_bits`."""
     return mix(bits ^ _as_int32(_SECOND))
 
 
-def low16(bits: Tensor) -> Tensor:
+def take_low16(bits: Tensor) -> Tensor:
     """Return the lower 16 bits of each int32."""
     return bits & 0xFFFF
 
 
-def high16(bits: Tensor) -> Tensor:
+def take_high16(bits: Tensor) -> Tensor:
     """Return the upper 16 bits of each int32."""
     return (bits >> 16) & 0xFFFF
 
 
-def compute_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+def compute_moment_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """Compute quant_scale and dequant_scale from the amaxes of blocks, all float32 of one shape.
 
     The divisions are in float64, which all devices round alike.
@@ -100,7 +100,7 @@ def compute_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     return quant_scale, (1.0 / quant_scale.double()).float()
 
 
-def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[Tensor, Tensor]:
+def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[Tensor, Tensor]:
     """Encode float32 [B, 256] in e4m3.
 
     Args:
@@ -110,7 +110,7 @@ def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[
     Returns:
         Codes, uint8 [B, 256], and dequant_scale, float32 [B].
     """
-    quant_scale, dequant_scale = compute_scales(amax)
+    quant_scale, dequant_scale = compute_moment_scales(amax)
     magnitude = blocks.abs() * quant_scale[:, None]
     is_subnormal = magnitude < E4M3.smallest_normal
     lifted = torch.where(is_subnormal, magnitude + E4M3.smallest_normal, magnitude)
@@ -122,6 +122,6 @@ def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[
     return (code | sign).to(torch.uint8), dequant_scale
 
 
-def decode(codes: Tensor, dequant_scale: Tensor) -> Tensor:
+def dequantize_moment(codes: Tensor, dequant_scale: Tensor) -> Tensor:
     """Decode codes, uint8 [B, 256], with scales, float32 [B], to float32 [B, 256]."""
     return codes.view(E4M3.dtype).float() * dequant_scale[:, None]

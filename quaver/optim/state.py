@@ -8,7 +8,7 @@
 The table shows the keys of Float8AdamW. Float8Muon stores its momentum_buffer like exp_avg.
 
 Codes are e4m3 in uint8 tensors of the parameter's shape: every backend communicates uint8, and no tool casts it. Scales
-are float32 of `scale_shape`. The state of a DTensor consists of DTensors with its placements. Scales are replicated
+are float32 of `get_scale_shape`. The state of a DTensor consists of DTensors with its placements. Scales are replicated
 along mesh axes that cut blocks.
 """
 
@@ -23,18 +23,25 @@ from torch.distributed.tensor import DTensor, Replicate
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim.blocks import (
     RowRange,
+    find_block_obstacle,
     find_cut_axes,
-    find_obstacle,
     from_blocks,
+    get_scale_shape,
     make_grid,
     number_blocks,
-    scale_shape,
     to_blocks,
 )
 from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
-from quaver.optim.rounding import block_keys, decode, encode, high16, low16, random_bits
+from quaver.optim.rounding import (
+    dequantize_moment,
+    draw_random_bits,
+    make_block_keys,
+    quantize_moment,
+    take_high16,
+    take_low16,
+)
 from quaver.optim.update import ParameterBlocks
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import get_local_tensor
 
 STORAGES = ("float8", "bfloat16", "float32")
 
@@ -68,7 +75,7 @@ def choose_storage(parameter: Tensor, wanted: str) -> str:
     """Return how a moment is stored: as `wanted`, or in float32 if the parameter is small or its shards lack scales."""
     if is_small(parameter):
         return "float32"
-    return "float32" if wanted == "float8" and find_obstacle(parameter) else wanted
+    return "float32" if wanted == "float8" and find_block_obstacle(parameter) else wanted
 
 
 class StateLayout(NamedTuple):
@@ -86,7 +93,7 @@ def get_layout(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
         name = _FP8_NAMES[moment] if storage == "float8" else Names(moment, None)
         tensors[name.values] = shape, _DTYPES.get(storage, torch.uint8)
         if name.scale:
-            tensors[name.scale] = scale_shape(shape), torch.float32
+            tensors[name.scale] = get_scale_shape(shape), torch.float32
         moments[moment] = name
     if parameter.dtype is not torch.float32 and group["masters"] == "float32":
         tensors["master"] = shape, torch.float32
@@ -96,7 +103,7 @@ def get_layout(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
 def make_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """Make the state before the first step: zeros, and the float32 master if the options ask for one."""
     grid = make_grid(parameter)
-    local = local_tensor(parameter)
+    local = get_local_tensor(parameter)
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for name, (shape, dtype) in get_layout(parameter, group).tensors.items():
         is_scale = name.endswith("_scale")
@@ -106,7 +113,7 @@ def make_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state[name] = wrap_local(parameter, zeros, shape, is_scale=is_scale)
     if "master" in state:
         with torch.no_grad():
-            local_tensor(state["master"]).copy_(local)
+            get_local_tensor(state["master"]).copy_(local)
     return state
 
 
@@ -124,7 +131,7 @@ def wrap_local(parameter: Tensor, local: Tensor, shape: tuple[int, ...], *, is_s
 
 def get_local_scales(parameter: Tensor, scale: Tensor) -> Tensor:
     """Return a view of the scales of the blocks that this rank has elements of."""
-    local, grid = local_tensor(scale), make_grid(parameter)
+    local, grid = get_local_tensor(scale), make_grid(parameter)
     return local.narrow(-1, grid.first_of_row if grid.blocks else 0, grid.blocks) if find_cut_axes(parameter) else local
 
 
@@ -135,11 +142,11 @@ def get_blocks(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any
     def get_local(name: str | None) -> Tensor | None:
         if name is None:
             return None
-        return get_local_scales(parameter, state[name]) if name.endswith("_scale") else local_tensor(state[name])
+        return get_local_scales(parameter, state[name]) if name.endswith("_scale") else get_local_tensor(state[name])
 
     target = state.get("master", parameter)
     return ParameterBlocks(
-        local_tensor(target).detach(),
+        get_local_tensor(target).detach(),
         *(get_local(name) for name in (*moments["exp_avg"], *moments["exp_avg_sq"])),  # type: ignore[arg-type]
     )
 
@@ -148,13 +155,13 @@ def read_moments(parameter: Tensor, state: dict[str, Tensor], group: dict[str, A
     """Return the moments in float32, with the parameter's shape and placements."""
     grid, moments = make_grid(parameter), {}
     for moment, names in get_layout(parameter, group).moments.items():
-        local = local_tensor(state[names.values])
+        local = get_local_tensor(state[names.values])
         if names.scale is None:
             values = local.float() if local.dtype is not torch.float32 else local.clone()
         else:
             codes = to_blocks(local.view(grid.rows, grid.columns), grid)
             scales = get_local_scales(parameter, state[names.scale]).reshape(-1)
-            values = from_blocks(decode(codes, scales), grid).reshape(local.shape)
+            values = from_blocks(dequantize_moment(codes, scales), grid).reshape(local.shape)
             values = values.square() if moment == "exp_avg_sq" else values
         moments[moment] = wrap_local(parameter, values, tuple(parameter.shape))
     return moments
@@ -168,10 +175,12 @@ def write_moments(
     A collective if ranks share blocks of the parameter.
     """
     grid, layout = make_grid(parameter), get_layout(parameter, group).moments
-    bits = random_bits(block_keys(*number_blocks([RowRange(grid, 0, grid.rows, key)], local_tensor(parameter).device)))
+    bits = draw_random_bits(
+        make_block_keys(*number_blocks([RowRange(grid, 0, grid.rows, key)], get_local_tensor(parameter).device))
+    )
     blocks = {}
     for moment in layout:
-        values = local_tensor(moments[moment]).to(bits.device, torch.float32)
+        values = get_local_tensor(moments[moment]).to(bits.device, torch.float32)
         blocks[moment] = to_blocks(values.reshape(grid.rows, grid.columns), grid)
         if moment == "exp_avg_sq" and layout[moment].scale is not None:
             blocks[moment] = blocks[moment].sqrt()
@@ -184,11 +193,11 @@ def write_moments(
             amaxes, get_row_scales(parameter, state, group), torch.ones((), dtype=torch.bool, device=bits.device)
         )
     for index, (moment, names) in enumerate(layout.items()):
-        target, is_root, values = local_tensor(state[names.values]), moment == "exp_avg_sq", blocks[moment]
-        noise = high16(bits) if is_root else low16(bits)
+        target, is_root, values = get_local_tensor(state[names.values]), moment == "exp_avg_sq", blocks[moment]
+        noise = take_high16(bits) if is_root else take_low16(bits)
         if names.scale is not None:
             amax = values.abs().amax(1) if amaxes is None else amaxes.local[index].reshape(-1)
-            values, scale = encode(values, amax, noise, is_root)
+            values, scale = quantize_moment(values, amax, noise, is_root)
             target_scale = get_local_scales(parameter, state[names.scale])
             target_scale.copy_(scale.view_as(target_scale))
         elif target.dtype is torch.bfloat16:
@@ -208,4 +217,4 @@ def shares_blocks(parameter: Tensor, group: dict[str, Any]) -> bool:
 def get_row_scales(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> list[Tensor | None]:
     """Return this rank's scales of whole rows for each moment, or None for a moment without scales."""
     moments = get_layout(parameter, group).moments.values()
-    return [None if names.scale is None else local_tensor(state[names.scale]) for names in moments]
+    return [None if names.scale is None else get_local_tensor(state[names.scale]) for names in moments]

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
-from quaver.optim.rounding import decode, encode, high16, low16, more_random_bits, random_bits
+from quaver.optim.rounding import (
+    dequantize_moment,
+    draw_more_random_bits,
+    draw_random_bits,
+    quantize_moment,
+    take_high16,
+    take_low16,
+)
 from quaver.recipes.scaling import runs_eagerly_on_cpu
 
 
@@ -93,7 +100,7 @@ def update_blocks(
     Args:
         blocks: parameters in float32, or in bfloat16 with stochastic rounding, and their moments.
         grad: [B, 256], float32, bfloat16 or float16.
-        keys: int32 [B], `block_keys`.
+        keys: int32 [B], `make_block_keys`.
         scalars: `Scalars`, float32 (8,), on any device.
         amaxes: the results of `compute_amaxes`, reduced over all ranks that share the blocks.
     Returns:
@@ -104,14 +111,18 @@ def update_blocks(
     mean_amax, root_amax = amaxes or (mean.abs().amax(1), root.amax(1))
     is_fine = mean_amax.isfinite() & root_amax.isfinite()
 
-    bits = random_bits(keys)
+    bits = draw_random_bits(keys)
     param = blocks.param.float() * decay - step_size * (mean / (root / correction + eps))
     new_param = (
-        round_to_bfloat16(param, low16(more_random_bits(bits))) if blocks.param.dtype != torch.float32 else param
+        round_to_bfloat16(param, take_low16(draw_more_random_bits(bits)))
+        if blocks.param.dtype != torch.float32
+        else param
     )
-    exp_avg, exp_avg_scale = store_moment(mean, mean_amax, low16(bits), blocks.exp_avg.dtype, is_root=False)
+    exp_avg, exp_avg_scale = store_moment(mean, mean_amax, take_low16(bits), blocks.exp_avg.dtype, is_root=False)
     stored = square if blocks.exp_avg_sq_scale is None else root
-    exp_avg_sq, exp_avg_sq_scale = store_moment(stored, root_amax, high16(bits), blocks.exp_avg_sq.dtype, is_root=True)
+    exp_avg_sq, exp_avg_sq_scale = store_moment(
+        stored, root_amax, take_high16(bits), blocks.exp_avg_sq.dtype, is_root=True
+    )
     new = ParameterBlocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
     chosen = [_select(is_fine, updated, old) for updated, old in zip(new, blocks, strict=True)]
     return ParameterBlocks(*chosen), (~is_fine).sum()  # type: ignore[arg-type]
@@ -127,15 +138,18 @@ def _sqrt(values: Tensor) -> Tensor:
 
 def load_moment(stored: Tensor, scale: Tensor | None) -> Tensor:
     """Load a moment in float32 from the results of `store_moment`, [B, 256] and [B] or None."""
-    return stored.float() if scale is None else decode(stored, scale)
+    return stored.float() if scale is None else dequantize_moment(stored, scale)
 
 
 def store_moment(
     values: Tensor, amax: Tensor, noise: Tensor, dtype: torch.dtype, *, is_root: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Store a moment, float32 [B, 256], in `dtype`, where uint8 means codes with scales. Arguments as in `encode`."""
+    """Store a moment, float32 [B, 256], in `dtype`, where uint8 means codes with scales.
+
+    Arguments as in `quantize_moment`.
+    """
     if dtype is torch.uint8:
-        return encode(values, amax, noise, is_root)
+        return quantize_moment(values, amax, noise, is_root)
     return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None
 
 

@@ -41,11 +41,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from quaver.experts.cast import cast_groups, compute_scale_row_amax
 from quaver.experts.grouped_mm import quantize_groups
 from quaver.experts.groups import find_groups
-from quaver.experts.module import RoutedExperts, weights_of
+from quaver.experts.module import RoutedExperts, get_expert_weights
 from quaver.kernels.cast import cast_with_scale
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.linear_sharding import local_part
+from quaver.parallel.linear_sharding import to_local
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
@@ -170,7 +170,7 @@ class ExpertDispatcher:
 
     def note(self, experts: nn.Module) -> str:
         config: Float8LinearConfig | None = getattr(experts, "float8_config", None)
-        trains_first, trains_last = (weight.requires_grad for weight in weights_of(experts).values())
+        trains_first, trains_last = (weight.requires_grad for weight in get_expert_weights(experts).values())
         are_codes = [False, False]
         if config is not None:
             readers = ((config.casts.input, trains_first), (config.casts.grad_output, trains_last))
@@ -185,8 +185,8 @@ class ExpertDispatcher:
             f"results in {gradients}"
         )
 
-    def local_part(self, parameter: Tensor) -> Tensor:
-        return local_part(parameter)
+    def to_local(self, parameter: Tensor) -> Tensor:
+        return to_local(parameter)
 
     def __deepcopy__(self, memo: object) -> ExpertDispatcher:
         return self  # groups cannot be copied
@@ -240,13 +240,13 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"Float8ExpertParallel expects a Float8Experts, got {type(module).__name__}; call "
             "convert_to_float8_training first"
         )
-    for name, weight in weights_of(module).items():
+    for name, weight in get_expert_weights(module).items():
         if isinstance(weight, Float8Tensor):
             raise NotImplementedError(
                 f"Float8ExpertParallel: expected weights in high precision, got {name} stored in float8; split the "
                 "experts of a model that is neither frozen nor has float8 primary weights"
             )
-    count = next(iter(weights_of(module).values())).shape[0]
+    count = next(iter(get_expert_weights(module).values())).shape[0]
     if count != module.num_experts:
         raise ValueError(
             f"expected a module with all its experts, got num_experts {module.num_experts} with weights of {count} "

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from quaver.kernels.operands import Operand, expect
-from quaver.linear.function import compute_dtype
+from quaver.linear.function import get_output_dtype
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.shared_input import choose_quantizer
@@ -70,7 +70,7 @@ class ColwiseSharding(_Sharding):
             self.all_gather_input.follow_config()
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return local_part(weight), None if bias is None else local_part(bias), None
+        return to_local(weight), None if bias is None else to_local(bias), None
 
     def input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
@@ -110,10 +110,10 @@ class RowwiseSharding(_Sharding):
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if bias is None:
-            return local_part(weight), None, None
+            return to_local(weight), None, None
         # The bias is added once, after the reduction. If ranks then hold different tokens, its gradient is partial.
         partial = None if self.sequence_dim is None else [Partial()]
-        return local_part(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
+        return to_local(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
 
     def input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
@@ -251,7 +251,7 @@ def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | P
     return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else PartialSumSharding(weight.device_mesh)
 
 
-def local_part(parameter: Tensor) -> Tensor:
+def to_local(parameter: Tensor) -> Tensor:
     """Return `to_local()` of a DTensor, which is differentiable, and other tensors unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -290,7 +290,7 @@ class _AllGatherFloat8(torch.autograd.Function):
             raise ValueError("expected an input that is sharded along its tokens, got one sharded along its features")
         ctx.dim, ctx.mesh = dim, mesh
         group = mesh.get_group()
-        dtype = compute_dtype(local)
+        dtype = get_output_dtype(local)
         scale = None
         if quant_scale is not None and is_initialized is not None:
             scale = PersistentScale(quant_scale, amax_buffer, is_initialized)
@@ -307,7 +307,7 @@ class _AllGatherFloat8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if isinstance(local_part(grad), Float8Tensor):
+        if isinstance(to_local(grad), Float8Tensor):
             # The graph ends here, so AOTAutograd passes a gradient of the result's type, Float8Tensor.
             raise NotImplementedError(
                 "torch.compile ended a graph between the float8 all-gather of an input and the linears that read it. "

@@ -39,7 +39,7 @@ from quaver.parallel.linear_sharding import (
     ColwiseSharding,
     RowwiseSharding,
     check_can_be_sharded,
-    local_part,
+    to_local,
 )
 
 
@@ -101,7 +101,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
         input, all_gather_input = inputs[0], mod.sharding.all_gather_input
-        if isinstance(local_part(input), Float8Tensor):
+        if isinstance(to_local(input), Float8Tensor):
             return typing.cast(Tensor, input)
         if not isinstance(input, DTensor):
             input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver.kernels.cast import cast_with_scale, matrix_amax, row_major
+from quaver.kernels.cast import cast_with_scale, matrix_amax, to_row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
-from quaver.kernels.persistent_cast import cast_with_persistent_scale, record, record_amax
+from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax, record_observed
 from quaver.linear.gemm import lay_out_columns, lay_out_rows
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig
@@ -72,7 +72,7 @@ class TensorParallelQuantizer(Quantizer):
         quant_scale, is_initialized = self.scale.quant_scale, self.scale.is_initialized
         dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
         codes, quant, dequant, observed = quantize(hp, quant_scale, is_initialized, dtype, power_of_2, group_name)
-        record(self.scale, observed)
+        record_observed(self.scale, observed)
         return Operands(
             Operand(lay_out_rows(codes), dequant, TENSORWISE, quant) if row else None,
             Operand(lay_out_columns(codes), dequant, TENSORWISE, quant) if column else None,
@@ -153,7 +153,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
         )
 
     def _gather(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
-        codes = all_gather(row_major(operand.data).view(shape), token_dim, self.group)
+        codes = all_gather(to_row_major(operand.data).view(shape), token_dim, self.group)
         scale = operand.dequant_scale
         if scale is not None and tokens_per_scale:
             run_scales = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])

@@ -11,14 +11,14 @@ from functools import cached_property
 
 import torch
 
-from quaver.recipes.formats import E2M1, E4M3, FLOAT8_FORMATS, format_of
+from quaver.recipes.formats import E2M1, E4M3, FLOAT8_FORMATS, get_format
 from quaver.recipes.scale_layout import (
     BLOCK_SIZES,
     PACKED_BLOCK_SIZES,
     ROWWISE,
     TENSORWISE,
     ScaleLayout,
-    layout_of_blocks,
+    make_block_layout,
 )
 from quaver.recipes.scale_rules import RULES
 from quaver.recipes.torchao_forms import from_torchao
@@ -166,7 +166,7 @@ class CastConfig:
     def layout(self) -> ScaleLayout | None:
         """`ScalingGranularity.layout`, and for e2m1 which codes share a byte."""
         if self.target_dtype is E2M1.dtype and self.block_size is not None:
-            return layout_of_blocks(self.target_dtype, *self.block_size)
+            return make_block_layout(self.target_dtype, *self.block_size)
         return self.scaling_granularity.layout(self.block_size)
 
     @cached_property
@@ -290,7 +290,7 @@ class CastConfig:
         A suffix names the `scale_calculation_mode` unless it is the default for these blocks: "_rceil", "_floor", or
         "_float32" for None with blocks of 32.
         """
-        dtype = "default" if self.target_dtype is None else format_of(self.target_dtype).name
+        dtype = "default" if self.target_dtype is None else get_format(self.target_dtype).name
         blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
         usual = ScaleCalculationMode.RCEIL.value if 32 in (self.block_size or ()) else ""
         rule = "" if self.mode == usual else f"_{self.mode or 'float32'}"
@@ -299,7 +299,7 @@ class CastConfig:
     def __str__(self) -> str:
         if self.is_disabled:
             return "high precision"
-        name = "default format" if self.target_dtype is None else format_of(self.target_dtype).name
+        name = "default format" if self.target_dtype is None else get_format(self.target_dtype).name
         scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
         return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
 

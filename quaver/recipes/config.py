@@ -22,7 +22,7 @@ from quaver.recipes.cast_config import (
     check,
     check_type,
 )
-from quaver.recipes.formats import E2M1, E4M3, E5M2, format_of
+from quaver.recipes.formats import E2M1, E4M3, E5M2, get_format
 from quaver.recipes.linear_casts import (
     BACKWARD_MATMULS,
     MATMULS,
@@ -34,7 +34,7 @@ from quaver.recipes.linear_casts import (
 )
 from quaver.recipes.recipe_name import BACKWARDS, Float8LinearRecipeName, split_recipe
 from quaver.recipes.scale_layout import BLOCK_SIZES
-from quaver.recipes.scale_rules import rule_of
+from quaver.recipes.scale_rules import get_rule
 from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_op_config, from_torchao
 
 __all__ = [
@@ -406,7 +406,7 @@ def _resolve(
     column = column or row
     dtypes = {cast.target_dtype or default_dtype for cast in (row, column) if not cast.is_disabled}
     if len(dtypes) > 1:
-        names = " and ".join(sorted(format_of(dtype).name for dtype in dtypes))
+        names = " and ".join(sorted(get_format(dtype).name for dtype in dtypes))
         raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
     scalings = {(cast.scaling_type, cast.static_quant_scale) for cast in (row, column) if not cast.is_disabled}
@@ -436,7 +436,7 @@ def _has_powers_of_2(cast: CastConfig, power_of_2: bool) -> bool:
     """Return whether every scale of a cast is a power of two."""
     if cast.target_dtype is E2M1.dtype:
         return False
-    return power_of_2 if cast.scale_rule is None else rule_of(cast.scale_rule).rounds_up
+    return power_of_2 if cast.scale_rule is None else get_rule(cast.scale_rule).rounds_up
 
 
 def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
@@ -464,7 +464,7 @@ def _check_all_gather(weight: OperandCasts, backward: str) -> None:
         cast.known_layout("enable_fsdp_float8_all_gather", allows_packed=True)
         one_cast = weight.has_equal_casts or weight.is_dequantized
         check(
-            cast.scale_rule is None or (one_cast and not rule_of(cast.scale_rule).divides),
+            cast.scale_rule is None or (one_cast and not get_rule(cast.scale_rule).divides),
             "enable_fsdp_float8_all_gather",
             "False with a scale_rule that divides by the weight's scales or applies to only one of its matmuls",
             True,

@@ -63,7 +63,7 @@ def _quotient(numerator: Tensor, denominator: Tensor | float) -> Tensor:
     return (numerator.double() / denominator).float()
 
 
-def encode(scaled: Tensor) -> Tensor:
+def pack(scaled: Tensor) -> Tensor:
     """Round float32 [..., columns] to codes [..., columns / 2], two per byte; NaN becomes 0. `columns` is even."""
     if scaled.shape[-1] % 2:
         raise ValueError(f"codes of four bits share a byte: expected rows of an even length, got {list(scaled.shape)}")

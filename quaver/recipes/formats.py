@@ -83,7 +83,7 @@ E2M1 = Float8Format("e2m1", torch.float4_e2m1fn_x2, 2, 1, 1, 6.0, nan_codes=(), 
 FLOAT8_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 
 
-def format_of(dtype: torch.dtype) -> Float8Format:
+def get_format(dtype: torch.dtype) -> Float8Format:
     """Return the format of `dtype`. Raises ValueError for other dtypes."""
     try:
         return E2M1 if dtype is E2M1.dtype else FLOAT8_FORMATS[dtype]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import amax, block_amax
+from quaver.recipes.scaling import compute_amax, compute_block_amax
 
 
 def _block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
@@ -23,7 +23,7 @@ def _block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
     return first, -(-(before + n) // length) if n else 0, before
 
 
-def amaxes_of_part(part: Tensor, offset: Sequence[int], layout: ScaleLayout) -> tuple[Tensor, list[int]]:
+def compute_part_amaxes(part: Tensor, offset: Sequence[int], layout: ScaleLayout) -> tuple[Tensor, list[int]]:
     """Compute the amaxes of a part of a matrix in blocks of the whole matrix. The part may begin inside a block.
 
     Args:
@@ -37,14 +37,14 @@ def amaxes_of_part(part: Tensor, offset: Sequence[int], layout: ScaleLayout) -> 
     ranges = [_block_range(*place) for place in zip(offset, part.shape, layout[:2], strict=True)]
     corner, before = [first for first, _, _ in ranges], [cut for _, _, cut in ranges]
     if layout.is_tensorwise:
-        return amax(part).view(1, 1), corner
+        return compute_amax(part).view(1, 1), corner
     if layout.columns == ALL:
-        return amax(part, 1), corner
+        return compute_amax(part, 1), corner
     padding = (before[1], 0, before[0], 0)  # zeros for the elements of the first blocks that other parts hold
-    return block_amax(F.pad(part, padding) if any(before) else part, layout), corner
+    return compute_block_amax(F.pad(part, padding) if any(before) else part, layout), corner
 
 
-def scales_of_part(
+def select_part_scales(
     scales: Tensor, offset: Sequence[int], size: Sequence[int], layout: ScaleLayout
 ) -> tuple[Tensor, ScaleLayout]:
     """Return the scales of a part of a matrix, and their layout in the part.

@@ -64,7 +64,7 @@ def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipe
     return Float8LinearRecipeName(recipe), backward
 
 
-def canonical_recipe(name: Float8LinearRecipeName | str) -> str:
+def canonicalize_recipe(name: Float8LinearRecipeName | str) -> str:
     """Return the canonical form of a recipe's name: no alias, and a `backward` only if it is not "float8"."""
     recipe, backward = split_recipe(name)
     return recipe.value if backward in ("", BACKWARDS[0]) else f"{recipe.value}:{backward}"

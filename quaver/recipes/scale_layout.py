@@ -75,7 +75,7 @@ class ScaleLayout(NamedTuple):
         """Return the rows and columns of a block in a matrix of `size`, both at least 1."""
         return self.rows or max(size[0], 1), self.columns or max(size[1], 1)
 
-    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+    def get_scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix [rows, columns]."""
         if self.is_tensorwise:
             return ()
@@ -89,7 +89,7 @@ class ScaleLayout(NamedTuple):
         """
         if self.is_tensorwise:
             return False
-        counts = self.scale_shape(size[0], size[1])
+        counts = self.get_scale_shape(size[0], size[1])
         return counts[dim] != 1 or counts[1 - dim] != size[1 - dim]
 
     def __str__(self) -> str:
@@ -114,12 +114,12 @@ PACKED_BLOCK_SIZES = ((16, 16), (1, 16))
 """The supported block sizes of 4-bit row codes."""
 
 
-def layout_of_blocks(dtype: torch.dtype, rows: int, columns: int) -> ScaleLayout:
+def make_block_layout(dtype: torch.dtype, rows: int, columns: int) -> ScaleLayout:
     """Return the layout of row codes of `dtype` in blocks of `rows` x `columns`."""
     return ScaleLayout(rows, columns, 1, 2 if dtype is E2M1.dtype else 1)
 
 
-def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
+def infer_layout(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
     """Infer the layout of a scale from its shape and the `size` of its matrix.
 
     Blocks have the lengths of `BLOCK_SIZES`. Two block lengths give the same number of blocks only if neither is
@@ -133,7 +133,7 @@ def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
         return TENSORWISE
     lengths = [_infer_length(count, n) for count, n in zip(scale.shape, size, strict=False)]
     if scale.dim() != 2 or len(size) != 2 or None in lengths:
-        shapes = {layout: list(layout.scale_shape(size[0], size[1])) for layout in _KNOWN}
+        shapes = {layout: list(layout.get_scale_shape(size[0], size[1])) for layout in _KNOWN}
         blocks = ", ".join(f"{shape} ({layout})" for layout, shape in shapes.items())
         raise ValueError(
             f"expected a scale of shape [] (tensorwise), {blocks} or their transposes for a matrix of {list(size)}, "

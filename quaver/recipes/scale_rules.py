@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import format_of
+from quaver.recipes.formats import get_format
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.tracing import assume_constant_result
 
@@ -55,44 +55,44 @@ class ScaleRule(NamedTuple):
         return self.form == "scale" and not (self.divides or self.rounds_up)
 
 
-def float32(number: float) -> float:
+def round_to_float32(number: float) -> float:
     """Round `number` to float32."""
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
-_VLLM = ScaleRule(smallest_scale=float32(1 / (448 * 512)))
-_GROUP = ScaleRule(smallest_amax=float32(1e-10), divides=True)
-_SGLANG_GROUP = ScaleRule("amax", smallest_amax=float32(1e-10))
-_DEEPGEMM = ScaleRule(smallest_amax=float32(1e-4))
+_VLLM = ScaleRule(smallest_scale=round_to_float32(1 / (448 * 512)))
+_GROUP = ScaleRule(smallest_amax=round_to_float32(1e-10), divides=True)
+_SGLANG_GROUP = ScaleRule("amax", smallest_amax=round_to_float32(1e-10))
+_DEEPGEMM = ScaleRule(smallest_amax=round_to_float32(1e-4))
 _TRANSFORMERS = ScaleRule("reciprocal", zero_scales=(1.0, 1.0))
 
 RULES: dict[str, ScaleRule] = {
     "vllm": _VLLM,
     "vllm-kernel": _VLLM._replace(divides=True),
     "vllm-group": _GROUP,
-    "vllm-group-ue8m0": _GROUP._replace(smallest_scale=float32(1e-10), rounds_up=True),
+    "vllm-group-ue8m0": _GROUP._replace(smallest_scale=round_to_float32(1e-10), rounds_up=True),
     "sglang": ScaleRule(zero_scales=(0.0, 0.0)),
-    "sglang-tensor": ScaleRule("reciprocal", smallest_amax=float32(1e-12)),
+    "sglang-tensor": ScaleRule("reciprocal", smallest_amax=round_to_float32(1e-12)),
     "sglang-group": _SGLANG_GROUP,
     "sglang-group-ue8m0": _SGLANG_GROUP._replace(rounds_up=True),
     "deepgemm": _DEEPGEMM,
     "deepgemm-ue8m0": _DEEPGEMM._replace(rounds_up=True),
     "transformers": _TRANSFORMERS,
     "transformers-ue8m0": _TRANSFORMERS._replace(smallest_scale=2.0**-126, rounds_up=True),
-    "transformers-group": ScaleRule(smallest_scale=float32(1e-12), divides=True),
+    "transformers-group": ScaleRule(smallest_scale=round_to_float32(1e-12), divides=True),
     "compressed-tensors": ScaleRule(divides=True, in_hp_dtype=True),
 }
 """The rules by name; docs/serving.md lists the function of the engine that each rule follows."""
 
 
-def rule_of(mode: str) -> ScaleRule:
+def get_rule(mode: str) -> ScaleRule:
     """Return the rule named `mode`; the default `ScaleRule` for other modes of a cast."""
     return ScaleRule(*_fields_of(mode))
 
 
 def has_kernel(mode: str) -> bool:
     """Return whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
-    if mode and rule_of(mode).in_hp_dtype:
+    if mode and get_rule(mode).in_hp_dtype:
         warn_once(
             f"casts by the rule {mode}",
             f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel implements it",
@@ -111,21 +111,21 @@ _NO_RULE = ScaleRule()
 
 @assume_constant_result
 def _largest(float8_dtype: torch.dtype) -> float:
-    return format_of(float8_dtype).max
+    return get_format(float8_dtype).max
 
 
-def scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+def compute_scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
     """Compute the multipliers and the dequant_scales, float32, for amaxes in the dtype of hp.
 
     Quotients are computed in float64 and rounded: see [Note: one division, two formulas] in scaling.py.
     """
-    rule, largest, hp_dtype = rule_of(mode), _largest(float8_dtype), amax.dtype
+    rule, largest, hp_dtype = get_rule(mode), _largest(float8_dtype), amax.dtype
     clamped = amax.double().clamp(min=rule.smallest_amax)
     if rule.form == "reciprocal":
         quant = (1.0 / clamped).float() * largest
         dequant = (1.0 / quant.double()).float()
     elif rule.form == "amax":
-        quant, dequant = (largest / clamped).float(), (clamped * float32(1 / largest)).float()
+        quant, dequant = (largest / clamped).float(), (clamped * round_to_float32(1 / largest)).float()
     else:
         dequant = (clamped / largest).float()
         if rule.in_hp_dtype:

@@ -49,9 +49,9 @@ import torch
 from torch import Tensor
 
 from quaver.recipes import e2m1
-from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, format_of
-from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, layout_of
-from quaver.recipes.scale_rules import RULES, rule_of, scales_by_rule
+from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, get_format
+from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, infer_layout
+from quaver.recipes.scale_rules import RULES, compute_scales_by_rule, get_rule
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
@@ -115,7 +115,7 @@ def check_hp(hp: Tensor) -> None:
         raise ValueError(f"expected a tensor of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
 
 
-def amax(hp: Tensor, dim: int | None = None) -> Tensor:
+def compute_amax(hp: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude of `hp`, of all elements or along `dim`.
 
     Args:
@@ -176,14 +176,14 @@ def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
 @assume_constant_result
 def _scale_constants(float8_dtype: torch.dtype) -> tuple[float, float]:
     """Return the format's largest number, and the largest quant_scale."""
-    largest = format_of(float8_dtype).max
+    largest = get_format(float8_dtype).max
     return largest, largest / EPS
 
 
 @assume_constant_result
 def _power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
     """Return the bits of the format's largest number, and the exponent of the largest power-of-two quant_scale."""
-    largest = format_of(float8_dtype).max
+    largest = get_format(float8_dtype).max
     return bits_of(largest), math.frexp(largest / EPS)[1] - 1
 
 
@@ -230,9 +230,9 @@ def compute_scales(
     if float8_dtype is E2M1.dtype:
         return Scales(*e2m1.compute_block_scales(amax))
     if mode in RULES:
-        return Scales(*scales_by_rule(amax, float8_dtype, mode))
+        return Scales(*compute_scales_by_rule(amax, float8_dtype, mode))
     if mode:
-        return e8m0_scales(amax, float8_dtype, mode)
+        return compute_e8m0_scales(amax, float8_dtype, mode)
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     if is_blockwise:
         quant = quant.masked_fill_(amax == 0, 1.0)
@@ -252,7 +252,7 @@ def compute_scales_of_parts(
 
 def choose_factor(scales: Scales, mode: str) -> tuple[Tensor, str]:
     """Choose the arguments `factor` and `division` of `cast_to_float8` for a rule."""
-    return (scales.dequant, mode) if mode and rule_of(mode).divides else (scales.quant, "")
+    return (scales.dequant, mode) if mode and get_rule(mode).divides else (scales.quant, "")
 
 
 def cast_to_float8(
@@ -280,7 +280,7 @@ def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
     """Divide by the scale in float32, under a rule that divides."""
     is_rounded_once = runs_eagerly_on_cpu(hp)  # [Note: one division, two formulas]
     quotient = hp.float() / dequant_scale if is_rounded_once else (hp.double() / dequant_scale.double()).float()
-    if not rule_of(rule).in_hp_dtype:
+    if not get_rule(rule).in_hp_dtype:
         return quotient
     quotient = quotient.to(hp.dtype).float()
     return torch.where(quotient == 0, 0.0, quotient)
@@ -321,7 +321,7 @@ def cast_with_persistent_scale(
         error exceeds the largest rounding error.
     """
     fmt = FLOAT8_FORMATS[float8_dtype]
-    largest_seen = amax(hp).float()
+    largest_seen = compute_amax(hp).float()
     own = amax_to_quant_scale(largest_seen, float8_dtype, power_of_2=power_of_2)
     quant = torch.where(quant_scale > 0, quant_scale, own)
     scaled = multiply(hp, quant)
@@ -332,18 +332,18 @@ def cast_with_persistent_scale(
 def dynamic_cast(
     hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False, mode: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast `hp` with a scale computed from its amax; see `amax` and `compute_scales` for the arguments.
+    """Cast `hp` with a scale computed from its amax; see `compute_amax` and `compute_scales` for the arguments.
 
     Returns:
         The float8 tensor, and float32 quant_scale and dequant_scale (shape () or hp's shape with `dim` reduced to 1).
     """
-    scales = compute_scales(amax(hp, dim), float8_dtype, power_of_2, mode)
+    scales = compute_scales(compute_amax(hp, dim), float8_dtype, power_of_2, mode)
     factor, division = choose_factor(scales, mode)
     codes = cast_to_float8(hp, factor, float8_dtype, own_amax=True, division=division)
     return codes, scales.quant, scales.dequant
 
 
-def block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
+def compute_block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
     """Return the largest magnitude in each block of `hp` [R, C], in hp's dtype and in the shape of the scales.
 
     Raises:
@@ -357,7 +357,7 @@ def block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
     missing = -hp.shape[0] % rows, -hp.shape[1] % columns
     if any(missing):
         magnitude = torch.nn.functional.pad(magnitude, (0, missing[1], 0, missing[0]))
-    counts = layout.scale_shape(hp.shape[0], hp.shape[1])
+    counts = layout.get_scale_shape(hp.shape[0], hp.shape[1])
     return magnitude.view(counts[0], rows, counts[1], columns).amax((1, 3)) if hp.numel() else hp.new_zeros(counts)
 
 
@@ -379,7 +379,7 @@ def dynamic_cast_blocks(
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / rows), ceil(C / columns)].
     """
     layout = ScaleLayout(*block_size)
-    scales = compute_scales(block_amax(hp, layout), float8_dtype, power_of_2, mode, is_blockwise=True)
+    scales = compute_scales(compute_block_amax(hp, layout), float8_dtype, power_of_2, mode, is_blockwise=True)
     factor, division = choose_factor(scales, mode)
     return cast_blocks(hp, factor, float8_dtype, layout, True, division), scales.quant, scales.dequant
 
@@ -399,14 +399,14 @@ def cast_blocks(
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _multiply_blocks_(scaled, factor, layout)
     if float8_dtype is E2M1.dtype:
-        return e2m1.encode(scaled)
+        return e2m1.pack(scaled)
     return _saturate_(scaled if own_amax else _nan_for_inf_(scaled, hp), float8_dtype)
 
 
 @assume_constant_result
-def saturates_above(float8_dtype: torch.dtype) -> float:
+def compute_saturation_threshold(float8_dtype: torch.dtype) -> float:
     """Return `Float8Format.saturates_above` of a dtype."""
-    return format_of(float8_dtype).saturates_above
+    return get_format(float8_dtype).saturates_above
 
 
 @assume_constant_result
@@ -420,7 +420,7 @@ def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
     return int(carry - (((largest >> 23) - 127) << 23))
 
 
-def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
+def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
     """Compute E8M0 scales in `mode` "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
 
     `amax`: a high-precision dtype, any shape.
@@ -436,8 +436,8 @@ def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
 
 
 def multiply_scale_(wide: Tensor, scale: Tensor, layout: ScaleLayout | None = None) -> Tensor:
-    """Multiply a matrix [R, C] in place by its scale. Without a layout, `layout_of` infers it from the shapes."""
-    layout = layout or layout_of(scale, wide.shape)
+    """Multiply a matrix [R, C] in place by its scale. Without a layout, `infer_layout` infers it from the shapes."""
+    layout = layout or infer_layout(scale, wide.shape)
     return wide.mul_(scale) if scale.dim() == 0 else _multiply_blocks_(wide, scale, layout)
 
 

@@ -79,7 +79,7 @@ SERVING: dict[str, Serving] = {
 }
 
 
-def serving_named(name: str) -> Serving:
+def get_serving(name: str) -> Serving:
     """Return the entry of `SERVING`. Raises ValueError for an unknown name, listing the choices."""
     if name not in SERVING:
         raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}{suggest(name, SERVING)}")
@@ -101,7 +101,7 @@ def serving_config(
     Raises:
         ValueError: an unknown name, delayed or static scaling, or casts that cannot be combined.
     """
-    served = serving_named(serving)
+    served = get_serving(serving)
     base = resolve_config(served.recipe if config is None else config)
     if base.has_persistent_scales and base.cast_config_input != served.input:
         raise ValueError(f"serving: expected a recipe with dynamic scaling beside {serving!r}, got {_describe(base)}")
@@ -132,7 +132,7 @@ def _describe(config: Float8LinearConfig) -> str:
     return str(config) if recipe is None else repr(recipe.value)
 
 
-def serving_of(config: Float8LinearConfig) -> str | None:
+def find_serving(config: Float8LinearConfig) -> str | None:
     """Return the first engine with the forward casts of `config`; None if no engine has them."""
     forward = config.casts.input.row, config.casts.weight.row
     return next((name for name, served in SERVING.items() if served[:2] == forward), None)

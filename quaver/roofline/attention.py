@@ -66,7 +66,7 @@ RATES = {
 """The rates of forward and backward, by kernel and device."""
 
 
-def kernel_of(compute_capability: int | None) -> str:
+def choose_kernel(compute_capability: int | None) -> str:
     """Return the kernel of torch's attention for heads of at most 128 features: FLASH or CUDNN.
 
     Args:
@@ -75,25 +75,25 @@ def kernel_of(compute_capability: int | None) -> str:
     return CUDNN if (compute_capability or 0) // 10 in (9, 10) else FLASH
 
 
-def rates_of(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
+def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
     """Return the rates of the forward and of the backward.
 
     Args:
         kernel: FLASH or CUDNN; None for torch's choice.
     """
     default = Rate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
-    return RATES.get((kernel or kernel_of(spec.compute_capability), spec.name), (default, default))
+    return RATES.get((kernel or choose_kernel(spec.compute_capability), spec.name), (default, default))
 
 
-def attention_seconds(
+def predict_attention_seconds(
     queries: int, tokens: float, seq_len: int, spec: DeviceSpec, kernel: str | None = None
 ) -> PerPass:
     """Predict the seconds of causal attention, which skips the masked half, for `tokens` in sequences of `seq_len`.
 
     Args:
         queries: the features of all query heads.
-        kernel: as for `rates_of`.
+        kernel: as for `get_rates`.
     """
     matmul = queries * seq_len * tokens  # 2 FLOPs for half of the scores
-    pairs = zip(ATTENTION_MATMULS.values(), rates_of(spec, kernel), strict=True)
+    pairs = zip(ATTENTION_MATMULS.values(), get_rates(spec, kernel), strict=True)
     return PerPass(*(number * matmul / (1e12 * rate.tflops(seq_len)) + KERNEL_LAUNCH_S for number, rate in pairs))

@@ -10,12 +10,12 @@ from torch import nn
 from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.recipes.recipe_name import canonical_recipe
-from quaver.roofline.cost import linear_cost, unmultiplied_kinds
+from quaver.recipes.recipe_name import canonicalize_recipe
+from quaver.roofline.cost import predict_linear_cost, unmultiplied_kinds
 from quaver.roofline.device_specs import (
     DEVICE_NAMES,
     DeviceSpec,
-    device_spec,
+    get_device_spec,
     require_device_spec,
     spec_of_this_machine,
 )
@@ -45,7 +45,7 @@ def auto_filter_for_recipe(
     Raises:
         ValueError: an unknown recipe or device, or a device that does not multiply float8 with the recipe's scales.
     """
-    recipe = canonical_recipe(recipe)
+    recipe = canonicalize_recipe(recipe)
     if isinstance(skip, str):
         raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
     spec = _spec_of(device)
@@ -53,7 +53,7 @@ def auto_filter_for_recipe(
         raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
     if unmultiplied_kinds(spec, recipe):
         raise ValueError(f"{recipe}: {spec.name} does not multiply float8 with such scales, so no layer gains")
-    linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
+    predict_linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
 
     def decide(module: nn.Module, name: str) -> FilterDecision:
         matched = next((part for part in skip if part in name), None)
@@ -64,7 +64,7 @@ def auto_filter_for_recipe(
         k, n = module.in_features, module.out_features
         if k % ALIGNMENT or n % ALIGNMENT:
             return FilterDecision(False, f"shape: {k} x {n} is not a multiple of {ALIGNMENT}, padding would cost more")
-        speedup = linear_cost(tokens, k, n, recipe, spec).speedup
+        speedup = predict_linear_cost(tokens, k, n, recipe, spec).speedup
         estimate = f"estimated {speedup:.2f}x on {spec.name} at {tokens} tokens"
         return FilterDecision(speedup >= min_speedup, estimate)
 
@@ -76,7 +76,7 @@ def _spec_of(device: str | torch.device | None) -> DeviceSpec:
         return require_device_spec(device, "device")
     if device is None:
         return spec_of_this_machine() or require_device_spec("H100", "device")
-    spec = device_spec(device)
+    spec = get_device_spec(device)
     if spec is None:
         raise ValueError(f"device: unknown device {str(device)!r}: expected the full name of one of {DEVICE_NAMES}")
     return spec

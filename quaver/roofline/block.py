@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import moved_s
+from quaver.roofline.matmul import predict_move_seconds
 
 ATTENTION_MATMULS = {False: 2, True: 5}
 """The number of matmuls in attention: False for the forward, True for the backward, which recomputes the scores."""
@@ -66,4 +66,6 @@ def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> PerPass
 def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2) -> PerPass:
     """Predict the seconds to move `bytes_between_matmuls` for `tokens`, including kernel launches."""
     passes = zip(bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
-    return PerPass(*(moved_s(tokens * moved, spec) + kernels * KERNEL_LAUNCH_S for moved, kernels in passes))
+    return PerPass(
+        *(predict_move_seconds(tokens * moved, spec) + kernels * KERNEL_LAUNCH_S for moved, kernels in passes)
+    )

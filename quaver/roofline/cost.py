@@ -43,9 +43,9 @@ from quaver.experts.gpu_gemm import GROUPED_ON
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import matmul_seconds, moved_s
+from quaver.roofline.matmul import matmul_seconds, predict_move_seconds
 from quaver.roofline.scaled_matmul import kinds_of_matmuls, shares_of_matmuls
 
 KERNEL_LAUNCH_S = 4e-6
@@ -53,15 +53,15 @@ KERNEL_LAUNCH_S = 4e-6
 kernel for one element on an H100; another 2 us is assumed for the gap between kernels."""
 
 
-class Casts(NamedTuple):
+class CastCosts(NamedTuple):
     """The cost of the casts of one operand: bytes moved per element, and kernels launched."""
 
     bytes_per_element: float
     kernels: float
 
 
-NO_CASTS = Casts(0, 0)
-_WIDENING = Casts(3, 1)
+NO_CASTS = CastCosts(0, 0)
+_WIDENING = CastCosts(3, 1)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class LinearCost:
         return self.bfloat16.total_s / self.float8.total_s
 
 
-def linear_cost(
+def predict_linear_cost(
     tokens: int,
     in_features: int,
     out_features: int,
@@ -124,7 +124,7 @@ def linear_cost(
     Raises:
         ValueError: an unknown recipe, or a number below 1.
     """
-    recipe = canonical_recipe(recipe)
+    recipe = canonicalize_recipe(recipe)
     numbers = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     numbers |= {"microbatches": 1 if microbatches is None else microbatches, "input_readers": input_readers}
     for name, number in numbers.items():
@@ -143,20 +143,23 @@ def linear_cost(
 @functools.cache
 def recipe_casts(
     recipe: Float8LinearRecipeName | str, *, microbatches: int | None = None, input_readers: int = 1
-) -> tuple[Casts, Casts, Casts]:
-    """Return the casts of (input, weight, grad_output) in one forward and backward; arguments as in `linear_cost`."""
+) -> tuple[CastCosts, CastCosts, CastCosts]:
+    """Return the casts of (input, weight, grad_output) in one forward and backward.
+
+    Arguments as in `predict_linear_cost`.
+    """
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     input = _divide(_operand_casts(casts.input), input_readers)
     weight = _divide(_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
     if casts.weight.is_dequantized:
         input, weight = (
-            Casts(operand.bytes_per_element + _WIDENING.bytes_per_element, operand.kernels + _WIDENING.kernels)
+            CastCosts(operand.bytes_per_element + _WIDENING.bytes_per_element, operand.kernels + _WIDENING.kernels)
             for operand in (input, weight)
         )
     return input, weight, _operand_casts(casts.grad_output)
 
 
-def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
+def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCosts:
     """Return the casts of an operand for its two matmuls: both at once, or `apart` if the first codes are not saved."""
     row, column = casts.row, casts.column
     in_float8 = [cast for cast in (row, column) if not cast.is_disabled]
@@ -166,31 +169,31 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
         cast.known_layout("roofline")
     if len(in_float8) == 1:
         once, times = _one_layout(in_float8[0]), 2 if apart and casts.is_dequantized else 1
-        return Casts(times * once.bytes_per_element, times * once.kernels)
+        return CastCosts(times * once.bytes_per_element, times * once.kernels)
     if row.is_blockwise:
-        return Casts(4, 1) if row.depends_on_direction else Casts(3, 1)
+        return CastCosts(4, 1) if row.depends_on_direction else CastCosts(3, 1)
     if row.is_rowwise is not column.is_rowwise:
         smallest_scale = 1 if row.is_rowwise else 0  # one kernel: the tensor's scale is the smallest scale of its rows
-        return Casts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + smallest_scale + 1)
+        return CastCosts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + smallest_scale + 1)
     if apart:
-        return Casts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + 1)
-    return Casts(4, 2) if row.is_persistent else Casts(6, 2)
+        return CastCosts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + 1)
+    return CastCosts(4, 2) if row.is_persistent else CastCosts(6, 2)
 
 
-def _one_layout(cast: CastConfig) -> Casts:
+def _one_layout(cast: CastConfig) -> CastCosts:
     if cast.is_rowwise or cast.is_blockwise:
-        return Casts(3, 1)
+        return CastCosts(3, 1)
     # With a known scale the first kernel returns immediately.
-    return Casts(3, 2) if cast.is_persistent else Casts(5, 2)
+    return CastCosts(3, 2) if cast.is_persistent else CastCosts(5, 2)
 
 
-def _divide(casts: Casts, sharers: int) -> Casts:
-    return Casts(casts.bytes_per_element / sharers, casts.kernels / sharers)
+def _divide(casts: CastCosts, sharers: int) -> CastCosts:
+    return CastCosts(casts.bytes_per_element / sharers, casts.kernels / sharers)
 
 
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """Return the kinds of scales in a recipe's float8 matmuls that `spec` does not multiply; None: no hardware does."""
-    kinds = set(kinds_of_matmuls(canonical_recipe(recipe)).values())
+    kinds = set(kinds_of_matmuls(canonicalize_recipe(recipe)).values())
     return {kind for kind in kinds if kind is None or obstacle_to(spec, kind)}
 
 
@@ -215,7 +218,7 @@ def _float8_matmuls(recipe: str) -> tuple[bool, bool, bool]:
 
 def _linear_time(
     shape: tuple[int, int, int],
-    casts: tuple[Casts, ...],
+    casts: tuple[CastCosts, ...],
     in_float8: tuple[bool, ...],
     shares: Mapping[str, float],
     spec: DeviceSpec,
@@ -223,7 +226,7 @@ def _linear_time(
     native: bool,
     by_shape: bool,
 ) -> LinearTime:
-    """Predict the time of one linear with the `casts` of input, weight and grad_output; see `linear_cost`.
+    """Predict the time of one linear with the `casts` of input, weight and grad_output; see `predict_linear_cost`.
 
     `in_float8`: which of output, grad_input and grad_weight are in float8. `native`: whether the hardware does them.
     """
@@ -234,11 +237,13 @@ def _linear_time(
         matmul_seconds(*sizes, float8 and native, spec, by_shape=by_shape, share_of_scales=shares.get(name, 1.0))
         for sizes, name, float8 in shapes
     ]
-    cast_times = [moved_s(cast.bytes_per_element * size, spec) for cast, size in zip(casts, elements, strict=True)]
+    cast_times = [
+        predict_move_seconds(cast.bytes_per_element * size, spec) for cast, size in zip(casts, elements, strict=True)
+    ]
     # output reads input and weight, grad_input grad_output and weight, grad_weight grad_output and input.
     operands = ((0, 1), (2, 1), (2, 0))
     widened = [] if native else [i for pair, float8 in zip(operands, in_float8, strict=True) if float8 for i in pair]
-    widening_s = moved_s(sum(_WIDENING.bytes_per_element * elements[i] for i in widened), spec)
+    widening_s = predict_move_seconds(sum(_WIDENING.bytes_per_element * elements[i] for i in widened), spec)
     kernels = len(matmuls) + sum(cast.kernels for cast in casts) + _WIDENING.kernels * len(widened)
     output_s, grad_input_s, grad_weight_s = matmuls
     input_casts_s, weight_casts_s, grad_output_casts_s = cast_times

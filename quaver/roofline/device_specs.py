@@ -84,14 +84,14 @@ def require_device_spec(name: str, option: str) -> DeviceSpec:
     return spec
 
 
-def device_spec(device: torch.device) -> DeviceSpec | None:
+def get_device_spec(device: torch.device) -> DeviceSpec | None:
     """Return the spec of a device of this machine; None for CPUs and unknown devices."""
     return find_device_spec(torch.cuda.get_device_name(device)) if is_cuda_device(device) else None
 
 
 def spec_of_this_machine() -> DeviceSpec | None:
     """Return the spec of the current GPU; None if there is no GPU or it is unknown."""
-    return device_spec(cuda_device()) if has_cuda() else None
+    return get_device_spec(cuda_device()) if has_cuda() else None
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class PeakFlops:
 
 
 @functools.cache
-def peak_flops(device: torch.device) -> PeakFlops:
+def get_peak_flops(device: torch.device) -> PeakFlops:
     """Return the peaks of `device` from its data sheet, or the measured rate of a linear's fastest matmul.
 
     Unknown devices are measured. A measured rate is not a peak: `source` says "unknown device", and a share of the rate
     compares the model with a plain matmul.
     """
-    spec = device_spec(device)
+    spec = get_device_spec(device)
     if spec is not None:
         float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
         return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)

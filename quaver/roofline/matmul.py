@@ -63,7 +63,7 @@ BEST_SHAPE = 0.95
 """`filled * pipelined` of the shapes at which MATMUL_SHARES were measured, such as 2048 x 2048 x 13312."""
 
 
-def moved_s(moved_bytes: float, spec: DeviceSpec) -> float:
+def predict_move_seconds(moved_bytes: float, spec: DeviceSpec) -> float:
     """Predict the seconds of a kernel that only moves bytes, without its launch."""
     return moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
 
@@ -109,4 +109,4 @@ def matmul_seconds(
     if by_shape:
         tflops *= share_of_shape(rows, contracted, columns, float8, spec.multiprocessors)
     read = (rows + columns) * contracted * (1 if float8 else 2)
-    return max(2 * rows * contracted * columns / (tflops * 1e12), moved_s(read + 2 * rows * columns, spec))
+    return max(2 * rows * contracted * columns / (tflops * 1e12), predict_move_seconds(read + 2 * rows * columns, spec))

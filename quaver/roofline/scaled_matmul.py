@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from quaver.linear.gemm import ScaleKind, find_cast_kind
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec
 
 CUBLAS_ROWWISE_SHARE = 1 / 1.07
@@ -52,7 +52,7 @@ def share_of_scales(kind: ScaleKind | None, spec: DeviceSpec) -> float:
 
 def shares_of_matmuls(recipe: Float8LinearRecipeName | str, spec: DeviceSpec) -> Mapping[str, float]:
     """Return `share_of_scales` of a recipe's float8 matmuls, by their names in MATMULS."""
-    kinds = kinds_of_matmuls(canonical_recipe(recipe))
+    kinds = kinds_of_matmuls(canonicalize_recipe(recipe))
     return {name: share_of_scales(kind, spec) for name, kind in kinds.items()}
 
 

@@ -77,7 +77,7 @@ def check_ranks_agree_once(
     _agreed.setdefault(module, {})[what] = subjects
 
 
-def on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:
+def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:
     """Run `action` on every rank and return the results by rank. If it raises on any rank, raise on all of them.
 
     Every rank of `group`, by default the world, must call this. Without a process group there is one rank.
@@ -106,14 +106,14 @@ def on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -
     return [outcome for outcome, _ in outcomes]
 
 
-def on_first_rank(action: Callable[[], object], group: ProcessGroup | None = None) -> None:
-    """Run `action` on the first rank of `group`; if it raises, raise on every rank, as `on_every_rank` does."""
+def run_on_first_rank(action: Callable[[], object], group: ProcessGroup | None = None) -> None:
+    """Run `action` on the first rank of `group`; if it raises, raise on every rank, as `run_on_every_rank` does."""
 
     def first() -> None:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0:
             action()
 
-    on_every_rank(first, group)
+    run_on_every_rank(first, group)
 
 
 def _make_sendable(error: Exception, rank: int) -> Exception:

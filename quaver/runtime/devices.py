@@ -116,7 +116,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe_hardware(device: torch.device) -> dict[str, Any]:
     """Return the hardware and the versions that results depend on, for JSON."""
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda_device(device) else f"CPU {platform.machine()}",

@@ -12,12 +12,12 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_m
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def plain_name(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return a name without the parts that torch.compile, checkpoint wrappers and FSDP1 add."""
     return _WRAPPERS.sub("", name)
 
 
-def enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+def list_enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Return the names of the modules that contain `name` and run a forward, the innermost first; "" is the root.
 
     `modules`: the named modules of the root.
@@ -29,7 +29,7 @@ def enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[s
             yield ancestor
 
 
-def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+def find_parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter by the parameter's id; a tied parameter has several names."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -37,17 +37,17 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
-def tied_modules(model: nn.Module) -> set[str]:
+def find_tied_modules(model: nn.Module) -> set[str]:
     """Return the names of the modules that share a parameter with another module."""
-    tied = (names for names in owners_of_parameters(model).values() if len(names) > 1)
+    tied = (names for names in find_parameter_names(model).values() if len(names) > 1)
     return {name.rpartition(".")[0] for names in tied for name in names}
 
 
-def owners_of_weights(model: nn.Module) -> dict[int, list[str]]:
+def find_weight_modules(model: nn.Module) -> dict[int, list[str]]:
     """Return the names of the modules that hold each parameter called `weight`, by the parameter's id."""
     return {
         key: holders
-        for key, names in owners_of_parameters(model).items()
+        for key, names in find_parameter_names(model).items()
         if (holders := [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"])
     }
 
@@ -65,7 +65,7 @@ def suggest(name: object, choices: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def listed(names: Sequence[str], separator: str = ", ") -> str:
+def join_names(names: Sequence[str], separator: str = ", ") -> str:
     """Return the first three of `names` and the number of remaining names, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return separator.join(names[:3]) + more

@@ -1,6 +1,6 @@
 """Reports slow paths once: correct code that runs slower than this machine allows.
 
-A slow path is logged once per process at WARNING, and is listed by `slow_paths()`, which `conversion_report` and
+A slow path is logged once per process at WARNING, and is listed by `list_slow_paths()`, which `conversion_report` and
 `quaver doctor` print. With `error_on_slow_path()` or QUAVER_ERROR_ON_SLOW_PATH=1 it raises RuntimeError instead.
 """
 
@@ -30,7 +30,7 @@ def warn_once(key: str, message: str) -> None:
         _logger.warning(message)
 
 
-def slow_paths() -> list[str]:
+def list_slow_paths() -> list[str]:
     """Return the messages that `warn_once` has logged in this process."""
     return list(_said.values())
 

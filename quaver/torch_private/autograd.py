@@ -10,7 +10,7 @@
   `sequence_number(node)`: Node._sequence_nr. torch.autograd.graph.node_creation_hook (torch 2.14) replaces both.
 - `wanted_gradients(ctx, inputs)`: torch._C._will_engine_execute_node. Remove when Functions in Python have the
   `task_should_compute_output` of nodes in C++.
-- `frame_of(hooks)`: closure variables of the hooks of torch.utils.checkpoint, `frame` in a forward and
+- `find_checkpoint_frame(hooks)`: closure variables of the hooks of torch.utils.checkpoint, `frame` in a forward and
   `target_frame_ref` in its recomputation. No replacement.
 - `forward_ad_level()`: torch.autograd.forward_ad._current_level, -1 outside of `dual_level`. No replacement.
 """
@@ -64,7 +64,7 @@ def forward_ad_level() -> int:
     return int(forward_ad._current_level)
 
 
-def frame_of(hooks: Any) -> tuple[Any, bool] | None:
+def find_checkpoint_frame(hooks: Any) -> tuple[Any, bool] | None:
     """Return the frame of the non-reentrant checkpoint with these (pack, unpack) hooks, and whether it recomputes.
 
     Each forward has one frame, which lives as long as its graph. None if the hooks have other closure variables.

@@ -1,8 +1,8 @@
 """DTensors, for code that must also work without an import of torch.distributed.tensor.
 
-- `local_tensor(tensor)`: DTensor._local_tensor. The public DTensor.to_local() returns a view of a parameter, or with
-  gradients the result of an autograd function. No replacement.
-- `waited_local_tensor(tensor)`: the same, after waiting for a functional collective that writes it.
+- `get_local_tensor(tensor)`: DTensor._local_tensor. The public DTensor.to_local() returns a view of a parameter, or
+  with gradients the result of an autograd function. No replacement.
+- `wait_for_local_tensor(tensor)`: the same, after waiting for a functional collective that writes it.
 - `set_local_tensor(tensor, local)`: assigns DTensor._local_tensor. No replacement.
 - `local_shape_and_offset(tensor)`: torch.distributed.tensor._utils.compute_local_shape_and_global_offset, for
   this rank's part. No replacement.
@@ -38,14 +38,14 @@ def from_local_like(local: Tensor, like: DTensor) -> DTensor:
     return like.from_local(local, *layout, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def get_local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; other tensors are returned unchanged."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def waited_local_tensor(tensor: Tensor) -> Tensor:
-    """Return `local_tensor`, after waiting for the collective that writes it."""
-    part = local_tensor(tensor)
+def wait_for_local_tensor(tensor: Tensor) -> Tensor:
+    """Return `get_local_tensor`, after waiting for the collective that writes it."""
+    part = get_local_tensor(tensor)
     if is_traceable_wrapper_subclass(part):
         from quaver.torch_private.collectives import AsyncCollectiveTensor  # [Note: import time]
 

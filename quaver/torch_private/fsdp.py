@@ -2,12 +2,12 @@
 
 - `COLLECTIVES_MODULE`: torch.distributed.fsdp._fully_shard._fsdp_collectives, whose functions allocate the buffers of
   all-gathers and reduce-scatters; its name identifies their Python frames. No replacement.
-- `has_run`: `FSDPState._is_root`, None until the first forward or `unshard`, when FSDP2 reads how to gather each
+- `has_fsdp_run`: `FSDPState._is_root`, None until the first forward or `unshard`, when FSDP2 reads how to gather each
   parameter. No replacement.
 - `param_dtype(module)`: FSDPState._mp_policy, whose `param_dtype` the forward reads. No replacement.
 - `forget_unsharded()`: makes FSDP2 allocate the gathered parameters again, which it does only once. No replacement.
 - `fsdp_module_class()`: public API, without the import of torch.distributed.fsdp ([Note: import time] in dtensor.py).
-- `sharded_elements`: the sizes of parameter groups. No replacement.
+- `count_sharded_elements`: the sizes of parameter groups. No replacement.
 - `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Remove when FSDP2 hides its hooks from
   selective checkpoints, as https://github.com/pytorch/pytorch/pull/196862 proposes.
 """
@@ -35,7 +35,7 @@ def fsdp_module_class() -> type[FSDPModule] | None:
     return None if module is None else module.FSDPModule
 
 
-def has_run(module: nn.Module) -> bool:
+def has_fsdp_run(module: nn.Module) -> bool:
     """Return whether FSDP2 has already gathered parameters in `module`."""
     fsdp_class = fsdp_module_class()
     if fsdp_class is None:
@@ -49,7 +49,7 @@ def param_dtype(module: FSDPModule) -> torch.dtype | None:
     return module._get_fsdp_state()._mp_policy.param_dtype
 
 
-def sharded_elements(module: FSDPModule) -> Iterator[tuple[int, int]]:
+def count_sharded_elements(module: FSDPModule) -> Iterator[tuple[int, int]]:
     """Yield the trained elements per rank, with padding, and the number of shards of each group of `module`."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
-from quaver.fsdp.siblings import AllGatherState, all_gather_state
+from quaver.fsdp.siblings import AllGatherState, get_all_gather_state
 from quaver.linear.module import Float8Linear
 from quaver.torch_private.tracing import FakeTensor
-from quaver.torch_private.versions import version_of
+from quaver.torch_private.versions import get_version
 
 
 class PreparedWeight:
@@ -34,7 +34,7 @@ class PreparedWeight:
         self.operands, self.holder = weight.quantize(), holder
         self._module_weight, self._config = weight, weight.config
         self._weight, self._memory = weight.parameter, weight.parameter.detach()
-        self._version = version_of(self._weight)
+        self._version = get_version(self._weight)
 
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""
@@ -43,7 +43,7 @@ class PreparedWeight:
         config = self._module_weight.config
         if config is not self._config and config != self._config:
             raise make_scope_error(weight, "given another config")
-        if version_of(weight) != self._version or _get_address(weight) != _get_address(self._memory):  # `.data = ...`
+        if get_version(weight) != self._version or _get_address(weight) != _get_address(self._memory):  # `.data = ...`
             raise make_scope_error(weight, "changed")
 
 
@@ -76,7 +76,7 @@ class PreparedShard:
         self.check()
         if self._inputs is None:
             wrapped = typing.cast(Float8AllGatherWeight, self._weight.local).wrapped
-            self._cast_from = wrapped, version_of(wrapped)
+            self._cast_from = wrapped, get_version(wrapped)
             self._inputs = quantize()
         return self._inputs
 
@@ -89,13 +89,13 @@ class PreparedShard:
         weight, parameter = self._weight.local, self._weight.parameter
         if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 has unsharded it
             if self._box is None:
-                self._box, self._writes, self._version = weight.box, weight.box.writes, version_of(parameter)
+                self._box, self._writes, self._version = weight.box, weight.box.writes, get_version(parameter)
             if weight.box is not self._box:
                 raise make_scope_error(parameter, "replaced")
-            if version_of(parameter) != self._version:
+            if get_version(parameter) != self._version:
                 raise make_scope_error(parameter, "changed")
         written = self._box is not None and self._box.writes != self._writes
-        if written or (self._cast_from is not None and version_of(self._cast_from[0]) != self._cast_from[1]):
+        if written or (self._cast_from is not None and get_version(self._cast_from[0]) != self._cast_from[1]):
             raise make_scope_error(self._weight.parameter, "changed")
 
 
@@ -120,7 +120,7 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
     """
     weights = [weight for _, weight in weights_under(model)]
     whole = [weight for weight in weights if _is_whole(weight)]
-    gathered = [(all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
+    gathered = [(get_all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
     holders_now = {weight.prepared.holder for weight in whole if weight.prepared is not None}
     holders_now |= {prepared.holder for state, _ in gathered for prepared in state.prepared.values()}
     if holders_now:

@@ -19,7 +19,7 @@ from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.recipes.formats import FLOAT8_FORMATS
-from quaver.torch_private.dtensor import from_local_like, is_dtensor, local_shape_and_offset, local_tensor
+from quaver.torch_private.dtensor import from_local_like, get_local_tensor, is_dtensor, local_shape_and_offset
 
 
 class FrozenModule(nn.Module):
@@ -72,7 +72,7 @@ def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight
     Raises:
         ValueError: `own` cannot have these codes, scales or values.
     """
-    given = local_tensor(value)
+    given = get_local_tensor(value)
     if isinstance(given, FrozenFloat8Weight) and given.has_codes:
         loaded = FrozenFloat8Weight.from_state(*given.state())
         own.check_same_format(loaded)
@@ -85,7 +85,7 @@ def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight
             f"expected {list(weight.parameter.shape)} in high precision, or a frozen weight's codes with their scales, "
             f"got {value.dtype} {list(value.shape)}"
         )
-    codes = _make_state(weight.parameter, own).encode(values.to(own.data_fp8.device, own.dtype))
+    codes = _make_state(weight.parameter, own).find_codes(values.to(own.data_fp8.device, own.dtype))
     if codes is not None:
         return _match_dtensor(own.with_codes(codes), value)
     if own.is_part:

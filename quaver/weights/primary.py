@@ -48,11 +48,11 @@ from quaver.linear.weight_form import COLLECTIVES, WrapperWeight, is_parameter
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
-from quaver.runtime.names import owners_of_parameters
+from quaver.runtime.names import find_parameter_names
 from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
-from quaver.torch_private.versions import version_of
+from quaver.torch_private.versions import get_version
 
 aten = torch.ops.aten
 
@@ -135,7 +135,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
             return 0, 0
         if self.wrapped.is_inference():
             return next(_UNCOUNTED), 0
-        return version_of(self), version_of(self.wrapped)
+        return get_version(self), get_version(self.wrapped)
 
     def cast_mismatch(self, casts: OperandCasts) -> str:
         if self.config is None or self.config.casts.weight == casts:
@@ -425,9 +425,9 @@ def use_float8_primary_weights(
             "the model, then make the optimizer with model.parameters()"
         )
     named = {f"{name}.weight" if weight.name == "weight" else name: weight for name, weight in trained}
-    owners = owners_of_parameters(model)
+    owners = find_parameter_names(model)
     for name, weight in named.items():
-        obstacle = _find_obstacle(weight, owners)
+        obstacle = _find_primary_obstacle(weight, owners)
         if obstacle:
             raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
     primaries = [_make_primary(name, weight, master_dtype) for name, weight in named.items()]
@@ -436,7 +436,7 @@ def use_float8_primary_weights(
     return Float8PrimaryOptimizer(optimizer, primaries, master_dtype)
 
 
-def _find_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
+def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
     parameter, module, casts = weight.parameter, weight.module, weight.config.casts
     is_whole = not isinstance(module, Float8Linear) or parameter.shape == (module.out_features, module.in_features)
     if isinstance(parameter, Float8AllGatherWeight):

@@ -4,14 +4,14 @@ from dataclasses import fields
 from pathlib import Path
 
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.docs import configuration_page
+from quaver.lab.settings.docs import format_configuration_page
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_of_settings_is_what_the_dataclasses_say():
     """If this fails: python -m quaver.lab.settings.docs docs/configuration.md"""
-    page = configuration_page()
+    page = format_configuration_page()
     assert (ROOT / "docs" / "configuration.md").read_text() == page
     config = TrainConfig()
     for section in fields(config):

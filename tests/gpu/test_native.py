@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
-from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_failure
+from quaver.linear.gemm import GemmBackend, ScaleKind, choose_backend, float8_mm, native_failure
 from quaver.recipes.scaling import dynamic_cast
 from quaver.runtime.devices import compute_capability
 from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, smaller, waiting_refused
@@ -23,7 +23,7 @@ def test_the_probe_finds_native_float8(kind):
     if compute_capability(None) < (8, 9):
         pytest.skip("this GPU multiplies no float8")
     assert native_failure(0, kind) is None
-    assert backend_for(torch.device(DEVICE), kind) is GemmBackend.NATIVE
+    assert choose_backend(torch.device(DEVICE), kind) is GemmBackend.NATIVE
 
 
 @pytest.mark.parametrize(

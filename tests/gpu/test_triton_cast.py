@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from quaver.experts.cast import group_amax
 from quaver.kernels import triton_cast
-from quaver.kernels.cast import column_major
+from quaver.kernels.cast import to_column_major
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
 from quaver.recipes.formats import HP_DTYPES
@@ -128,7 +128,7 @@ def test_a_transposing_copy_keeps_every_code(float8_dtype):
     matrices = (4096, 4096), (1000, 1024), (4097, 33), (8, 512, 1024), (3, 33, 1000)
     for shape in smaller(matrices, ((256, 256), (1000, 64), (257, 33), (8, 144, 80), (3, 33, 100))):
         codes = torch.randint(0, 256, shape, device=DEVICE, dtype=torch.uint8).view(float8_dtype)
-        copy = column_major(codes)
+        copy = to_column_major(codes)
         assert copy.mT.is_contiguous()
         assert copy.view(torch.uint8).equal(codes.view(torch.uint8))
 

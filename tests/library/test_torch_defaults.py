@@ -81,7 +81,7 @@ def test_a_step(recipe, defaults, monkeypatch):
     input = torch.randn(128, 128)
 
     def step():
-        widen.pair_table.cache_clear()
+        widen.make_pair_table.cache_clear()
         return results_of(model, input, grad_output=1.0)
 
     expected = step()

@@ -97,13 +97,13 @@ def test_the_frame_of_a_checkpoint_is_that_of_its_recomputation():
     frames = []
 
     def block(x):
-        frames.append(autograd.frame_of(autograd.top_saved_tensors_hooks(True)))
+        frames.append(autograd.find_checkpoint_frame(autograd.top_saved_tensors_hooks(True)))
         return x.sin()
 
     checkpointed(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     (frame, in_forward), (same, in_recomputation) = frames
     assert (frame is same, in_forward, in_recomputation) == (True, False, True)
-    assert autograd.frame_of((lambda t: t, lambda t: t)) is None
+    assert autograd.find_checkpoint_frame((lambda t: t, lambda t: t)) is None
 
 
 def test_the_gradients_that_a_backward_wants():
@@ -305,28 +305,28 @@ def test_compiled_modules_and_settings():
 
 def test_version_counters():
     x = torch.ones(2)
-    before = versions.version_of(x)
+    before = versions.get_version(x)
     x.add_(1)
-    assert versions.version_of(x) == versions.version_of(x.detach()) == before + 1
+    assert versions.get_version(x) == versions.get_version(x.detach()) == before + 1
     with versions.keep_versions(x):
         x.add_(1)
-    assert versions.version_of(x) == before + 1
+    assert versions.get_version(x) == before + 1
     with torch.inference_mode():
         inference = torch.ones(2)
     with pytest.raises(RuntimeError, match="version counter"):
-        versions.version_of(inference)
+        versions.get_version(inference)
 
 
 def test_the_local_tensor_of_a_dtensor_is_the_object_itself(mesh):
     local = torch.ones(2)
-    assert dtensor.local_tensor(local) is local
+    assert dtensor.get_local_tensor(local) is local
     distributed = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()]))
-    part = dtensor.local_tensor(distributed)
+    part = dtensor.get_local_tensor(distributed)
     assert part.data_ptr() == local.data_ptr()
-    assert dtensor.local_tensor(distributed) is part
+    assert dtensor.get_local_tensor(distributed) is part
     other = torch.zeros(2)
     dtensor.set_local_tensor(distributed, other)
-    assert dtensor.local_tensor(distributed) is other
+    assert dtensor.get_local_tensor(distributed) is other
     assert dtensor.local_shape_and_offset(distributed) == ((2,), (0,))
 
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import torch
 
 from quaver.kernels import triton_blocks
-from quaver.linear.gemm import ScaleKind, assuming_native
+from quaver.linear.gemm import ScaleKind, assume_native
 from quaver.runtime.devices import simulate_gpu
-from quaver.runtime.slow_paths import slow_paths
+from quaver.runtime.slow_paths import list_slow_paths
 from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
 
 CAPABILITIES = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "rtx5090": (12, 0)}
@@ -59,16 +59,16 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
     """
     if name not in CAPABILITIES:
         raise ValueError(f"expected one of {', '.join(CAPABILITIES)}, got {name!r}")
-    card, before = Card(name, CAPABILITIES[name]), set(slow_paths())
+    card, before = Card(name, CAPABILITIES[name]), set(list_slow_paths())
     with contextlib.ExitStack() as stack:
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator, model in {**matmuls.MODELS, **grouped_matmuls.MODELS}.items():
             library.impl(operator, functools.partial(model, card), "CPU", allow_override=True)
-        failures = stack.enter_context(assuming_native({}))
+        failures = stack.enter_context(assume_native({}))
         stack.enter_context(runtime.cuda_functions(card))
         stack.enter_context(simulate_gpu(card.capability))
         yield card
         for (_, kind), failure in failures.items():
             assert (failure is None) == (kind in KINDS.get(name, ())), f"{name}, {kind.value}: {failure}"
-        slow = [path for path in slow_paths() if path not in before and path.startswith("float8 casts on")]
+        slow = [path for path in list_slow_paths() if path not in before and path.startswith("float8 casts on")]
         assert card.capability < triton_blocks.FIRST_CAPABILITY or not slow, slow

@@ -31,7 +31,7 @@ from triton.runtime import interpreter
 
 from quaver.kernels import triton_blocks
 from quaver.lab.bench.ledger import gpu_code
-from quaver.lab.memory.compiling.inductor import settings_without_caches
+from quaver.lab.memory.compiling.inductor import disable_caches
 
 if TYPE_CHECKING:
     from tests.virtual_gpu import Card
@@ -67,7 +67,7 @@ def inductor(card: Card) -> Iterator[Counter[str]]:
     gpu = gpu_code.GPUS[card.name.upper()]
     torch.compiler.reset()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(settings_without_caches())
+        stack.enter_context(disable_caches())
         stack.enter_context(gpu_code._as_gpu(gpu))
         replace = lambda owner, name, value: stack.enter_context(mock.patch.object(owner, name, value))  # noqa: E731
         replace(F, "scaled_dot_product_attention", attention)

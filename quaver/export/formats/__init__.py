@@ -51,7 +51,7 @@ CONTROL = {"high-precision": WeightFormat}
 """The control of `iter_float8_weights`: the same names in high precision."""
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
-    COMPRESSED_TENSORS: compressed_tensors.stored_format,
+    COMPRESSED_TENSORS: compressed_tensors.make_stored_format,
     fp8.METHOD: partial(with_blocks, fp8.METHOD),
     "fbgemm_fp8": partial(with_blocks, "fbgemm_fp8", by_token=True),
     "modelopt": lambda config: with_blocks("modelopt", config, by_token=_by_token(config.get("quant_algo"))),
@@ -67,7 +67,7 @@ def _by_token(algorithm: object) -> bool:
     return "TOKEN" in str(algorithm) or "_PB" in str(algorithm)
 
 
-def format_named(format: str) -> type[WeightFormat]:
+def get_weight_format(format: str) -> type[WeightFormat]:
     """Return the format, or the control, with this name. Raises ValueError for an unknown name."""
     known = {**CHECKPOINT_FORMATS, **CONTROL}
     if format not in known:
@@ -87,4 +87,4 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
     weight.known_layout("export")
-    return format_named(format).from_casts(weight, input)
+    return get_weight_format(format).from_casts(weight, input)

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.export.checkpoint_names import PREFIXES
-from quaver.export.files import SUFFIX, StoredTensors, check_names, json_object
+from quaver.export.files import SUFFIX, StoredTensors, check_names, parse_json_object
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import has_mx_scales
 from quaver.export.formats.stored import StoredFormat, StoredScale, is_block
 from quaver.kernels.operands import Operand
 from quaver.recipes.config import CastConfig
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 COMFYUI = "comfyui"
 _MARK = "comfy_quant"
@@ -74,7 +74,7 @@ class ComfyUI(WeightFormat):
     def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
         if stacks:
             raise NotImplementedError(
-                f"{COMFYUI}: ComfyUI reads no matrices of single experts, got {listed(stacks)}; leave them in high "
+                f"{COMFYUI}: ComfyUI reads no matrices of single experts, got {join_names(stacks)}; leave them in high "
                 "precision"
             )
         return []
@@ -140,7 +140,7 @@ class MarkedFormat(StoredFormat):
         super().__init__(config.method, config.block_sizes, config.rows)
         leaves = {name: name.rpartition(".")[2] for name in stored}
         objects = {
-            name.removesuffix(f".{_MARK}"): json_object(name, bytes(stored[name].flatten().tolist()))
+            name.removesuffix(f".{_MARK}"): parse_json_object(name, bytes(stored[name].flatten().tolist()))
             for name, leaf in leaves.items()
             if leaf == _MARK and stored.dtype(name) == "U8"
         }
@@ -149,7 +149,7 @@ class MarkedFormat(StoredFormat):
         unknown = [f"{name} ({mark.format})" for name, mark in layers.items() if mark.format not in _CODES]
         if unknown:
             raise NotImplementedError(
-                f"unsupported formats of ComfyUI: {listed(unknown)}; expected one of {', '.join(_CODES)}"
+                f"unsupported formats of ComfyUI: {join_names(unknown)}; expected one of {', '.join(_CODES)}"
             )
         for name, mark in layers.items():
             dtype = stored.dtype(name) if name in stored else "no such tensor"
@@ -185,7 +185,7 @@ class MarkedFormat(StoredFormat):
 def _marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
     """Yield the marks in the metadata by the stored name of the layer, which may have a prefix."""
     for text in (metadata[_METADATA] for metadata in stored.metadata if _METADATA in metadata):
-        layers = json_object(_METADATA, text).get("layers")
+        layers = parse_json_object(_METADATA, text).get("layers")
         if not isinstance(layers, dict):
             raise ValueError(f"{_METADATA}: expected an object of layers, got a {type(layers).__name__}")
         check_names(layers, stored.path)

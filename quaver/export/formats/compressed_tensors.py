@@ -15,7 +15,7 @@ from quaver.export.formats.base import GROUP_SIZE, WeightFormat
 from quaver.export.formats.stored import LINEARS, StoredFormat, block_of
 from quaver.recipes.config import CastConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 METHOD = "compressed-tensors"
 BLOCKS = "compressed-tensors-block"
@@ -41,7 +41,7 @@ class CompressedTensors(WeightFormat):
         cut = [f"{name.removesuffix('.weight')} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
         if cut and self.is_mx:
             raise NotImplementedError(
-                f"MXFP8: expected weights whose columns are a multiple of {GROUP_SIZE}, got {listed(cut)}; use the "
+                f"MXFP8: expected weights whose columns are a multiple of {GROUP_SIZE}, got {join_names(cut)}; use the "
                 f"format {BLOCKS}, which quantizes again, or leave these in high precision"
             )
 
@@ -114,7 +114,7 @@ def _activations(input: CastConfig) -> str | None:
     return "tensor" if layout.is_tensorwise else "token"
 
 
-def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
+def make_stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
     """Return the format of a folder with this quantization_config. Raises ValueError, NotImplementedError."""
     if quantization.get("transform_config"):
         raise NotImplementedError(

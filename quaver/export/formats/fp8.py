@@ -11,7 +11,7 @@ from quaver.export.checkpoint_names import is_of_transformers
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import BLOCKS
 from quaver.recipes.scale_layout import BLOCK_SIZE
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 METHOD = "fp8"
 
@@ -38,7 +38,7 @@ class FP8(WeightFormat):
         if hidden and is_of_transformers(model):
             raise NotImplementedError(
                 f"{METHOD}: transformers also skips linears whose names end with the name of a high-precision linear: "
-                f"{listed(hidden)}; keep these in high precision, or use the format {BLOCKS}"
+                f"{join_names(hidden)}; keep these in high precision, or use the format {BLOCKS}"
             )
 
     def quantization_config(
@@ -55,12 +55,12 @@ class FP8(WeightFormat):
     def warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         if ragged:
             yield (
-                f"{listed(ragged)}: a dimension is not a multiple of 128. transformers 5.23 without a GPU, or with "
+                f"{join_names(ragged)}: a dimension is not a multiple of 128. transformers 5.23 without a GPU, or with "
                 f"dequantize=True, refuses such fp8 weights or reads wrong values; use the format {BLOCKS}"
             )
         if high_precision_linears:
             yield (
-                f"{listed(high_precision_linears)}: these linears are float8 in training and in high precision in the "
-                "export, because transformers keeps them in float32 and reads no float8 for them in fp8; the "
+                f"{join_names(high_precision_linears)}: these linears are float8 in training and in high precision in "
+                "the export, because transformers keeps them in float32 and reads no float8 for them in fp8; the "
                 "formats of compressed-tensors hold them"
             )

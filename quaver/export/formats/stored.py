@@ -105,7 +105,7 @@ class StoredFormat:
         elif values.dim() == 3 and values.shape[2] == 1:
             values = values[:, :, 0]
         counts = tuple(values.shape)
-        sizes = [size for size in self.block_sizes if ScaleLayout(*size).scale_shape(rows, columns) == counts]
+        sizes = [size for size in self.block_sizes if ScaleLayout(*size).get_scale_shape(rows, columns) == counts]
         is_of_config = bool(sizes) and (counts != (rows, 1) or all(size[0] == 1 for size in sizes))
         if not is_of_config:
             if math.prod(counts) == 1 and (len(counts) < 2 or not self.block_sizes):
@@ -117,7 +117,7 @@ class StoredFormat:
             if len(counts) == 2 and counts != (1, 1):
                 sizes = list(_exact_blocks(shape, counts))
         if len(sizes) != 1:
-            known = ((size, ScaleLayout(*size).scale_shape(rows, columns)) for size in self.block_sizes)
+            known = ((size, ScaleLayout(*size).get_scale_shape(rows, columns)) for size in self.block_sizes)
             blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in known]
             blocks = blocks or ["one per block whose rows and columns are powers of two and divide it"]
             raise ValueError(

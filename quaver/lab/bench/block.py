@@ -23,7 +23,7 @@ from quaver.lab.bench.shapes import MODEL_NAMES, format_scaled_name, make_model
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
 from quaver.lab.settings.fields import AtLeast1, OneOf, setting
-from quaver.lab.trainer.memory import storage_bytes
+from quaver.lab.trainer.memory import count_storage_bytes
 from quaver.runtime.devices import is_cuda_device
 
 _RESIDENT_BYTES = 16
@@ -90,9 +90,9 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
         cases = product([name], [f"{self.tokens} tokens"], self.modes)
         sizes_of_case = {"model": {"name": name, **sizes}, "batch": batch}
-        return self.run_cases(cases, lambda _name, _tokens, mode: self._rows_of(mode), **sizes_of_case)
+        return self.run_cases(cases, lambda _name, _tokens, mode: self._make_rows(mode), **sizes_of_case)
 
-    def _rows_of(self, mode: str) -> list[Row]:
+    def _make_rows(self, mode: str) -> list[Row]:
         precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in self.recipe_names)]
         compiled = mode == "compiled"
         steps = make_steps(self.shape, *self.batch, precisions, self.torch_device, compiled=compiled)
@@ -120,7 +120,7 @@ def _measure_memory(step: OptimizerStep, device: torch.device) -> Row:
         step(measured.mark)
     states = chain.from_iterable(state.values() for state in step.optimizer.state.values())
     moments = (state for state in states if isinstance(state, Tensor))
-    resident = storage_bytes(chain(step.block.parameters(), step.block.buffers(), moments))
+    resident = count_storage_bytes(chain(step.block.parameters(), step.block.buffers(), moments))
     usage = measured.usage
     tensor_peak = usage.tensor_peak_bytes
     return {

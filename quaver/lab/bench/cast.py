@@ -31,7 +31,7 @@ from quaver.linear.gemm import lay_out_columns, lay_out_rows, reads_along_contra
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
-from quaver.recipes.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
+from quaver.recipes.scaling import PersistentScale, cast_with_persistent_scale, compute_amax, dynamic_cast
 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """Maps a matrix [rows, columns] to its float8 codes, its scales, and anything else that the cast returns."""
@@ -101,9 +101,9 @@ class CastBenchmark(Shapes, OperandOptions):
 
         `same_codes` says whether a contestant's float8 codes equal `quaver.recipes.scaling`'s bit for bit.
         """
-        return self.run_cases(product(self.parse_shapes(), self.casts), self._rows_of, dtype=str(self.torch_dtype))
+        return self.run_cases(product(self.parse_shapes(), self.casts), self._make_rows, dtype=str(self.torch_dtype))
 
-    def _rows_of(self, matrix: Shape, name: str) -> list[Row]:
+    def _make_rows(self, matrix: Shape, name: str) -> list[Row]:
         device, dtype = self.torch_device, self.torch_dtype
         kind, source = KINDS[name], torch.randn(matrix.sizes, device=device, dtype=dtype)
         inputs, target = Rotation(source.clone, source.nbytes, device), torch.empty_like(source)
@@ -141,7 +141,7 @@ def make_contestants(kind: CastKind, source: Tensor, with_torchao: bool) -> dict
     power_of_2 = config.round_scales_to_power_of_2
     scale = None
     if kind.cast.is_persistent:  # as delayed scaling would have it after a step
-        quant_scale = FLOAT8_FORMATS[float8_dtype].max / amax(source).float()
+        quant_scale = FLOAT8_FORMATS[float8_dtype].max / compute_amax(source).float()
         scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), True)
 
     def ours(hp: Tensor) -> tuple[Tensor, ...]:

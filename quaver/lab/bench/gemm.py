@@ -27,7 +27,7 @@ from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
 from quaver.linear.gemm import (
     GemmBackend,
-    backend_for,
+    choose_backend,
     find_cast_kind,
     float8_mm,
     lay_out_columns,
@@ -36,7 +36,7 @@ from quaver.linear.gemm import (
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scaling import dynamic_cast
-from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
+from quaver.roofline.device_specs import PeakFlops, get_device_spec, get_peak_flops
 
 GRANULARITIES = ("tensorwise", "rowwise")
 
@@ -57,23 +57,23 @@ class GemmBenchmark(Shapes, BenchOptions):
         """
         cases = ((shape, matmul) for shape in self.parse_shapes() for matmul in list_matmuls(shape))
         peak = self._peak
-        return self.run_cases(cases, self._rows_of, peak=peak.source if peak else "unknown")
+        return self.run_cases(cases, self._make_rows, peak=peak.source if peak else "unknown")
 
     @property
     def _peak(self) -> PeakFlops | None:
         """The rates of the data sheet."""
-        return peak_flops(self.torch_device) if device_spec(self.torch_device) else None
+        return get_peak_flops(self.torch_device) if get_device_spec(self.torch_device) else None
 
-    def _rows_of(self, shape: Shape, matmul: Matmul) -> list[Row]:
+    def _make_rows(self, shape: Shape, matmul: Matmul) -> list[Row]:
         device, (m, k, n) = self.torch_device, matmul.sizes
-        plain = Rotation(partial(matmul.hp_operands, device), 2 * k * (m + n), device)
+        plain = Rotation(partial(matmul.make_hp_operands, device), 2 * k * (m + n), device)
         calls: dict[str, Callable[[], object]] = {BFLOAT16: lambda: torch.mm(*plain.next())}
         contestants: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
         for granularity in self.scales:
             casts = Float8LinearConfig.from_recipe_name(granularity).casts
             left, right = (casts.get(*operand) for operand in MATMULS[matmul.name])
-            backend = backend_for(device, find_cast_kind(left, right))
-            operands = Rotation(partial(matmul.float8_operands, granularity, device), k * (m + n), device)
+            backend = choose_backend(device, find_cast_kind(left, right))
+            operands = Rotation(partial(matmul.make_float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]
                 calls[name] = _make_float8_call(operands, granularity, bool(fast))
@@ -87,7 +87,7 @@ class GemmBenchmark(Shapes, BenchOptions):
             row: Row = {"shape": str(shape), "gemm": matmul.name, "m": m, "k": k, "n": n, "contestant": name}
             row |= {"backend": backend_name, "fast_accumulation": fast, "input_copies": copies}
             row |= {"timing": asdict(timing), "tflops_per_s": flops_per_s / 1e12}
-            row["share_of_peak"] = compute_share_of_peak(flops_per_s, name, self._peak)
+            row["share_of_peak"] = divide_by_peak(flops_per_s, name, self._peak)
             row["time_over_bfloat16"] = timing.median_us / timings[BFLOAT16].median_us
             rows.append(row)
         return rows
@@ -113,17 +113,17 @@ class Matmul:
     def __str__(self) -> str:
         return self.name
 
-    def hp_operands(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def make_hp_operands(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return bfloat16 [m, k] and [k, n], as the views that autograd multiplies."""
         m, k, n = self.sizes
         left, right = self.transposed
         return _make_matrix(m, k, left, device), _make_matrix(k, n, right, device)
 
-    def float8_operands(self, granularity: str, device: torch.device) -> Float8Operands:
+    def make_float8_operands(self, granularity: str, device: torch.device) -> Float8Operands:
         """Return the operands in float8, in the layout that the backend reads."""
         config = Float8LinearConfig.from_recipe_name(granularity)
         operands = []
-        for hp, operand, dim in zip(self.hp_operands(device), MATMULS[self.name], (1, 0), strict=True):
+        for hp, operand, dim in zip(self.make_hp_operands(device), MATMULS[self.name], (1, 0), strict=True):
             cast = config.casts.get(*operand)
             scale_dim = dim if cast.is_rowwise else None
             power_of_2 = config.round_scales_to_power_of_2
@@ -155,7 +155,7 @@ def _make_float8_call(operands: Rotation[Float8Operands], granularity: str, fast
     return lambda: float8_mm(*operands.next(), out_dtype=torch.bfloat16, **how)
 
 
-def compute_share_of_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
+def divide_by_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
     """Return the share of the peak for the contestant's precision, or None if the peak is unknown."""
     if peak is None:
         return None

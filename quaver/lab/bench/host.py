@@ -47,9 +47,9 @@ class HostBenchmark(LinearOptions):
         `operations` is the sum of `operations_by_name`; both are None in compiled code, `kernels` is None on a CPU.
         """
         cases = product([Shape((self.size,) * 3)], self.modes)
-        return self.run_cases(cases, self._rows_of, dtype=str(self.torch_dtype))
+        return self.run_cases(cases, self._make_rows, dtype=str(self.torch_dtype))
 
-    def _rows_of(self, shape: Shape, mode: str) -> list[Row]:
+    def _make_rows(self, shape: Shape, mode: str) -> list[Row]:
         steps = self.steps(shape, mode)
         timings = time_alternating(steps, self.torch_device, rounds=self.rounds, until_done=False)
         rows = []

@@ -66,9 +66,9 @@ class LinearBenchmark(Shapes, LinearOptions):
 
     def measure(self) -> Result:
         """Return a row for each shape, mode and contestant."""
-        return self.run_cases(product(self.parse_shapes(), self.modes), self._rows_of, dtype=str(self.torch_dtype))
+        return self.run_cases(product(self.parse_shapes(), self.modes), self._make_rows, dtype=str(self.torch_dtype))
 
-    def _rows_of(self, shape: Shape, mode: str) -> list[Row]:
+    def _make_rows(self, shape: Shape, mode: str) -> list[Row]:
         rows = make_contestant_rows(time_alternating(self.steps(shape, mode), self.torch_device, rounds=self.rounds))
         result_rows = []
         for row in rows.values():

@@ -18,7 +18,7 @@ from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and
 from quaver.lab.bench.harness import Rotation
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.trainer.float8 import fuse_producers
-from quaver.lab.trainer.model import Block, rope_tables
+from quaver.lab.trainer.model import Block, make_rope_tables
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.recipes.config import Float8LinearConfig
 
@@ -31,7 +31,7 @@ class BenchedBlock(nn.Module):
     def __init__(self, model: Model, seq_len: int) -> None:
         super().__init__()
         self.block = Block(model)
-        cos, sin = rope_tables(seq_len, model.head_dim, model.rope_theta, torch.device("cpu"))
+        cos, sin = make_rope_tables(seq_len, model.head_dim, model.rope_theta, torch.device("cpu"))
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 

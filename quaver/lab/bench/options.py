@@ -17,7 +17,7 @@ from annotated_types import Ge, Le
 
 from quaver.lab.bench.results import Result, Row, check_writable, describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.settings.training import DEVICES
@@ -84,7 +84,7 @@ class BenchOptions(Settings):
         rows: list[Row] = []
         is_complete = True
         try:
-            with working("preparing") as tell:
+            with show_progress("preparing") as tell:
                 for case in cases:
                     tell(", ".join(map(str, case)))
                     torch.compiler.reset()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.devices import is_cuda_device
 
-RECIPES = (
+PEER_RECIPES = (
     Float8LinearRecipeName.TENSORWISE,
     Float8LinearRecipeName.ROWWISE,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP,
@@ -26,7 +26,7 @@ RECIPES = (
 
 def is_peer_recipe(recipe: str) -> bool:
     """Return whether torchao also has this recipe."""
-    return canonical_recipe(recipe) in [name.value for name in RECIPES]
+    return canonicalize_recipe(recipe) in [name.value for name in PEER_RECIPES]
 
 
 def make_torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:

@@ -18,7 +18,7 @@ import torch
 
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.bench.harness import Timing
-from quaver.lab.runs.run_folder import git_revision
+from quaver.lab.runs.run_folder import find_git_revision
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.hardware import has_amx_tiles
 
@@ -136,7 +136,7 @@ def _describe_cpu() -> str:
 
 def _find_commit() -> str:
     """Return the commit of quaver's checkout, with "+" if files differ from it."""
-    revision = git_revision(Path(__file__).parent)
+    revision = find_git_revision(Path(__file__).parent)
     return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from quaver.lab.bench.roofline_layers import ExpertGroup, LinearGroup, ModelLayers
 from quaver.linear.gemm import ScaleKind
-from quaver.recipes.recipe_name import canonical_recipe
-from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
+from quaver.recipes.recipe_name import canonicalize_recipe
+from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, predict_linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 from quaver.roofline.scaled_matmul import share_of_scales
@@ -35,7 +35,7 @@ _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 
 @dataclass(frozen=True)
 class RooflineSettings:
-    """The predictions to make. `tokens` is the M of the models' layers; `linear_cost` takes `microbatches`."""
+    """The predictions to make. `tokens` is the M of the models' layers; `predict_linear_cost` takes `microbatches`."""
 
     devices: tuple[DeviceSpec, ...]
     recipes: tuple[str, ...]
@@ -126,7 +126,7 @@ def find_specs(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
 
 def find_recipes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the recipes with these names or aliases, each once. Raises ValueError for an unknown name."""
-    return tuple(dict.fromkeys(canonical_recipe(name) for name in names))
+    return tuple(dict.fromkeys(canonicalize_recipe(name) for name in names))
 
 
 def predict(settings: RooflineSettings) -> Roofline:
@@ -162,7 +162,9 @@ def _time_layer(
 ) -> LinearCost:
     """Return the cost of one layer. A stack of experts is as many linears, which kernels compute in one launch."""
     rows = _count_rows(layer, tokens)
-    cost = linear_cost(rows, layer.k, layer.n, recipe, spec, microbatches=microbatches, input_readers=input_readers)
+    cost = predict_linear_cost(
+        rows, layer.k, layer.n, recipe, spec, microbatches=microbatches, input_readers=input_readers
+    )
     if not isinstance(layer, ExpertGroup):
         return cost
     return LinearCost(*(_repeat(time, layer.experts) for time in (cost.bfloat16, cost.float8)))

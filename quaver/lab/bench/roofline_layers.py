@@ -13,7 +13,7 @@ from quaver.lab.bench.shapes import MODELS
 from quaver.lab.settings import Float8, Model
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import meta_llama, training_flops_per_token
+from quaver.lab.trainer.model import count_training_flops_per_token, make_meta_llama
 from quaver.recipes.config import SHARED_INPUTS
 
 _SEQ_LEN = 8192
@@ -87,7 +87,7 @@ def list_config_layers(path: Path) -> ModelLayers:
 def _list_layers(
     name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1, experts: int = 0
 ) -> ModelLayers:
-    model = meta_llama(shape)
+    model = make_meta_llama(shape)
     filters = {field: getattr(float8, field) for field in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
     linears = convert_model(model, Float8(**filters), tokens=seq_len, device=torch.device("cpu")).layers
     readers = Counter(_find_input(linear) for linear in linears)
@@ -99,7 +99,7 @@ def _list_layers(
     )
     layers = tuple(replace(layer, count=count) for layer, count in counts.items())
     flops = sum(linear.flops_per_token for linear in linears)
-    return ModelLayers(name, layers, flops / training_flops_per_token(shape, seq_len))
+    return ModelLayers(name, layers, flops / count_training_flops_per_token(shape, seq_len))
 
 
 def _make_layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from quaver.lab.bench.roofline import Roofline
-from quaver.roofline.cost import linear_cost
+from quaver.roofline.cost import predict_linear_cost
 from quaver.roofline.device_specs import DeviceSpec
 
 TOKENS, SIZES = (2**9, 2**17), (2**9, 2**15)
@@ -61,7 +61,7 @@ def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
 def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int | None) -> Any:
     sizes, tokens = ([round(edge) for edge in np.geomspace(*ends, PIXELS)] for ends in (SIZES, TOKENS))
     speedups = np.array(
-        [[linear_cost(m, k, k, recipe, spec, microbatches=microbatches).speedup for k in sizes] for m in tokens]
+        [[predict_linear_cost(m, k, k, recipe, spec, microbatches=microbatches).speedup for k in sizes] for m in tokens]
     )
     norm = BoundaryNorm(LEVELS, COLORS.N, extend="both")
     mesh = axis.contourf(sizes, tokens, speedups, levels=LEVELS, cmap=COLORS, norm=norm, extend="both")

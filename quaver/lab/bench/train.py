@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from quaver.lab.bench.harness import Timing
 from quaver.lab.bench.options import BenchOptions, Recipes
 from quaver.lab.bench.results import Result, Row
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import NotNegative, setting
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.process import determinism
+from quaver.lab.trainer.process import use_determinism
 from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.lab.trainer.train import MEMORY_STEP
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -62,13 +62,13 @@ class TrainBenchmark(Recipes, BenchOptions):
         Raises:
             ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does.
         """
-        configs = [self._config_of(config, recipe) for recipe in self.recipe_names]
+        configs = [self._make_config(config, recipe) for recipe in self.recipe_names]
         configs[0] = replace(configs[0], job=replace(config.job, compare=True))
         plan = set_up_run(configs[0], Ranks())
         compared = [(recipe_config, make_models(recipe_config, plan.device).by_name) for recipe_config in configs[1:]]
         return plan, [(plan.config, plan.models.by_name), *compared]
 
-    def _config_of(self, config: TrainConfig, recipe: str) -> TrainConfig:
+    def _make_config(self, config: TrainConfig, recipe: str) -> TrainConfig:
         float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe, high_precision_schedule=())
         steps = self.warmup + self.rounds
         training = replace(config.training, steps=max(steps, config.training.steps))
@@ -83,7 +83,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         plan, recipe_models = setup
         config, tokens = plan.config, plan.config.training.step_tokens
         recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
-        with recompiles, determinism(config.training.deterministic), working("making the models") as tell:
+        with recompiles, use_determinism(config.training.deterministic), show_progress("making the models") as tell:
             models = _make_models(plan, recipe_models)
             steps = self.warmup + self.rounds
             seconds: dict[str, list[float]] = {model.name: [] for model in models}

@@ -16,7 +16,7 @@ EVERY_LINE_S = 10.0
 
 
 @contextmanager
-def working(activity: str) -> Iterator[Tell]:
+def show_progress(activity: str) -> Iterator[Tell]:
     """Show `activity` on stderr while the block runs; the block may change it.
 
     A thread writes, because a single call may take long. A terminal's line has no escape codes. A file or a pipe gets a

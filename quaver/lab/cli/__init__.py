@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 
 from quaver.export.folders import NO_ROOM
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         verb = find_verb(VERBS, argv, kind="command", usage=usage)
         if isinstance(verb, int):
             return verb
-        with working("starting"):
+        with show_progress("starting"):
             module = importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}")
         return module.run(argv[1:])
     except ModuleNotFoundError as error:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from quaver.lab.trainer.display import color_system
+from quaver.lab.trainer.display import choose_color_system
 from quaver.lab.trainer.tables import fit_table, make_table
 
 __all__ = ["make_table", "show"]
@@ -17,7 +17,7 @@ def show(views: Iterable[str | Table]) -> None:
     A table whose numbers need more is wider: no number is cut.
     """
     width = max(80, Console().width)
-    console = Console(width=width, color_system=color_system(), highlight=False, markup=False, emoji=False)
+    console = Console(width=width, color_system=choose_color_system(), highlight=False, markup=False, emoji=False)
     for view in views:
         if isinstance(view, Table):
             console.width = fit_table(view, width)

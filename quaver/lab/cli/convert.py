@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.dispatch import find_verb
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.recorder.byte_sizes import parse_bytes
-from quaver.lab.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.trainer.huggingface.convert import export_hf, import_hf
-from quaver.lab.trainer.huggingface.weights import file_state
+from quaver.lab.trainer.huggingface.weights import make_file_state
 
 DTYPES = ("float32", "bfloat16")
 WAYS = {
@@ -46,32 +46,32 @@ def run(argv: list[str]) -> int:
     way = find_verb(WAYS, argv, kind="conversion", usage=usage)
     if isinstance(way, int):
         return way
-    with bad_input():
+    with report_bad_input():
         (_import if way == "hf-to-quaver" else _export)(argv[1:])
     return 0
 
 
 def _import(argv: list[str]) -> None:
     options = parse_options(HFToQuaver, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
-    out = expanded(options.out)
-    with working(f"writing {out}"):
-        model = import_hf(expanded(options.hf_folder), out, options.dtype)
-    parameters = sum(tensor.numel() for tensor in file_state(model).values())
+    out = expand_user(options.out)
+    with show_progress(f"writing {out}"):
+        model = import_hf(expand_user(options.hf_folder), out, options.dtype)
+    parameters = sum(tensor.numel() for tensor in make_file_state(model).values())
     print(f"{out}: {parameters:,} parameters in {options.dtype}")
     print(f"train with: quaver train {out / 'model.toml'} --checkpoint.initial_load_path {out}")
 
 
 def _export(argv: list[str]) -> None:
     options = parse_options(QuaverToHF, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
-    out = expanded(options.out)
-    with working(f"writing {out}"):
+    out = expand_user(options.out)
+    with show_progress(f"writing {out}"):
         exported = export_hf(
-            expanded(options.checkpoint),
+            expand_user(options.checkpoint),
             out,
             name=options.model,
             dtype=options.dtype,
             max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
-            tokenizer=expanded(options.tokenizer) if options.tokenizer else None,
+            tokenizer=expand_user(options.tokenizer) if options.tokenizer else None,
         )
     step = exported.record["progress"]["step"]
     print(f"{out}: the model {exported.weights.name} of step {step:,} in {options.dtype}")

@@ -11,20 +11,20 @@ def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 1 if a recipe fails on a device of this machine, 2 for bad input."""
     if set(argv) <= {"--json", "--no-compile"}:
         return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
-    from quaver.lab.bench.working import working
+    from quaver.lab.bench.working import show_progress
     from quaver.lab.cli.doctor_gpu import find_on_gpu, print_on_gpu
     from quaver.lab.cli.doctor_model import print_survey, survey_model
     from quaver.lab.cli.doctor_options import DoctorOptions
-    from quaver.lab.cli.errors import bad_input
+    from quaver.lab.cli.errors import report_bad_input
     from quaver.lab.settings.flags import parse_options
 
-    with bad_input():
+    with report_bad_input():
         options = parse_options(DoctorOptions, argv, prog="quaver doctor")
         if options.gpu is not None:
             print_on_gpu(find_on_gpu(options.gpu, options.model, options.recipe), as_json=options.json)
             return 0
         if options.model is not None:
-            with working("surveying the model"):
+            with show_progress("surveying the model"):
                 survey = survey_model(options.model, options)
             print_survey(survey, as_json=options.json)
             return 0

@@ -12,18 +12,18 @@ from rich.table import Table
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
 from quaver.export.files import read_config
-from quaver.export.source import DEFAULT_FILTER, skeleton_of, skip_names
+from quaver.export.source import DEFAULT_FILTER, build_skeleton, skip_names
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.doctor.gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.fields import expanded
-from quaver.lab.trainer.float8 import convert_model, linear_config
-from quaver.lab.trainer.model import meta_llama
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.lab.settings.fields import expand_user
+from quaver.lab.trainer.float8 import convert_model, make_linear_config
+from quaver.lab.trainer.model import make_meta_llama
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
-from quaver.runtime.names import tied_modules
+from quaver.runtime.names import find_tied_modules
 
 
 def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
@@ -31,12 +31,12 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
     spec = require_device_spec(gpu, "--gpu")
     if model is None:
         return describe_gpu(spec)
-    path = expanded(model)
+    path = expand_user(model)
     if path.name == HUGGINGFACE_CONFIG:
         path = path.parent
     if (path / HUGGINGFACE_CONFIG).is_file():
-        skeleton, chosen = skeleton_of(path, read_config(path)), canonical_recipe(recipe or "tensorwise")
-        admits = skip_names(DEFAULT_FILTER, tied_modules(skeleton))
+        skeleton, chosen = build_skeleton(path, read_config(path)), canonicalize_recipe(recipe or "tensorwise")
+        admits = skip_names(DEFAULT_FILTER, find_tied_modules(skeleton))
         convert_to_float8_training(skeleton, config=chosen, module_filter_fn=admits)
         return describe_gpu(spec, skeleton, chosen)
     file = path / CONFIG if path.is_dir() else path
@@ -54,10 +54,10 @@ def _run_on_gpu(spec: DeviceSpec, config: TrainConfig, recipe: str | None) -> On
     if recipe is not None:
         names = ("filter_fqns", "skip_first_layers", "skip_last_layers", "auto_filter")
         float8 = Float8(recipe_name=recipe, **{name: getattr(float8, name) for name in names})
-    model = meta_llama(config.model)
+    model = make_meta_llama(config.model)
     tokens = training.local_batch_size * training.seq_len
     convert_model(model, float8, tokens=tokens, device=torch.device("cpu"))
-    return describe_gpu(spec, model, float8.label, linear_config(float8))
+    return describe_gpu(spec, model, float8.label, make_linear_config(float8))
 
 
 def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:
@@ -65,13 +65,16 @@ def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        show(views_of(result))
+        show(iter_views(result))
 
 
-def views_of(result: OnGpu) -> Iterator[str | Table]:
+def iter_views(result: OnGpu) -> Iterator[str | Table]:
     """Yield what a GPU casts and multiplies natively, recipe by recipe, and the layers of a model."""
     yield f"{result.gpu}, {result.capability}, by its specification: nothing was run\ncasts: {result.casts}"
-    rows = [(recipe.recipe, _backends(recipe.linear), _backends(recipe.experts)) for recipe in result.recipes]
+    rows = [
+        (recipe.recipe, _describe_backends(recipe.linear), _describe_backends(recipe.experts))
+        for recipe in result.recipes
+    ]
     yield make_table(None, ("recipe", "linears", "experts"), rows=rows, wrapped=("linears", "experts"))
     matmuls = [matmul for recipe in result.recipes for matmul in (*recipe.linear, *recipe.experts)]
     for backend in ("native", "high precision", "exact"):
@@ -79,17 +82,19 @@ def views_of(result: OnGpu) -> Iterator[str | Table]:
         yield from (f"{backend}: {kernel}" for kernel in kernels)
     if result.layers is not None:
         columns = ("layers", "count", "in", "out", "float8", "note")
-        backends = next(_backends(recipe.linear) for recipe in result.recipes if recipe.recipe == result.recipe)
+        backends = next(
+            _describe_backends(recipe.linear) for recipe in result.recipes if recipe.recipe == result.recipe
+        )
         yield make_table(
             f"in {result.recipe}, linears {backends}",
             columns,
-            rows=map(_row, result.layers),
+            rows=map(_make_row, result.layers),
             wrapped=("layers", "note"),
             right=columns[1:4],
         )
 
 
-def _backends(matmuls: list[MatmulOnGpu]) -> str:
+def _describe_backends(matmuls: list[MatmulOnGpu]) -> str:
     """Return "native" if all matmuls are, else text such as "native output and grad_input, exact grad_weight"."""
     by_backend: dict[str, list[str]] = {}
     for matmul in matmuls:
@@ -99,6 +104,6 @@ def _backends(matmuls: list[MatmulOnGpu]) -> str:
     return ", ".join(f"{backend} {' and '.join(names)}" for backend, names in by_backend.items())
 
 
-def _row(layers: LayersOnGpu) -> tuple[str, ...]:
+def _make_row(layers: LayersOnGpu) -> tuple[str, ...]:
     sizes = (f"{size:,}" for size in (layers.count, layers.in_features, layers.out_features))
     return layers.name, *sizes, "yes" if layers.converted else "no", layers.note

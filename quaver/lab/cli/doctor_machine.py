@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.doctor.machine import diagnose
 
 
 def print_machine(*, as_json: bool, try_compile: bool) -> int:
     """Print the diagnosis; returns 0 if every recipe runs on every device, else 1."""
-    with working("trying each recipe"):
+    with show_progress("trying each recipe"):
         diagnosis = diagnose(try_compile=try_compile)
     if as_json:
         print(json.dumps(diagnosis, indent=2))

@@ -20,11 +20,11 @@ from quaver.experts.module import is_experts
 from quaver.lab.bench.results import check_writable
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.doctor_options import DoctorOptions
-from quaver.lab.cli.doctor_sums import sums_as_dict, views_of_sums
-from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, float8_share, survey
+from quaver.lab.cli.doctor_sums import iter_sum_views, make_sums_dict
+from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey
 from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
-from quaver.lab.settings.fields import expanded
-from quaver.lab.trainer.float8 import linear_config
+from quaver.lab.settings.fields import expand_user
+from quaver.lab.trainer.float8 import make_linear_config
 from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import RECIPES
@@ -55,31 +55,31 @@ class Survey:
     sums: list[MatmulSums]
     """Sorted by the precision lost to the sums of `hardware`; empty without it."""
 
-    def recipe_of(self, name: str) -> str:
+    def get_recipe(self, name: str) -> str:
         """Return the recipe of a linear, or "skipped"."""
         return "skipped" if name in self.skipped else self.recipes.of(name)
 
 
 def survey_model(path: str, options: "DoctorOptions") -> Survey:
     """Survey a model, and write its recipes. Raises OSError, ValueError and NotImplementedError for bad input."""
-    out = None if options.out is None else expanded(options.out)
+    out = None if options.out is None else expand_user(options.out)
     if out is not None and out.exists():
         raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
     if out is not None:
         check_writable(out, "--out")
-    opened = open_surveyed(expanded(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
+    opened = open_surveyed(expand_user(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
     own = opened.config.float8.recipe_name
     first = own if own in RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)
     recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, first)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(_toml(opened, recipes, options.budget_db), encoding="utf-8")
+        out.write_text(_format_toml(opened, recipes, options.budget_db), encoding="utf-8")
     surveyed.sort(key=lambda linear: linear.worst(first)[1])
-    share = float8_share(recipes, surveyed, opened.is_skipped)
+    share = compute_float8_share(recipes, surveyed, opened.is_skipped)
     skipped = [linear.name for linear in surveyed if opened.is_skipped(linear.name)]
     experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
-    sums = [] if options.hardware is None else _sums(opened, recipes, options.hardware)
+    sums = [] if options.hardware is None else _survey_sums(opened, recipes, options.hardware)
     return Survey(
         surveyed,
         recipes,
@@ -95,17 +95,17 @@ def survey_model(path: str, options: "DoctorOptions") -> Survey:
     )
 
 
-def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
+def _survey_sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
     """Survey the sums of the linears under their recipes and the run's settings."""
 
     def config_of(name: str) -> Float8LinearConfig | None:
         recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)
-        return None if recipe == HIGH_PRECISION else linear_config(opened.config.float8, recipe)
+        return None if recipe == HIGH_PRECISION else make_linear_config(opened.config.float8, recipe)
 
     return survey_sums(opened.model, opened.forward_backward, config_of, get_accumulation(hardware))
 
 
-def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
+def _format_toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
     chosen = {"enable_float8_linear": True, "recipe_name": recipes.recipe, "layer_recipes": recipes.entries}
     float8 = replace(opened.config.float8, **chosen)  # type: ignore[arg-type]
     comment = f"# Written by quaver doctor --model: at least {budget_db:g} dB for each operand of each linear.\n"
@@ -119,14 +119,14 @@ def print_survey(result: Survey, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_to_dict(result), indent=2, allow_nan=False))
         return
-    show(views_of(result))
+    show(iter_views(result))
 
 
-def views_of(result: Survey) -> Iterator[str | Table]:
+def iter_views(result: Survey) -> Iterator[str | Table]:
     """Yield the table of the surveyed linears, the recipes that were chosen, and what was not surveyed."""
     yield f"one batch: {result.data}; decibels of the worst operand, and which that is"
     columns = ("linear\n  its worst operand; recipe", *SHOWN)
-    rows = [_row(result, linear) for linear in result.surveyed]
+    rows = [_make_row(result, linear) for linear in result.surveyed]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=SHOWN)
     yield (
         f"at least {result.budget_db:g} dB: {result.recipes.recipe}, and {len(result.recipes.layers)} linears "
@@ -138,15 +138,15 @@ def views_of(result: Survey) -> Iterator[str | Table]:
             f"{', '.join(result.not_surveyed)}"
         )
     if result.hardware is not None:
-        yield from views_of_sums(result.sums, result.hardware)
+        yield from iter_sum_views(result.sums, result.hardware)
     if result.out is not None:
         yield f"written: {result.out}"
 
 
-def _row(result: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
+def _make_row(result: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
     operand, _ = linear.worst(result.first)
     figures = (f"{linear.worst(recipe)[1]:.1f}" for recipe in SHOWN)
-    return f"{linear.name}\n  {operand}; {result.recipe_of(linear.name)}", *figures
+    return f"{linear.name}\n  {operand}; {result.get_recipe(linear.name)}", *figures
 
 
 def _to_dict(result: Survey) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _to_dict(result: Survey) -> dict[str, Any]:
         "linears": [
             {
                 "name": linear.name,
-                "recipe": result.recipe_of(linear.name),
+                "recipe": result.get_recipe(linear.name),
                 "flops_share": linear.products / total,
                 "db": {recipe: without_inf(decibels) for recipe, decibels in linear.db.items()},
             }
@@ -169,6 +169,6 @@ def _to_dict(result: Survey) -> dict[str, Any]:
         **(
             {}
             if result.hardware is None
-            else {"hardware": result.hardware, "sums": [sums_as_dict(matmul) for matmul in result.sums]}
+            else {"hardware": result.hardware, "sums": [make_sums_dict(matmul) for matmul in result.sums]}
         ),
     }

@@ -13,23 +13,26 @@ MATMULS_SHOWN, MATMULS_NAMED = 12, 4
 """The numbers of matmuls in the table and in the sentence below it. --json has all."""
 
 
-def views_of_sums(sums: list[MatmulSums], hardware: str) -> Iterator[str | Table]:
+def iter_sum_views(sums: list[MatmulSums], hardware: str) -> Iterator[str | Table]:
     """Yield a table of the matmuls that lose most to sums, and what to do about them."""
     yield f"decibels of the casts, and of the sums of one {hardware.upper()} with and without fast accumulation"
     columns = ("matmul\n  its accumulation", "casts", "fast", "exact")
     rows = [
-        (f"{matmul.name} {matmul.matmul}\n  {_accumulation(matmul)}", *(f"{value:.1f}" for value in matmul.sums))
+        (
+            f"{matmul.name} {matmul.matmul}\n  {_describe_accumulation(matmul)}",
+            *(f"{value:.1f}" for value in matmul.sums),
+        )
         for matmul in sums[:MATMULS_SHOWN]
     ]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=columns[1:])
-    yield _verdict(sums, hardware)
+    yield _describe_verdict(sums, hardware)
 
 
-def _accumulation(matmul: MatmulSums) -> str:
+def _describe_accumulation(matmul: MatmulSums) -> str:
     return "fast" if matmul.use_fast_accum else "exact"
 
 
-def _verdict(sums: list[MatmulSums], hardware: str) -> str:
+def _describe_verdict(sums: list[MatmulSums], hardware: str) -> str:
     costly = [matmul for matmul in sums if matmul.margin < 0]
     if not sums:
         return f"no matmul of these recipes runs in float8 on {hardware.upper()}"
@@ -42,7 +45,7 @@ def _verdict(sums: list[MatmulSums], hardware: str) -> str:
     return f"sums lose more than the casts in {len(costly)} of {len(sums)} float8 matmuls: {names}{more}{remedy}"
 
 
-def sums_as_dict(matmul: MatmulSums) -> dict[str, Any]:
+def make_sums_dict(matmul: MatmulSums) -> dict[str, Any]:
     """Return the numbers of one matmul for JSON."""
     decibels = without_inf(matmul.sums._asdict())
     return {"name": matmul.name, "matmul": matmul.matmul, "use_fast_accum": matmul.use_fast_accum, **decibels}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.settings.config_file import parse_arguments
@@ -25,11 +25,11 @@ class DryRunOptions(Settings):
 def plan_run(run_flags: list[str], ranks: int) -> DryRun:
     """Return the plan of `quaver train RUN_FLAGS` on `ranks` processes. Raises what `dry_run` raises for bad input."""
     config = load_run(*parse_arguments(run_flags, DryRunOptions))
-    with working("planning the run"):
+    with show_progress("planning the run"):
         return dry_run(config, ranks)
 
 
-def views_of(run: DryRun) -> Iterator[str | Table]:
+def iter_views(run: DryRun) -> Iterator[str | Table]:
     """Yield the model, steps and data of a run, its linears, and which weights are not in float8."""
     config, training = run.config, run.config.training
     lines = {
@@ -42,7 +42,7 @@ def views_of(run: DryRun) -> Iterator[str | Table]:
         "ranks": str(run.layout),
     }
     yield from (f"{name:<13}{text}" for name, text in lines.items())
-    yield from _linear_views(run)
+    yield from _iter_linear_views(run)
     if run.report:
         yield run.report.summary()
         reasons = sorted({layer.reason for layer in run.report.skipped})
@@ -55,7 +55,7 @@ def views_of(run: DryRun) -> Iterator[str | Table]:
         yield f"this machine cannot train it: {error}"
 
 
-def _linear_views(run: DryRun) -> Iterator[str | Table]:
+def _iter_linear_views(run: DryRun) -> Iterator[str | Table]:
     """Yield a table of the linears, and then the operand casts to which it refers by number."""
     rows = []
     schemes: dict[tuple[str, ...], int] = {}

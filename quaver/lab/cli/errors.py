@@ -30,7 +30,7 @@ def print_error(message: object) -> None:
 
 
 @contextmanager
-def bad_input() -> Iterator[None]:
+def report_bad_input() -> Iterator[None]:
     """Turn bad input in the block into one line on stderr and SystemExit(2), and a full disk into SystemExit(4)."""
     try:
         yield

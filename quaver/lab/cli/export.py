@@ -8,19 +8,19 @@ import torch
 from annotated_types import Ge, Le
 
 from quaver.export import Float8Weights, save_float8, set_kv_scales
-from quaver.export.bundle import tokenizer_files
+from quaver.export.bundle import list_tokenizer_files
 from quaver.export.files import CONFIG
 from quaver.export.folders import check_new
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.source import DEFAULT_FILTER, ExportSource, huggingface_source
-from quaver.lab.bench.working import working
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.bench.working import show_progress
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.recorder.byte_sizes import parse_bytes
-from quaver.lab.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
-from quaver.lab.trainer.huggingface.convert import checkpoint_of
+from quaver.lab.trainer.huggingface.convert import find_checkpoint
 from quaver.lab.trainer.huggingface.float8 import run_source
 
 
@@ -68,15 +68,15 @@ class ExportOptions(Settings):
 
 def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
-    with bad_input():
+    with report_bad_input():
         options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")
-        target = expanded(options.target)
+        target = expand_user(options.target)
         if CHECKPOINT_FORMATS[options.format].is_file:
             for_folders = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
             options.require_default(*for_folders, unless="--format is that of a folder")
         check_new(target)
-        with working("reading the model") as tell:
-            source = _source(options)
+        with show_progress("reading the model") as tell:
+            source = _open_source(options)
             tell(f"writing {target}")
             written = _save(options, source, target)
     plan = written.plan
@@ -93,9 +93,9 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _source(options: ExportOptions) -> ExportSource:
-    path = expanded(options.source)
-    checkpoint = checkpoint_of(path)
+def _open_source(options: ExportOptions) -> ExportSource:
+    path = expand_user(options.source)
+    checkpoint = find_checkpoint(path)
     if checkpoint is not None:
         return run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
     options.require_default("model", unless="SOURCE is a run or a checkpoint")
@@ -113,11 +113,11 @@ def _source(options: ExportOptions) -> ExportSource:
 
 def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8Weights:
     if options.kv_scales is not None:
-        scales = Float8Checkpoint(expanded(options.kv_scales), torch.float32).kv_scales
+        scales = Float8Checkpoint(expand_user(options.kv_scales), torch.float32).kv_scales
         if not scales:
             raise ValueError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
         set_kv_scales(source.model, scales)
-    files = source.files if options.tokenizer is None else tokenizer_files(expanded(options.tokenizer))
+    files = source.files if options.tokenizer is None else list_tokenizer_files(expand_user(options.tokenizer))
     return save_float8(
         source.model,
         target,

@@ -6,10 +6,10 @@ from typing import Annotated
 import torch
 
 from quaver.export import import_float8
-from quaver.lab.bench.working import working
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.bench.working import show_progress
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.recorder.byte_sizes import parse_bytes
-from quaver.lab.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options
 
 
@@ -28,17 +28,17 @@ class ImportOptions(Settings):
     def check(self) -> None:
         """Raise ValueError for --max-shard-size if the result is one file."""
         super().check()
-        if expanded(self.source).is_file():
+        if expand_user(self.source).is_file():
             self.require_default("max_shard_size", unless="SOURCE is a folder")
 
 
 def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
-    with bad_input():
+    with report_bad_input():
         options = parse_options(ImportOptions, argv, prog="quaver import SOURCE TARGET")
-        target, limit = expanded(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")
+        target, limit = expand_user(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")
         dtype = getattr(torch, options.dtype)
-        with working(f"writing {target}"):
-            count = import_float8(expanded(options.source), target, dtype=dtype, max_shard_bytes=limit)
+        with show_progress(f"writing {target}"):
+            count = import_float8(expand_user(options.source), target, dtype=dtype, max_shard_bytes=limit)
     print(f"{target}: {count} float8 weights dequantized to {options.dtype}")
     return 0

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from quaver.lab.bench.results import check_writable, save
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import BFLOAT16
@@ -32,7 +32,7 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, setting
 from quaver.lab.settings.flags import split_options
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
 
@@ -89,7 +89,7 @@ class PlanOptions(Settings):
         self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
         for name in self.recipes:
             if name != BFLOAT16:
-                canonical_recipe(name)
+                canonicalize_recipe(name)
         if self.spec is not None:
             self.require_default("gpu", unless="--spec is left out")
         check_writable(Path(self.output), "--output")
@@ -148,7 +148,7 @@ class PlanOptions(Settings):
         """Return bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
         if not self.recipes:
             return list_precisions(spec.block_length, spec.float8_tflops is not None)
-        names = [name if name == BFLOAT16 else canonical_recipe(name) for name in self.recipes]
+        names = [name if name == BFLOAT16 else canonicalize_recipe(name) for name in self.recipes]
         for name in names:
             if name != BFLOAT16 and unmultiplied_kinds(spec, name):
                 raise ValueError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
@@ -157,7 +157,7 @@ class PlanOptions(Settings):
 
 def run(argv: list[str]) -> int:
     """Print the fastest layouts; returns 0 when done, 2 for bad input."""
-    with bad_input():
+    with report_bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         config = load_run(*parse_arguments(run_flags, PlanOptions))
         spec = options.device
@@ -175,22 +175,22 @@ def run(argv: list[str]) -> int:
         )
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
-        with working("planning") as tell:
+        with show_progress("planning") as tell:
             result = search(layouts, cluster, memory, top=options.top, progress=tell)
         if not result.rows:
-            raise ValueError(_nothing_fits(result, spec, memory))
+            raise ValueError(_describe_misfit(result, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
             if number is not None and number > len(result.rows):
                 raise ValueError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
     limits = [describe_limits(row, cluster) for row in result.rows]
-    show(views_of(options, result, limits, cluster, memory))
-    show(_notes_on_steps(options, config, layouts, result))
+    show(iter_views(options, result, limits, cluster, memory))
+    show(_iter_notes_on_steps(options, config, layouts, result))
     show(f"not simulated: {sentence}" for sentence in iter_unmodelled(config))
     _write(options, result, limits, cluster)
     return 0
 
 
-def _nothing_fits(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
+def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
     candidate, needed = result.nearest
     return (
         f"no layout fits into {memory / 2**30:.1f} GiB of one {spec.name}: the nearest, {candidate.precision} on "
@@ -202,7 +202,7 @@ def _nothing_fits(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
 NUMBERS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
 
 
-def views_of(
+def iter_views(
     options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, memory: int
 ) -> Iterator[str | Table]:
     """Yield the table of the fastest layouts, what limits them, and how far to trust the numbers."""
@@ -212,8 +212,8 @@ def views_of(
         f"{first.run.seq_len:,} tokens a sequence; {result.tried:,} layouts compared, "
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
-    rows = [_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
-    yield layout_table(rows, memory)
+    rows = [_make_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
+    yield make_layout_table(rows, memory)
     yield (
         "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
         "Batch: sequences of a micro-batch x micro-batches; L: training.reduce = last, A: last_all_reduce. "
@@ -241,14 +241,16 @@ def views_of(
     yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"
 
 
-def layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
+def make_layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
     """Return the table of layouts whose peak fits into `memory` bytes; `rows` are cells."""
     columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *NUMBERS)
     title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
     return make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
 
 
-def _notes_on_steps(options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult) -> Iterator[str]:
+def _iter_notes_on_steps(
+    options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult
+) -> Iterator[str]:
     """Say if steps differ in tokens, or from --global-batch, and why the configured layout is not in the table."""
     planned = result.rows[0].run
     steps = {row.run.step_tokens for row in result.rows}
@@ -267,19 +269,19 @@ def _notes_on_steps(options: PlanOptions, config: TrainConfig, layouts: Layouts,
 _REDUCED = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
 
 
-def _cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
+def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
     waits = 1 - row.timeline.busy_s("compute") / row.timeline.seconds
     layout = row.candidate.layout
     return (
         f"{number}{'*' if row.candidate.is_configured else ''}",
         row.candidate.precision,
-        _product(layout.shard, layout.replicate),
-        _product(layout.tensor, layout.expert),
+        _format_degrees(layout.shard, layout.replicate),
+        _format_degrees(layout.tensor, layout.expert),
         row.candidate.gathering,
         f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCED[row.candidate.reduction]}",
         row.candidate.storage,
         f"{row.peak_bytes / 2**30:.1f}",
-        _thousands(row.run.step_tokens),
+        _format_tokens(row.run.step_tokens),
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
         f"{100 * compute_share_of_peak(row.run, row.seconds, cluster.spec):.0f}",
@@ -287,11 +289,11 @@ def _cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]
     )
 
 
-def _thousands(tokens: int) -> str:
+def _format_tokens(tokens: int) -> str:
     return f"{tokens / 1e6:.3g}M" if tokens >= 999_500 else f"{tokens / 1e3:.3g}k"
 
 
-def _product(degree: int, second: int) -> str:
+def _format_degrees(degree: int, second: int) -> str:
     return f"{degree}x{second}" if second > 1 else str(degree)
 
 
@@ -319,7 +321,7 @@ def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluste
 def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
     try:
-        with working("compiling the block of the row"):
+        with show_progress("compiling the block of the row"):
             costs = count_costs(row.candidate.config, row.run.ranks, row.run, cluster)
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
@@ -335,7 +337,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
 
 def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = [Path(options.output)]
-    rows = [_json_of(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
+    rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
     save({"options": asdict(options), "rows": rows}, files[0])
     if options.explain is not None:
         row = result.rows[options.explain - 1]
@@ -348,7 +350,7 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
             f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.description}.\n"
             f"Estimated peak {row.peak_bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
         )
-        with bad_input():
+        with report_bad_input():
             files += write_run(
                 row.candidate.config, options.gpus, options.nodes_of, Path(options.write), comment=comment
             )
@@ -356,7 +358,7 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
         print(f"saved {file}")
 
 
-def _json_of(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
+def _make_json_row(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
     return {
         "precision": row.candidate.precision,
         "mesh": row.candidate.layout.mesh,

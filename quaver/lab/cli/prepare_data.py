@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.data import load_data
 from quaver.lab.settings import Data
@@ -25,7 +25,7 @@ class PrepareData(Settings):
 def run(argv: list[str]) -> int:
     """Make or check the tokens and print their numbers; returns 0 when done, 2 for bad input."""
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
-    with bad_input():
+    with report_bad_input():
         config_path, flags = parse_arguments(argv)
         data = load_data(load_run(config_path, flags), ShownProgress(), check=True)
     origin = data.origin

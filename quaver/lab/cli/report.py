@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.table import Table
 
 from quaver.lab.bench.results import check_writable
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
-from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, bad_input, print_error
-from quaver.lab.report.facts import facts_of, headline
+from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, print_error, report_bad_input
+from quaver.lab.report.facts import describe_health, list_facts
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
-from quaver.lab.settings.fields import NotNegative, Settings, argument, expanded, setting
+from quaver.lab.settings.fields import NotNegative, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options
 
 _PAGE = "report.html"
@@ -33,7 +33,7 @@ class ReportOptions(Settings):
         """Raise ValueError if a run is given twice."""
         paths: set[Path] = set()
         for run_path in self.runs:
-            path = expanded(run_path).resolve()
+            path = expand_user(run_path).resolve()
             if path in paths:
                 raise ValueError(f"expected different runs, got {run_path!r} twice")
             paths.add(path)
@@ -41,16 +41,16 @@ class ReportOptions(Settings):
 
 def run(argv: list[str]) -> int:
     """Print and write the report; returns 0 when done, 2 for bad input, 4 if a file cannot be written."""
-    with bad_input():
+    with report_bad_input():
         options = parse_options(ReportOptions, argv, prog="quaver report RUN [RUN2 ...]")
-        paths = [expanded(path) for path in options.runs]
-        with working("reading runs"):
+        paths = [expand_user(path) for path in options.runs]
+        with show_progress("reading runs"):
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
-        page = check_writable(first / _PAGE if options.html is None else expanded(options.html), "--html")
-    show(views_of(runs, options.top))
+        page = check_writable(first / _PAGE if options.html is None else expand_user(options.html), "--html")
+    show(iter_views(runs, options.top))
     try:
-        with working(f"writing {page}"):
+        with show_progress(f"writing {page}"):
             write_report(page, runs)
     except OSError as error:
         print_error(f"cannot write {page}: {error.strerror or error}")
@@ -59,20 +59,20 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def views_of(runs: Sequence[RunData], top: int) -> Iterator[str | Table]:
+def iter_views(runs: Sequence[RunData], top: int) -> Iterator[str | Table]:
     """Yield a headline per run, a table of facts with a column per run, and a table of alarms per run."""
     for run_data in runs:
-        yield f"{run_data.label}: {headline(run_data)}"
+        yield f"{run_data.label}: {describe_health(run_data)}"
         yield from (f"{run_data.label}: {note}" for note in run_data.notes)
-    facts = [dict(facts_of(run_data)) for run_data in runs]
+    facts = [dict(list_facts(run_data)) for run_data in runs]
     names = dict.fromkeys(name for facts_of_run in facts for name in facts_of_run)
     labels = [run_data.label for run_data in runs]
     rows = ([name, *(facts_of_run.get(name, "") for facts_of_run in facts)] for name in names)
     yield make_table(None, ("", *labels), rows=rows, wrapped=labels)
-    yield from (_alarm_table(run_data, top) for run_data in runs if run_data.alarms and top)
+    yield from (_make_alarm_table(run_data, top) for run_data in runs if run_data.alarms and top)
 
 
-def _alarm_table(run_data: RunData, top: int) -> Table:
+def _make_alarm_table(run_data: RunData, top: int) -> Table:
     rows = []
     for alarm in run_data.alarms[:top]:
         until = "" if alarm["until"] is None else f" to {alarm['until']:,}"

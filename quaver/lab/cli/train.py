@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quaver.lab.cli.console import show
-from quaver.lab.cli.dry_run import DryRunOptions, plan_run, views_of
+from quaver.lab.cli.dry_run import DryRunOptions, iter_views, plan_run
 from quaver.lab.cli.errors import (
     BAD_INPUT,
     EXIT_ALARM,
@@ -13,8 +13,8 @@ from quaver.lab.cli.errors import (
     EXIT_INTERRUPTED,
     EXIT_NONFINITE,
     EXIT_NOT_WRITTEN,
-    bad_input,
     print_error,
+    report_bad_input,
 )
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.runs.errors import CheckpointError, OutputError
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
         0 when finished; 2 for bad input; 3 for a non-finite loss; 4 if a file such as a checkpoint cannot be written;
         5 if an alarm stopped the run; 130 after Ctrl-C or SIGTERM.
     """
-    with bad_input():
+    with report_bad_input():
         ranks = read_ranks()
     if "--help" in argv or "-h" in argv:
         if ranks.is_first:
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
         with _agree_on_input(ranks):
             planned = plan_run(run_flags, options.ranks) if ranks.is_first else None
         if planned is not None:
-            show(views_of(planned))
+            show(iter_views(planned))
         return 0
     with _agree_on_input(ranks) as told:
         config_path, flags = parse_arguments(run_flags, Train)

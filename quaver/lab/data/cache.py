@@ -12,10 +12,18 @@ from filelock import FileLock, Timeout
 
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.data.source import TextSource
-from quaver.lab.data.token_files import ENTRY, FORMAT, CacheEntry, DamagedEntryError, check_content, open_entry, writing
+from quaver.lab.data.token_files import (
+    ENTRY,
+    FORMAT,
+    CacheEntry,
+    DamagedEntryError,
+    check_content,
+    convert_write_errors,
+    open_entry,
+)
 from quaver.lab.data.tokenizer import Tokenizer
 from quaver.lab.settings import require
-from quaver.lab.settings.fields import expanded
+from quaver.lab.settings.fields import expand_user
 
 Build = Callable[[Path, Advance], None]
 """Writes an entry into a folder and reports the bytes of the source that it reads."""
@@ -51,7 +59,7 @@ class TokenCache:
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
-        with writing(self.folder):
+        with convert_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)
@@ -98,27 +106,27 @@ class TokenCache:
         """Build aside, then rename: an entry is whole or absent."""
         partial = self.folder / f"{self.key}.partial"
         try:
-            with writing(self.folder):
+            with convert_write_errors(self.folder):
                 _remove(partial)  # left by a process that was killed
                 partial.mkdir()
             build(partial, advance)
-            with writing(self.folder):
+            with convert_write_errors(self.folder):
                 _remove(self.entry_folder)
                 partial.rename(self.entry_folder)
         finally:
             _remove(partial)
 
 
-def cache_key(source: TextSource, tokenizer: Tokenizer) -> str:
+def compute_cache_key(source: TextSource, tokenizer: Tokenizer) -> str:
     """Return the name of the entry, which depends on the files (names, sizes, times), the tokenizer and the format."""
     identity = json.dumps([FORMAT, source.identity, tokenizer.digest])
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def cache_folder(setting: str) -> Path:
+def resolve_cache_folder(setting: str) -> Path:
     """Return the folder of data.cache_folder; if that is empty, quaver/tokens in $XDG_CACHE_HOME or ~/.cache."""
     if setting:
-        return expanded(setting)
+        return expand_user(setting)
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "quaver" / "tokens"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from quaver.lab.settings.fields import expanded
+from quaver.lab.settings.fields import expand_user
 
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
@@ -59,7 +59,7 @@ def find_files(path: str) -> list[SourceFile]:
         OSError: if a folder cannot be read.
     """
     is_library = path == STDLIB
-    root = Path(sysconfig.get_paths()["stdlib"]) if is_library else expanded(path)
+    root = Path(sysconfig.get_paths()["stdlib"]) if is_library else expand_user(path)
     if not root.exists():
         raise FileNotFoundError(f"data.path {path!r} does not exist; give stdlib, a text file or a folder")
     if root.is_file():
@@ -106,7 +106,7 @@ class Account:
     def add_corrupt(self, place: str, reason: str) -> None:
         """Count the item at `place` (file, or file:line) as corrupt; with `refuse`, raise ValueError."""
         if self.refuse:
-            raise refusal(f"{place}: {reason}")
+            raise make_refusal(f"{place}: {reason}")
         self.corrupt += 1
         if len(self.corrupt_places) < PLACES_LISTED:
             self.corrupt_places.append(f"{place}: {reason}")
@@ -130,6 +130,6 @@ class Account:
         return not reason and bool(value)
 
 
-def refusal(problem: str) -> ValueError:
+def make_refusal(problem: str) -> ValueError:
     """Return the error for corrupt data under data.on_corrupt = "refuse"."""
     return ValueError(f"{problem}; repair or remove it, or set data.on_corrupt to skip")

@@ -6,12 +6,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.data.cache import TokenCache, cache_folder, cache_key
-from quaver.lab.data.documents import SPLITS, STDLIB, Account, Piece, refusal
+from quaver.lab.data.cache import TokenCache, compute_cache_key, resolve_cache_folder
+from quaver.lab.data.documents import SPLITS, STDLIB, Account, Piece, make_refusal
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.data.samples import TokenData
 from quaver.lab.data.source import TextSource, find_source
-from quaver.lab.data.token_files import FORMAT, CacheEntry, split_writers, token_dtype, write_description, writing
+from quaver.lab.data.token_files import (
+    FORMAT,
+    CacheEntry,
+    choose_token_dtype,
+    convert_write_errors,
+    open_split_writers,
+    write_description,
+)
 from quaver.lab.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, TrainConfig
 
@@ -40,7 +47,10 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
     check_vocabulary(tokenizer, data, config.model)
     source = find_source(data)
     cache = TokenCache(
-        cache_folder(data.cache_folder), cache_key(source, tokenizer), tokenizer, progress or CacheProgress()
+        resolve_cache_folder(data.cache_folder),
+        compute_cache_key(source, tokenizer),
+        tokenizer,
+        progress or CacheProgress(),
     )
 
     def build(folder: Path, advance: Advance) -> None:
@@ -48,26 +58,29 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
 
     entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes, check=check)
     if entry.description["corrupt"] and data.on_corrupt == "refuse":
-        raise refusal(entry.description["corrupt_places"][0])
+        raise make_refusal(entry.description["corrupt_places"][0])
     _check_enough(entry, data, config.training.seq_len)
     return TokenData(
-        entry.splits["train"], entry.splits["validation"], _origin(entry, source, data, cache), data.document_mask
+        entry.splits["train"],
+        entry.splits["validation"],
+        _describe_origin(entry, source, data, cache),
+        data.document_mask,
     )
 
 
 def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
     """Write the tokens of both splits and entry.json to `folder`."""
     account = Account(refuse=data.on_corrupt == "refuse")
-    dtype = token_dtype(tokenizer.vocab_size)
-    with split_writers(folder, dtype) as writers:
-        for batch in _batch(source.pieces(account, advance)):
+    dtype = choose_token_dtype(tokenizer.vocab_size)
+    with open_split_writers(folder, dtype) as writers:
+        for batch in _group_pieces(source.pieces(account, advance)):
             encoded = tokenizer.encode([piece.text for piece in batch])
-            with writing(folder.parent):
+            with convert_write_errors(folder.parent):
                 for piece, tokens in zip(batch, encoded, strict=True):
                     writers[piece.split].append(tokens)
                     if piece.ends_document:
                         writers[piece.split].end_document(tokenizer.eos_id)
-        with writing(folder.parent):
+        with convert_write_errors(folder.parent):
             splits = {split: writer.finish() for split, writer in writers.items()}
     description = {
         "format": FORMAT,
@@ -82,11 +95,11 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
     }
     if find_source(data).identity != source.identity:
         raise ValueError(f"the files of data.path {data.path!r} changed while they were read; try again")
-    with writing(folder.parent):
+    with convert_write_errors(folder.parent):
         write_description(folder, description)
 
 
-def _batch(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -112,7 +125,7 @@ def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:
             )
 
 
-def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache) -> dict[str, Any]:
+def _describe_origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache) -> dict[str, Any]:
     origin: dict[str, Any] = {
         "path": data.path,
         "files": len(source.files),
@@ -120,7 +133,7 @@ def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache
         **{name: entry.description[name] for name in _REPEATED},
         **{f"{name}_documents": len(entry.splits[name].ends) for name in SPLITS},
         **{f"{name}_tokens": len(entry.splits[name].tokens) for name in SPLITS},
-        "sha256": _digest(entry.description),
+        "sha256": _hash_description(entry.description),
         "cache": str(cache.entry_folder),
     }
     if data.path == STDLIB:
@@ -128,7 +141,7 @@ def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache
     return origin
 
 
-def _digest(description: dict[str, Any]) -> str:
+def _hash_description(description: dict[str, Any]) -> str:
     """Return one sha256 of the tokens and the ends of documents in both splits."""
     digests = [description["splits"][name][part]["sha256"] for name in SPLITS for part in ("tokens", "ends")]
     return hashlib.sha256("".join([description["dtype"], *digests]).encode()).hexdigest()

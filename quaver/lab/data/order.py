@@ -21,7 +21,7 @@ LEAST_HALF_BITS = 3
 """With fewer bits in a half, the network produces too few of the possible orders."""
 
 
-def stream_indices(first: int, amount: int, count: int, seed: int) -> Integers:
+def compute_stream_indices(first: int, amount: int, count: int, seed: int) -> Integers:
     """Return the indices of the sequences at positions `first` to `first + amount - 1` of the endless stream.
 
     Position k belongs to epoch k // count. Each epoch has every sequence once, in a different order.
@@ -35,7 +35,7 @@ def stream_indices(first: int, amount: int, count: int, seed: int) -> Integers:
     numbers = np.arange(first, first + amount, dtype=np.int64)
     epochs, positions = np.divmod(numbers, count)
     distinct, which = np.unique(epochs, return_inverse=True)
-    keys = np.stack([_keys(seed, int(epoch)) for epoch in distinct], axis=1)[:, which]
+    keys = np.stack([_derive_keys(seed, int(epoch)) for epoch in distinct], axis=1)[:, which]
     half_bits = max(LEAST_HALF_BITS, -(-(count - 1).bit_length() // 2))
     result = _permute(positions.astype(np.uint64), keys, half_bits)
     while (outside := np.flatnonzero(result >= count)).size:
@@ -43,7 +43,7 @@ def stream_indices(first: int, amount: int, count: int, seed: int) -> Integers:
     return result.astype(np.int64)
 
 
-def _keys(seed: int, epoch: int) -> Words:
+def _derive_keys(seed: int, epoch: int) -> Words:
     digest = hashlib.sha512(f"quaver order {seed} {epoch}".encode()).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 

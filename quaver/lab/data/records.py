@@ -49,7 +49,7 @@ def _read_json_lines(file: SourceFile, field: str, account: Account, advance: Ad
         try:
             for number, line in enumerate(lines, start=1):
                 place = f"{file.name}:{number}"
-                value = _field(line, field, place, account) if line.strip() else None
+                value = _get_field(line, field, place, account) if line.strip() else None
                 if value is not None and account.is_text(place, value):
                     yield value
                 advance(raw.tell() - done)
@@ -58,7 +58,7 @@ def _read_json_lines(file: SourceFile, field: str, account: Account, advance: Ad
             account.add_corrupt(f"{file.name}:{number + 1}", f"the archive is broken here ({error}), the rest is lost")
 
 
-def _field(line: bytes, field: str, place: str, account: Account) -> Any:
+def _get_field(line: bytes, field: str, place: str, account: Account) -> Any:
     """Return the value of `field` in the JSON object `line`, or None, counted as corrupt, if it is missing."""
     try:
         content = json.loads(line.decode("utf-8-sig"))
@@ -85,7 +85,7 @@ def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advan
             if not has_text:
                 columns = ", ".join(schema.names)
                 account.add_corrupt(file.name, f"no column of strings {field!r}; its columns are {columns}")
-            for row, scalar in enumerate(_column(parquet, field) if has_text else (), start=1):
+            for row, scalar in enumerate(_iter_column(parquet, field) if has_text else (), start=1):
                 place = f"{file.name}:{row}"
                 try:
                     value = scalar.as_py()
@@ -109,7 +109,7 @@ def _has_strings(schema: Any, field: str) -> bool:
     return str(kind.value_type if str(kind).startswith("dictionary") else kind) in STRING_TYPES
 
 
-def _column(parquet: Any, field: str) -> Iterator[Any]:
+def _iter_column(parquet: Any, field: str) -> Iterator[Any]:
     """Yield the values of a column as Arrow scalars, so that no other value is lost if one is not UTF-8."""
     for group in range(parquet.num_row_groups):
         for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.lab.data.order import Integers, stream_indices
+from quaver.lab.data.order import Integers, compute_stream_indices
 from quaver.lab.data.tokenizer import Tokens
 from quaver.lab.settings import Training, Validation
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -70,8 +70,8 @@ class TokenData:
             consumed: sequences that earlier steps took on all ranks, training.step_batch_size in each step.
         """
         count = self.train.sequence_count(training.seq_len)
-        indices = stream_indices(consumed, training.step_batch_size, count, training.seed)
-        return self._batches(self.train, indices * training.seq_len, training, layout)
+        indices = compute_stream_indices(consumed, training.step_batch_size, count, training.seed)
+        return self._make_batches(self.train, indices * training.seq_len, training, layout)
 
     def validation_batches(
         self, training: Training, validation: Validation, layout: ParallelDims = ALONE
@@ -83,16 +83,18 @@ class TokenData:
         count = validation.steps * training.local_batch_size
         starts = np.linspace(0, len(self.validation.tokens) - training.seq_len - 1, count).astype(np.int64)
         divides = validation.steps % layout.data_parallel_degree == 0
-        return self._batches(self.validation, starts, training, layout if divides else ALONE)
+        return self._make_batches(self.validation, starts, training, layout if divides else ALONE)
 
-    def _batches(self, split: TokenSplit, starts: Integers, training: Training, layout: ParallelDims) -> list[Batch]:
+    def _make_batches(
+        self, split: TokenSplit, starts: Integers, training: Training, layout: ParallelDims
+    ) -> list[Batch]:
         size = training.local_batch_size
         batches = [starts[first : first + size] for first in range(0, len(starts), size)]
         mine = batches[layout.data_parallel_rank :: layout.data_parallel_degree]
-        return [_batch(split, rows.tolist(), training.seq_len, self.document_mask) for rows in mine]
+        return [_make_batch(split, rows.tolist(), training.seq_len, self.document_mask) for rows in mine]
 
 
-def _batch(split: TokenSplit, starts: Sequence[int], seq_len: int, with_documents: bool) -> Batch:
+def _make_batch(split: TokenSplit, starts: Sequence[int], seq_len: int, with_documents: bool) -> Batch:
     rows = np.stack([split.tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
     sequences = torch.from_numpy(rows)
     documents = _documents(split, starts, seq_len) if with_documents else None

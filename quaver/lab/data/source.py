@@ -43,7 +43,7 @@ class TextSource:
             return
         for file in self.files:
             for text in records.read_records(file, self.field, account, advance):
-                yield Piece(split_of(text), text)
+                yield Piece(choose_split(text), text)
 
 
 def find_source(data: Data) -> TextSource:
@@ -64,7 +64,7 @@ def find_source(data: Data) -> TextSource:
     return TextSource(data.path, data.field, tuple(read), bool(record_files), len(files) - len(read))
 
 
-def split_of(text: str) -> str:
+def choose_split(text: str) -> str:
     """Return the split of a document of JSONL or Parquet, from its content alone: equal documents share a split."""
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     return VALIDATION if share < VALIDATION_SHARE else TRAIN

@@ -25,14 +25,14 @@ def read_texts(files: Sequence[SourceFile], account: Account, advance: Advance) 
     texts = [file for file in files if _is_text(file, account)]
     if len(texts) == 1:
         (file,) = texts
-        cut = _character_start(file, file.size - int(file.size * VALIDATION_SHARE))
-        yield from _pieces(TRAIN, file, 0, cut, advance)
-        yield from _pieces(VALIDATION, file, cut, file.size, advance)
+        cut = _find_character_start(file, file.size - int(file.size * VALIDATION_SHARE))
+        yield from _iter_pieces(TRAIN, file, 0, cut, advance)
+        yield from _iter_pieces(VALIDATION, file, cut, file.size, advance)
         return
     by_hash = sorted((file.name for file in texts), key=lambda name: hashlib.sha256(name.encode()).digest())
     held_out = set(by_hash[: max(1, round(len(texts) * VALIDATION_SHARE))])
     for file in texts:
-        yield from _pieces(VALIDATION if file.name in held_out else TRAIN, file, 0, file.size, advance)
+        yield from _iter_pieces(VALIDATION if file.name in held_out else TRAIN, file, 0, file.size, advance)
 
 
 def _is_text(file: SourceFile, account: Account) -> bool:
@@ -41,7 +41,7 @@ def _is_text(file: SourceFile, account: Account) -> bool:
         return False
     decoder = _decoder()
     try:
-        for chunk in _chunks(file, 0, file.size):
+        for chunk in _read_chunks(file, 0, file.size):
             if b"\0" in chunk:
                 account.add_corrupt(file.name, "a 0 byte, so not text")
                 return False
@@ -53,14 +53,14 @@ def _is_text(file: SourceFile, account: Account) -> bool:
     return True
 
 
-def _character_start(file: SourceFile, position: int) -> int:
+def _find_character_start(file: SourceFile, position: int) -> int:
     """Return the last byte at or before `position` that begins a UTF-8 character, or the end of the file."""
-    while position < file.size and next(iter(_chunks(file, position, position + 1)))[0] & 0xC0 == 0x80:
+    while position < file.size and next(iter(_read_chunks(file, position, position + 1)))[0] & 0xC0 == 0x80:
         position -= 1
     return position
 
 
-def _chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
+def _read_chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
     with file.path.open("rb") as opened:
         opened.seek(start)
         while chunk := opened.read(min(READ_BYTES, end - start)):
@@ -70,22 +70,22 @@ def _chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
         raise OSError(f"{str(file.path)!r} became shorter while it was read; begin again when nothing writes it")
 
 
-def _pieces(split: str, file: SourceFile, start: int, end: int, advance: Advance) -> Iterator[Piece]:
-    """Yield the text of bytes `start` to `end` as one document, in pieces that end where tokens end: see `_seam`."""
+def _iter_pieces(split: str, file: SourceFile, start: int, end: int, advance: Advance) -> Iterator[Piece]:
+    """Yield the text of bytes `start` to `end` as a document, in pieces that end where tokens end: see `_find_seam`."""
     if start == end:
         return
     decoder, rest = _decoder(), ""
-    for chunk in _chunks(file, start, end):
+    for chunk in _read_chunks(file, start, end):
         advance(len(chunk))
         rest += decoder.decode(chunk)
         if len(rest) > READ_BYTES:
-            seam = _seam(rest)
+            seam = _find_seam(rest)
             yield Piece(split, rest[:seam], ends_document=False)
             rest = rest[seam:]
     yield Piece(split, rest + decoder.decode(b"", final=True))
 
 
-def _seam(text: str) -> int:
+def _find_seam(text: str) -> int:
     """Return the index at which to cut a long text: after the last line break between two non-space characters.
 
     The split patterns of GPT-2, Llama 3 and similar tokenizers never join characters across such a place and look no

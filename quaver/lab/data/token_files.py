@@ -37,7 +37,7 @@ ENDS_DTYPE = np.dtype("<i8")
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def convert_write_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError of the block into one that says that the cache in `folder` cannot be written."""
     try:
         yield
@@ -48,7 +48,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def token_dtype(vocab_size: int) -> "np.dtype[Any]":
+def choose_token_dtype(vocab_size: int) -> "np.dtype[Any]":
     """Return the smallest unsigned dtype for tokens below `vocab_size`."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
@@ -85,18 +85,18 @@ class SplitWriter:
 
 
 @contextmanager
-def split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[str, SplitWriter]]:
+def open_split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[str, SplitWriter]]:
     """Open the files of every split for writing, in `folder`, which exists."""
     stack = ExitStack()
     try:
-        with writing(folder.parent):
+        with convert_write_errors(folder.parent):
             writers = {}
             for split in SPLITS:
                 tokens, ends = (stack.enter_context((folder / f"{split}.{part}").open("wb")) for part in PARTS)
                 writers[split] = SplitWriter(tokens, ends, dtype)
         yield writers
     finally:
-        with writing(folder.parent):  # closing flushes the buffers
+        with convert_write_errors(folder.parent):  # closing flushes the buffers
             stack.close()
 
 
@@ -121,7 +121,7 @@ class _Description(TypedDict):
     __pydantic_config__ = STRICT  # type: ignore[misc]
     format: Literal[1]  # FORMAT
     dtype: Literal["|u1", "<u2", "<u4"]
-    """A dtype that `token_dtype` returns, and no other: numpy follows the bytes of an object array as addresses."""
+    """A dtype of `choose_token_dtype`, and no other: numpy follows the bytes of an object array as addresses."""
     tokenizer: str
     vocab_size: NotNegative
     eos_id: NotNegative

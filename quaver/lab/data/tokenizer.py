@@ -12,7 +12,7 @@ import numpy as np
 
 from quaver.lab.settings import Data, Model, require
 from quaver.lab.settings.data import BYTES
-from quaver.lab.settings.fields import expanded
+from quaver.lab.settings.fields import expand_user
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 """1-d, unsigned."""
@@ -46,8 +46,8 @@ def load_tokenizer(data: Data) -> Tokenizer:
         ValueError: for a file that is not a tokenizer.json, a missing package, or an unknown end-of-document token.
     """
     if data.tokenizer == BYTES:
-        return byte_tokenizer()
-    path = _tokenizer_file(data.tokenizer)
+        return make_byte_tokenizer()
+    path = _find_tokenizer_file(data.tokenizer)
     if importlib.util.find_spec("tokenizers") is None:
         raise ValueError(f"{path.name} needs tokenizers, which is not installed; pip install 'quaver[data]'")
     return _load_json(path, path.read_bytes(), data.eos_token)
@@ -63,13 +63,13 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
     )
 
 
-def byte_tokenizer() -> Tokenizer:
+def make_byte_tokenizer() -> Tokenizer:
     """Return the tokenizer to bytes of UTF-8. A 0 byte, which no text contains, ends a document: 256 tokens suffice."""
     return Tokenizer(BYTES, 256, 0, BYTES, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
 
 
-def _tokenizer_file(name: str) -> Path:
-    path = expanded(name)
+def _find_tokenizer_file(name: str) -> Path:
+    path = expand_user(name)
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.is_file():

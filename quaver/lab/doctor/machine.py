@@ -18,7 +18,7 @@ from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import sqnr_db
 from quaver.runtime.devices import compute_capability, has_cuda, is_cuda_device
-from quaver.runtime.slow_paths import error_on_slow_path, slow_paths
+from quaver.runtime.slow_paths import error_on_slow_path, list_slow_paths
 
 _SIZE = 64
 _ENOUGH_DB = 20.0  # a wrong result has about 0 dB, the coarsest recipe about 24
@@ -45,7 +45,7 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
     with error_on_slow_path(False):
         recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
         compiles = _try_compile() if try_compile else "not tried"
-    diagnosis = {"versions": _list_versions(), "devices": devices, "recipes": recipes, "slow_paths": slow_paths()}
+    diagnosis = {"versions": _list_versions(), "devices": devices, "recipes": recipes, "slow_paths": list_slow_paths()}
     diagnosis["recommended"] = {device: recommend_recipe(device, recipes) for device in devices}
     return {**diagnosis, "compile": compiles, "ok": all(finding["verdict"] != "impossible" for finding in recipes)}
 

@@ -125,7 +125,9 @@ def choose_recipes(
     return LayerRecipes(rest, {name: recipe for name, recipe in chosen.items() if recipe != rest})
 
 
-def float8_share(recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool]) -> float:
+def compute_float8_share(
+    recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool]
+) -> float:
     """Return the share of the linears' FLOPs that run in float8."""
     total = sum(linear.products for linear in surveyed)
     in_float8 = 0.0

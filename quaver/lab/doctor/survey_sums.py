@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.lab.doctor.survey import hook_linears
-from quaver.linear.quantize import Quantizer, as_matrix
+from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, sample_rows
 from quaver.recipes.config import Float8LinearConfig
@@ -91,7 +91,7 @@ def survey_sums(
 def _sample_operand(hp: Tensor, operand: str, config: Float8LinearConfig) -> dict[tuple[str, str], Rows]:
     """Sample the rows of an operand that each of its matmuls reads, by operand and direction."""
     casts: OperandCasts = getattr(config.casts, operand)
-    matrix = as_matrix(hp)
+    matrix = flatten_to_matrix(hp)
     operands = Quantizer(casts, matrix.dtype)(matrix, row=True, column=True)
     return {
         (operand, direction): sample_rows(matrix, cast, direction)

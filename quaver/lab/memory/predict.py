@@ -34,8 +34,8 @@ from quaver.lab.memory.compiling.compiled import (
 from quaver.lab.memory.compiling.compiled_rows import CompiledTracker
 from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_tensors, make_fake_copies, make_fake_copy
 from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
-from quaver.lab.memory.faking.gpu import is_for_a_gpu, predicting_for
-from quaver.lab.recorder.allocator import no_garbage_collection
+from quaver.lab.memory.faking.gpu import is_for_a_gpu, predict_for
+from quaver.lab.recorder.allocator import pause_garbage_collection
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.recorder.timeline import record_timeline
 from quaver.torch_private.compiler import OptimizedModule
@@ -154,7 +154,7 @@ def explain(
         ValueError: the loss is not a scalar that depends on a parameter, or the device is unknown.
     """
     compiled = has_compiled_code(model)
-    with predicting_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
+    with predict_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
         fake = make_fake_copy(_unwrap(model), fakes)
         if compiled:
             recompile(fake, model)
@@ -224,7 +224,7 @@ def record_step(
     """
     tracker = CompiledTracker(model) if are_kernels_left_out() else None
     with (
-        no_garbage_collection(),
+        pause_garbage_collection(),
         record_timeline(model, optimizer, persistent_scales=persistent_scales, tracker=tracker) as timeline,
         around or nullcontext(),
     ):

@@ -69,12 +69,12 @@ def _fill_page(parts: Parts, title: str, data: dict[str, Any]) -> str:
         "script": script,
         "style_hash": _hash(style),
         "script_hash": _hash(script),
-        "data": embedded_json(data),
+        "data": embed_json(data),
     }
     return _PLACEHOLDER.sub(lambda match: values[match[1]], _read(_SHARED, "frame.html"))
 
 
-def embedded_json(value: Any) -> str:
+def embed_json(value: Any) -> str:
     """Format `value` as JSON for a script element of an HTML page. Raises ValueError for an inf or NaN."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).translate(_ESCAPES)
 

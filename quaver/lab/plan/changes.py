@@ -21,7 +21,7 @@ CHECKPOINTING = {
 }
 BFLOAT16 = "bfloat16"
 """The precision of a run without float8."""
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TRIED_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """Tried in addition to the high-precision dtype."""
 
 Edit = Callable[[TrainConfig], TrainConfig]
@@ -167,7 +167,7 @@ def _iter_checkpointing() -> Iterator[tuple[str, Edit]]:
 
 def _iter_precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
     yield f"precision: {config.training.mixed_precision_param}", _edit_precision(BFLOAT16)
-    for recipe in RECIPES:
+    for recipe in TRIED_RECIPES:
         yield f"precision: {recipe}", _edit_precision(recipe)
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.roofline.attention import attention_seconds
+from quaver.roofline.attention import predict_attention_seconds
 from quaver.roofline.block import BlockShape, PerPass, seconds_between_matmuls
-from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, linear_cost
+from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, predict_linear_cost
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import moved_s
+from quaver.roofline.matmul import predict_move_seconds
 from quaver.roofline.scaled_matmul import cutlass_rowwise_share, kinds_of_matmuls
 
 READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
@@ -97,7 +97,7 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     between = seconds_between_matmuls(BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes)
     if not run.compiled:
         between = PerPass(*(EAGER_BYTES * seconds for seconds in between))
-    attention = attention_seconds(queries, share, run.seq_len, spec, run.attention)
+    attention = predict_attention_seconds(queries, share, run.seq_len, spec, run.attention)
     forward = sum(map(_time_forward, linears.values()))
     backward = sum(time.total_s - _time_forward(time) for time in linears.values())
     experts = time_experts(run, cluster) if model.n_experts else PerPass(0, 0)
@@ -149,7 +149,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     rescales = run.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
 
     def cost(tokens: int) -> LinearTime:
-        linear = linear_cost(
+        linear = predict_linear_cost(
             tokens,
             inputs,
             outputs,
@@ -172,10 +172,12 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
         return time
     if run.float8_gather:  # the shard was cast; grad_input still needs another layout, or the dequantized weight
         moved = 2 if "grad_input" in kinds_of_matmuls(run.precision) else 3
-        time = replace(time, weight_casts_s=moved_s(moved * inputs * outputs, spec) if run.has_one_cast else 0.0)
+        time = replace(
+            time, weight_casts_s=predict_move_seconds(moved * inputs * outputs, spec) if run.has_one_cast else 0.0
+        )
     if split > 1 and not is_split_by_input and not run.casts_gathered:
         # a rank casts its part of the sequence, and changes the layout of the gathered codes
-        laid_out_s = moved_s(2 * run.tokens * inputs, spec) / READERS.get(name, 1)
+        laid_out_s = predict_move_seconds(2 * run.tokens * inputs, spec) / READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
     return time
 
@@ -191,8 +193,8 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
     tokens, inputs, outputs = sizes
     return replace(
         time,
-        grad_input_s=time.grad_input_s + moved_s(RESCALED_BYTES * tokens * inputs, spec),
-        grad_weight_s=time.grad_weight_s + moved_s(RESCALED_BYTES * inputs * outputs, spec),
+        grad_input_s=time.grad_input_s + predict_move_seconds(RESCALED_BYTES * tokens * inputs, spec),
+        grad_weight_s=time.grad_weight_s + predict_move_seconds(RESCALED_BYTES * inputs * outputs, spec),
         launches_s=time.launches_s + 2 * KERNEL_LAUNCH_S,
     )
 
@@ -204,12 +206,12 @@ def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
     filled = local * ceil(rows / local / TOKEN_ROWS) * TOKEN_ROWS
     forward = backward = 0.0
     for inputs, outputs in ((model.dim, 2 * model.hidden_dim), (model.hidden_dim, model.dim)):
-        cost = linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
+        cost = predict_linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
         time = _average(cost.float8, cost.bfloat16, run.float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local)
         forward += _time_forward(time)
         backward += time.total_s - _time_forward(time)
-    permuted_s = moved_s(4 * 2 * rows * model.dim, spec)
+    permuted_s = predict_move_seconds(4 * 2 * rows * model.dim, spec)
     return PerPass(forward + permuted_s, backward + permuted_s)
 
 
@@ -219,7 +221,7 @@ def time_head(run: PlannedRun, cluster: Cluster) -> PerPass:
     time = time_linear(run, HEAD, model.dim, model.vocab_size, cluster)
     logits = run.tokens * model.vocab_size / run.tensor
     bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
-    loss = [moved_s(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
+    loss = [predict_move_seconds(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
     forward = _time_forward(time)
     return PerPass(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
 
@@ -229,7 +231,7 @@ def time_embedding(run: PlannedRun, cluster: Cluster) -> PerPass:
     model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
     gradient = model.vocab_size * model.dim * 4 / run.tensor
-    return PerPass(moved_s(rows, spec), moved_s(rows + gradient, spec))
+    return PerPass(predict_move_seconds(rows, spec), predict_move_seconds(rows + gradient, spec))
 
 
 def _time_forward(time: LinearTime) -> float:
@@ -241,4 +243,4 @@ def _time_storing(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time to cast stored activations to float8 or back, 3 bytes an element."""
     model = run.model
     stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim
-    return moved_s(3 * stored * run.tokens / run.tensor, cluster.spec)
+    return predict_move_seconds(3 * stored * run.tokens / run.tensor, cluster.spec)

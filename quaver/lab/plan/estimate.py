@@ -5,7 +5,7 @@ The bytes of the rank, where P are the weights of a block on this tensor paralle
     resident    parameters, optimizer states, tokens; with several micro-batches also gradients, which are whole and
                 in float32 if they are reduced after the last micro-batch
     root        the gathered embedding, which FSDP2 frees after the backward
-    saved       activations that blocks save (`_saved_by_blocks`), rotary tables, the last block's output and its norm
+    saved       activations of blocks (`_iter_saved_by_blocks`), rotary tables, the last block's output and its norm
     peak        resident + root + saved + the largest of
         head, forward       its gathered weight twice (with the buffer of the all-gather), logits
         head, backward      gathered weight, its gradient, the next gathered block, logits, gradient of its input
@@ -108,25 +108,31 @@ class Estimate:
         """The peak in bytes; see the head of this file."""
         model, tp = self.model, self.layout.tensor
         parameters = self.parameters
-        resident = parameters + self.states + self._buffers() + self._inputs() + self._held_codes()
-        gradients = self._held_gradients()
+        resident = (
+            parameters
+            + self.states
+            + self._count_buffer_bytes()
+            + self._count_input_bytes()
+            + self._count_held_code_bytes()
+        )
+        gradients = self._count_held_gradient_bytes()
         all_reduced = max(parameters, gradients)
         embedding = model.vocab_size * model.dim // tp
         head = 0 if model.tie_word_embeddings else embedding
         head_gradient = _FLOAT32 * head // self.layout.shard
         reshard = self.config.parallelism.fsdp_reshard_after_forward
         root = embedding * self.stream_bytes if self.is_sharded and reshard != "always" else 0
-        codes = int(self._gathered_bytes() * self.in_block) if self.is_sharded else 0
+        codes = int(self._get_gathered_bytes() * self.in_block) if self.is_sharded else 0
         if reshard == "never":
             root, codes = root + model.n_layers * codes, 0
-        saved = self.tokens * sum(self._saved_by_blocks()) + self._saved_outside()
+        saved = self.tokens * sum(self._iter_saved_by_blocks()) + self._count_saved_outside()
         gathered_input = self.tokens * model.dim * _LOW if tp > 1 else 0
-        block = codes * 2 + self._temporaries() + gathered_input
+        block = codes * 2 + self._count_temporary_bytes() + gathered_input
         codes_of_gradients = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
         reduced = (_FLOAT32 + codes_of_gradients) * self.in_block if self.is_sharded else 0
         live = root + saved
         return resident + max(
-            live + gradients + self._head(head if self.is_sharded else 0, codes, head),
+            live + gradients + self._count_head_bytes(head if self.is_sharded else 0, codes, head),
             live + max(gradients, head_gradient) + block + max(_FLOAT32 * head if self.is_sharded else 0, reduced),
             root + all_reduced + block + reduced,
             root + all_reduced + reduced + embedding * _FLOAT32 + self.tokens * model.dim * _FLOAT32 // tp,
@@ -138,7 +144,7 @@ class Estimate:
         """The bytes of this rank's parameters. Their gradients take as many."""
         return self._sum(lambda weight: weight.sharded(self.layout)) * self.parameter_bytes
 
-    def _held_gradients(self) -> int:
+    def _count_held_gradient_bytes(self) -> int:
         """Return the bytes of earlier micro-batches' gradients: shards in the parameters' dtype, or float32 sums."""
         reduce = self.config.training.reduce
         if self.micro_batches == 1:
@@ -149,11 +155,11 @@ class Estimate:
             return _FLOAT32 * self._sum(lambda weight: weight.sharded(self.layout))
         return _FLOAT32 * self._sum(lambda weight: prod(weight.shape_on(self.layout)))
 
-    def _buffers(self) -> int:
+    def _count_buffer_bytes(self) -> int:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
         return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
 
-    def _head(self, gathered: int, codes: int, head: int) -> int:
+    def _count_head_bytes(self, gathered: int, codes: int, head: int) -> int:
         """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
         tp, stream = self.layout.tensor, self.tokens * self.model.dim * _LOW
         logits = self.tokens * self.model.vocab_size // tp
@@ -183,25 +189,25 @@ class Estimate:
 
         return self._sum(state_bytes)
 
-    def _inputs(self) -> int:
+    def _count_input_bytes(self) -> int:
         tensors = 3 if self.config.data.document_mask else 2
         mask = self.tokens * self.config.training.seq_len if tensors == 3 else 0
         return self.micro_batches * tensors * self.tokens * torch.int64.itemsize + mask
 
-    def _casts(self) -> float:
+    def _get_cast_bytes(self) -> float:
         """Return the bytes per element of a weight's codes for both of its matmuls, or 2 in high precision."""
         if self.recipe is None:
             return _LOW
         codes = 1 if has_one_cast(self.config.float8.recipe) else 2
-        sizes = self._sizes()
-        share = sum(self._share(name) * size for name, size in sizes.items()) / sum(sizes.values())
+        sizes = self._count_elements()
+        share = sum(self._compute_share(name) * size for name, size in sizes.items()) / sum(sizes.values())
         return share * codes + (1 - share) * _LOW
 
-    def _share(self, *names: str) -> float:
+    def _compute_share(self, *names: str) -> float:
         """Return the share of blocks in which all named linears are in float8."""
         return min(self.shares.get(name, 0.0) for name in names)
 
-    def _sizes(self) -> dict[str, int]:
+    def _count_elements(self) -> dict[str, int]:
         """Return the elements of each linear of a block, and of its routed experts."""
         model = self.model
         dim, keys = model.dim, model.n_kv_heads * model.head_dim
@@ -210,58 +216,58 @@ class Estimate:
         sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), wide) if wide else {}
         return sizes | ({EXPERTS: 3 * dim * model.hidden_dim * model.n_experts} if model.n_experts else {})
 
-    def _gathered_bytes(self) -> float:
-        return self._casts() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
+    def _get_gathered_bytes(self) -> float:
+        return self._get_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
 
-    def _held_codes(self) -> int:
+    def _count_held_code_bytes(self) -> int:
         """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
         if not self.is_sharded:
-            return int(self.model.n_layers * self.in_block * self._casts())
+            return int(self.model.n_layers * self.in_block * self._get_cast_bytes())
         shards = sum(weight.sharded(self.layout) for weight in self.block)
-        return int(self.model.n_layers * shards * self._casts()) if self.config.float8.cast_weights_once else 0
+        return int(self.model.n_layers * shards * self._get_cast_bytes()) if self.config.float8.cast_weights_once else 0
 
-    def _saved_outside(self) -> int:
+    def _count_saved_outside(self) -> int:
         """Return the bytes of the rotary tables, the last block's output and the gathered input of the head."""
         tables = 2 * self.config.training.seq_len * self.model.head_dim * _FLOAT32
         stream = _STORED if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
         return tables + int(self.tokens * self.model.dim * (stream / self.layout.tensor + _LOW))
 
-    def _saved_by_blocks(self) -> Iterator[int]:
+    def _iter_saved_by_blocks(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves."""
         checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
-        stream = int(self._saved_stream_bytes() * self.model.dim) // self.layout.tensor
-        everything = self._saved_without_checkpoint()
+        stream = int(self._get_saved_stream_bytes() * self.model.dim) // self.layout.tensor
+        everything = self._count_saved_without_checkpoint()
         every = selected_every(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
             yield from [everything] * layers
         elif checkpoint.mode == "memory_budget":
             yield from [stream + int(checkpoint.memory_budget * (everything - stream))] * layers
         elif every is None:
-            yield from [self._saved_by_policy()] * layers
+            yield from [self._count_saved_by_policy()] * layers
         else:
             yield from (stream if number % every == 0 else everything for number in range(1, layers + 1))
 
-    def _saved_stream_bytes(self) -> float:
+    def _get_saved_stream_bytes(self) -> float:
         """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
         stores = self.config.activation_checkpoint.store_in_float8
         return _STORED if stores and self.config.training.compile else self.stream_bytes
 
-    def _attention(self) -> tuple[int, int, int]:
+    def _count_attention_bytes(self) -> tuple[int, int, int]:
         """Return the features of queries and keys, and the bytes of attention's output with the sums of its scores."""
         queries, keys = self.model.dim, self.model.n_kv_heads * self.model.head_dim
         return queries, keys, _LOW * queries + _FLOAT32 * self.model.n_heads
 
-    def _saved_by_policy(self) -> int:
+    def _count_saved_by_policy(self) -> int:
         """Return the bytes per token that the policy of checkpointing/policy.py saves.
 
         The policy saves every second matmul, attention and reduce-scatters. It counts matmuls from the first in
         compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the
         policy saves as codes.
         """
-        (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
+        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.layout.tensor
         experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        low, stream = _STORED if is_compiled and stores else _LOW, self._saved_stream_bytes()
+        low, stream = _STORED if is_compiled and stores else _LOW, self._get_saved_stream_bytes()
         attention += int((low - _LOW) * queries)
         matmuls: float
         if is_compiled:
@@ -273,14 +279,14 @@ class Estimate:
         scattered = 2 * low * dim if tp > 1 else 0
         return int(stream * dim + matmuls + attention + scattered) // tp
 
-    def _saved_without_checkpoint(self) -> int:
+    def _count_saved_without_checkpoint(self) -> int:
         """Return the bytes per token that a block saves without checkpointing.
 
         Compiled float8 code does not save an input of a linear that it can cast again from other saved tensors. Eager
         code, and linears whose input tensor parallelism gathers, save codes. A grad_weight in high precision saves the
         input. Norms, attention and feed-forwards may store saved tensors as codes; linears do not.
         """
-        (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
+        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.layout.tensor
         experts, hidden = self.model.n_experts, self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
         low, stream = (_STORED, _STORED) if stores else (_LOW, self.stream_bytes)
@@ -290,31 +296,31 @@ class Estimate:
             keys = queries
         rotated = low * (queries + 2 * keys)
         attention += int((low - _LOW) * queries)
-        rows = self._rows()
+        rows = self._count_rows()
         gates = low * 2 * hidden * rows
         wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
-        saved, product = self._saved_of_float8(tp=1), hidden * rows
-        gathered = dim * tp, self._saved_of_float8(tp)
+        saved, product = self._count_saved_of_float8(tp=1), hidden * rows
+        gathered = dim * tp, self._count_saved_of_float8(tp)
         inputs = (
-            (self._share("q_proj", "k_proj", "v_proj"), *gathered),
-            (self._share(wide), *gathered),
-            (self._share(down), product, saved),
+            (self._compute_share("q_proj", "k_proj", "v_proj"), *gathered),
+            (self._compute_share(wide), *gathered),
+            (self._compute_share(down), product, saved),
         )
         linears = sum(features * (share * codes + (1 - share) * _LOW) for share, features, codes in inputs)
         if saved < _LOW:  # attention saves its output
-            linears += self._share("o_proj") * saved * queries
+            linears += self._compute_share("o_proj") * saved * queries
         if not is_compiled:  # silu(gate), which a SwiGLU in front of float8 does not save
-            fused = self._share(down) if self.config.float8.fused_producers else 0.0
+            fused = self._compute_share(down) if self.config.float8.fused_producers else 0.0
             linears += low * product * (1 - fused)
         if experts:  # scores, and the tokens of experts before and after
             linears += low * dim * self.model.top_k * 2 + _FLOAT32 * experts
         return int(streams + rotated + attention + gates + linears) // tp
 
-    def _rows(self) -> int:
+    def _count_rows(self) -> int:
         """Return the number of feed-forwards or experts through which a token passes."""
         return self.model.top_k + self.model.n_shared_experts if self.model.n_experts else 1
 
-    def _saved_of_float8(self, tp: int) -> int:
+    def _count_saved_of_float8(self, tp: int) -> int:
         """Return the bytes that a float8 linear saves per element of its input, which `tp` ranks gather."""
         if self.recipe is None:
             return 0
@@ -323,9 +329,9 @@ class Estimate:
         saves = tp > 1 or not self.config.training.compile
         return int(saves)
 
-    def _temporaries(self) -> int:
+    def _count_temporary_bytes(self) -> int:
         """Return the bytes of a block's weight gradients, and of the gradients in its feed-forward."""
-        token_bytes = 8 * self._rows() * self.model.hidden_dim + _FLOAT32 * self.model.dim
+        token_bytes = 8 * self._count_rows() * self.model.hidden_dim + _FLOAT32 * self.model.dim
         return _LOW * self.in_block + self.tokens * token_bytes // self.layout.tensor
 
 

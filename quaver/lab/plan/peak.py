@@ -11,8 +11,8 @@ from quaver.roofline.scaled_matmul import kinds_of_matmuls
 def count_flops_per_token(run: PlannedRun) -> float:
     """Return the FLOPs of forward and backward for one token: 6 per weight that multiplies it, and attention's.
 
-    Only the causal half of attention counts, which is what kernels compute. The trainer's `training_flops_per_token`
-    counts all of it, as is usual, so for long sequences its rate may exceed the peak.
+    Only the causal half of attention counts, which is what kernels compute. The trainer's
+    `count_training_flops_per_token` counts all of it, as is usual, so for long sequences its rate may exceed the peak.
     """
     model = run.model
     weights = sum(i * o for i, o in list_block_weights(run).values()) + model.top_k * _count_expert_weights(run)

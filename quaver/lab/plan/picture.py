@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quaver.lab.plan.simulate import SimulatedTimeline
-from quaver.lab.recorder.figure import figure_of
+from quaver.lab.recorder.figure import open_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
     turn = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
     end_s = max(span.end_s for span in timeline.spans)
     half_s = end_s * _ZOOM / 2
-    with figure_of(path, (12, 5.2), title=title) as figure:
+    with open_figure(path, (12, 5.2), title=title) as figure:
         step_axes, part_axes = figure.subplots(2, 1)
         _draw_streams(step_axes, timeline, 0.0, end_s)
         _draw_streams(part_axes, timeline, max(0.0, turn - half_s), turn + half_s)

@@ -19,9 +19,9 @@ from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import meta_llama
+from quaver.lab.trainer.model import make_meta_llama
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.recipes.recipe_name import canonicalize_recipe
 
 HEAD = "lm_head"
 EXPERTS = "experts"
@@ -124,7 +124,7 @@ class PlannedRun:
     @property
     def precision(self) -> str:
         """The recipe's name, or bfloat16."""
-        return "bfloat16" if self.recipe is None else canonical_recipe(self.recipe)
+        return "bfloat16" if self.recipe is None else canonicalize_recipe(self.recipe)
 
 
 @functools.cache
@@ -213,7 +213,7 @@ def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:
 
 @functools.cache
 def _count_float8_shares(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
-    llama = meta_llama(model)
+    llama = make_meta_llama(model)
     convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
     modules = dict(llama.named_modules())
     names = [name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, Float8Linear)]

@@ -63,7 +63,7 @@ class SimulatedStep:
         self.tasks.append(Task(name, stream, seconds, waits, kind, sent_bytes))
         return len(self.tasks) - 1
 
-    def last_of(self, stream: str) -> int | None:
+    def find_last(self, stream: str) -> int | None:
         """Return the number of the last task on a stream, or None if it has no task."""
         return next((i for i in reversed(range(len(self.tasks))) if self.tasks[i].stream == stream), None)
 

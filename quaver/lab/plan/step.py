@@ -34,7 +34,7 @@ from quaver.lab.plan.run import HEAD, PlannedRun
 from quaver.lab.plan.saving import time_saving
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
 from quaver.roofline.block import PerPass
-from quaver.roofline.matmul import moved_s
+from quaver.roofline.matmul import predict_move_seconds
 
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
@@ -218,20 +218,22 @@ class _StepBuilder:
         """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
         run, cluster = self._run, self._cluster
         parameters = count_held_parameters(run)
-        norm = self._compute("norm of gradients", moved_s(4 * parameters, cluster.spec), "optimizer", [self._scattered])
+        norm = self._compute(
+            "norm of gradients", predict_move_seconds(4 * parameters, cluster.spec), "optimizer", [self._scattered]
+        )
         if run.ranks > 1:
             norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = 2 * run.parameter_bytes + 3 * run.parameter_bytes + 2 * run.state_bytes
         updated = self._compute(
-            "clipping and the optimizer", moved_s(moved * parameters, cluster.spec), "optimizer", [norm]
+            "clipping and the optimizer", predict_move_seconds(moved * parameters, cluster.spec), "optimizer", [norm]
         )
         if run.steps_between_saves:
             share = time_saving(run, cluster) / run.steps_between_saves
             self.step.add("its share of a checkpoint", STORAGE, share, [updated], "checkpoint")
         if run.float8_gather and run.shard > 1:
             amax = self._compute(
-                "amaxes of weights", moved_s(run.parameter_bytes * parameters, cluster.spec), "optimizer"
+                "amaxes of weights", predict_move_seconds(run.parameter_bytes * parameters, cluster.spec), "optimizer"
             )
             self._send(
                 "all-reduce of amaxes", Exchange("all_reduce", 4 * 7 * run.model.n_layers, 1, run.ranks, 1), [amax]
@@ -251,7 +253,7 @@ class _StepBuilder:
 
     def _exchange_at_end(self, name: str, exchanges: list[Exchange]) -> None:
         """Add exchanges of the embedding or the output projection. Compute waits for them."""
-        last: int | None = self.step.last_of(COMPUTE)
+        last: int | None = self.step.find_last(COMPUTE)
         for exchange in exchanges:
             last = self._send(f"{name}: {exchange.kind}", exchange, [last])
         if exchanges:
@@ -277,7 +279,7 @@ class _StepBuilder:
     def _copy_out(self, groups: list[_Group], name: str, gathers: list[int | None]) -> None:
         if not gathers:
             return
-        seconds = moved_s(2 * sum(group.gathered_bytes for group in groups), self._cluster.spec)
+        seconds = predict_move_seconds(2 * sum(group.gathered_bytes for group in groups), self._cluster.spec)
         self._copied = self.step.add(f"{name}: copy out", COMPUTE, seconds, gathers, "copies")
 
     def _reduce(self, groups: list[_Group], name: str) -> None:
@@ -288,7 +290,11 @@ class _StepBuilder:
         parameters = sum(group.parameters for group in groups)
         moved = 6 + (_CAST_BYTES if run.float8_gradients and self._reduces else 0)
         copied = self.step.add(
-            f"{name}: copy in", COMPUTE, moved_s(moved * parameters, cluster.spec), [self._scattered], "copies"
+            f"{name}: copy in",
+            COMPUTE,
+            predict_move_seconds(moved * parameters, cluster.spec),
+            [self._scattered],
+            "copies",
         )
         if not self._reduces:  # the copy adds to the gradients of earlier micro-batches
             return

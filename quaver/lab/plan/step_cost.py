@@ -14,7 +14,7 @@ from quaver.lab.plan.quick import estimate_seconds
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.model import training_flops_per_token
+from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.roofline.device_specs import DeviceSpec
 
 
@@ -23,7 +23,7 @@ class StepCost:
     """The cost of one step of one rank."""
 
     step_flops: int
-    """The FLOPs of forward and backward (`training_flops_per_token`), and of the recomputation."""
+    """The FLOPs of forward and backward (`count_training_flops_per_token`), and of the recomputation."""
     recomputed_flops: int | None
     """The FLOPs of the recomputation. None if the compiler decides it; then `step_flops` does not include it."""
     modelled_s: float | None
@@ -39,7 +39,7 @@ def compute_step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpe
     training = config.training
     micro_batches = layout.micro_batches(training)
     tokens = training.local_batch_size * training.seq_len
-    flops = micro_batches * tokens * training_flops_per_token(config.model, training.seq_len) // layout.tensor
+    flops = micro_batches * tokens * count_training_flops_per_token(config.model, training.seq_len) // layout.tensor
     if config.activation_checkpoint.mode == "memory_budget":
         return StepCost(flops, None, None)
     # FLOPs do not depend on the precision; times are modeled in bfloat16. Saving, which depends on states, is left out.

@@ -7,7 +7,7 @@ import tomli_w
 from quaver.export.folders import new_folder
 from quaver.lab.plan.launchers import make_launch_files
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.config_file import changed_settings
+from quaver.lab.settings.config_file import list_changed_settings
 from quaver.lab.settings.parallel_dims import resolve
 
 
@@ -67,7 +67,7 @@ def format_config(config: TrainConfig, comment: str) -> str:
     # TOML forbids control characters in comments, and UTF-8 forbids surrogates, which stand for bytes of file names.
     printable = "".join(char if char.isprintable() or char == "\n" else " " for char in comment)
     lines = [f"# {line}".rstrip() for line in printable.splitlines()]
-    return "\n".join([*lines, "", tomli_w.dumps(changed_settings(config))])
+    return "\n".join([*lines, "", tomli_w.dumps(list_changed_settings(config))])
 
 
 def _place_beside(path: Path, texts: dict[str, str]) -> dict[Path, str]:

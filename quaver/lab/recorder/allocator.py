@@ -88,12 +88,12 @@ def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[
         RuntimeError: at the exit, if `mark` was not called exactly once, or if the step left memory behind. Such a step
             does not repeat, and releases of older memory may be missing.
     """
-    with no_garbage_collection():
+    with pause_garbage_collection():
         yield from _measure_cuda(device, may_leave) if is_cuda_device(device) else _measure_cpu(may_leave)
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Turn off Python's garbage collector inside the block, so that reference cycles keep their tensors alive."""
     gc.collect()
     was_enabled = gc.isenabled()

@@ -17,14 +17,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
-def unit_of(size_bytes: float) -> tuple[int, str]:
+def choose_unit(size_bytes: float) -> tuple[int, str]:
     """Return the bytes and the name of the smallest unit in which `size_bytes`, in four digits, is below 1024."""
     return next((unit for unit in reversed(UNITS) if float(f"{size_bytes / unit[0]:.4g}") < 1024), UNITS[0])
 
 
 def format_bytes(size_bytes: float) -> str:
     """Format a size with four digits, such as "3.25 GiB"."""
-    unit_bytes, unit = unit_of(size_bytes)
+    unit_bytes, unit = choose_unit(size_bytes)
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 

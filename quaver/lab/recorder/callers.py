@@ -50,7 +50,7 @@ def find_caller() -> Caller:
     communicates = under_policy = False
     frame = sys._getframe(1)
     while frame is not None:
-        name = module_of(frame)
+        name = get_module_name(frame)
         if name.startswith(NOT_THE_MODELS):
             function = frame.f_code.co_name
             communicates = communicates or name == COLLECTIVES_MODULE or (name, function) == _BACKEND
@@ -58,20 +58,20 @@ def find_caller() -> Caller:
             if (name, function) == _ENGINE:
                 break
         elif name:  # code that torch generates at runtime has no module name
-            line = f"{end_of_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
+            line = f"{shorten_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
             return Caller(line, communicates, under_policy)
         frame = frame.f_back  # type: ignore[assignment]
     return Caller("", communicates, under_policy)
 
 
-def module_of(frame: FrameType) -> str:
+def get_module_name(frame: FrameType) -> str:
     """Return the name of the Python module whose code a frame runs; "torch." for torch itself."""
     name = frame.f_globals.get("__name__", "")
     return "torch." if name == "torch" else str(name)
 
 
 @cache
-def end_of_path(file: str, module: str) -> str:
+def shorten_path(file: str, module: str) -> str:
     """Return the end of the file's path that corresponds to its module's name, or the file name of a script."""
     path = Path(file)
     names = len(module.split(".")) + (path.stem == "__init__")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quaver.lab.recorder.byte_sizes import unit_of
-from quaver.lab.recorder.figure import figure_of
+from quaver.lab.recorder.byte_sizes import choose_unit
+from quaver.lab.recorder.figure import open_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ _NARROWEST_LABEL = 0.05
 
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
     """Write a PNG of the timeline of `report` (`Timeline.report`), or of the note that says why it has none."""
-    with figure_of(image, (10, 5), title=title) as figure:
+    with open_figure(image, (10, 5), title=title) as figure:
         if report["timeline"]:
             _draw(figure, report)
         else:
@@ -49,10 +49,10 @@ def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
-    rows = column_maxima(report["timeline"], MOST_COLUMNS, keep=[report["peak_event"]])
+    rows = reduce_columns(report["timeline"], MOST_COLUMNS, keep=[report["peak_event"]])
     events, series = rows[:, 0], rows[:, 2:].T
     peak_bytes = report["peak_bytes"]
-    unit_bytes, unit = unit_of(peak_bytes)
+    unit_bytes, unit = choose_unit(peak_bytes)
     axis = figure.subplots()
     named = zip(report["columns"][2:], series, strict=True)
     shown = [(name, values / unit_bytes) for name, values in named if values.any()]
@@ -106,7 +106,7 @@ def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: floa
     )
 
 
-def column_maxima(timeline: Iterable[Iterable[float]], most: int, *, keep: Iterable[int] = ()) -> Array:
+def reduce_columns(timeline: Iterable[Iterable[float]], most: int, *, keep: Iterable[int] = ()) -> Array:
     """Reduce `timeline` to about `most` rows: the highest row of each group of adjacent rows.
 
     Args:

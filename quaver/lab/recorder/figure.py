@@ -16,7 +16,7 @@ if find_spec("matplotlib") is None:  # a run draws at its end, but must fail at 
 
 
 @contextmanager
-def figure_of(image: Path, size: tuple[float, float], *, title: str | None = None) -> Iterator[Figure]:
+def open_figure(image: Path, size: tuple[float, float], *, title: str | None = None) -> Iterator[Figure]:
     """Yield an empty figure of `size` in inches, and write it as a PNG at the end of the block.
 
     The user's matplotlibrc is ignored, since one that needs LaTeX would end a run here.

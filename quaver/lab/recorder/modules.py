@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from quaver.lab.recorder.storages import plain_parts
+from quaver.lab.recorder.storages import iter_plain_parts
 from quaver.torch_private.autograd import current_node, next_sequence_number, sequence_number
 from quaver.torch_private.compiler import OptimizedModule
 from quaver.torch_private.memory import storage_key
@@ -34,7 +34,7 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iter_visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield `model` and its modules with their names, each once, without the insides of compiled modules.
 
     The model itself is named by its class.
@@ -76,7 +76,7 @@ class ModuleTracker:
         self._lines: dict[int, str] = {}
 
     def __enter__(self) -> ModuleTracker:
-        for name, module in visible_modules(self.model):
+        for name, module in iter_visible_modules(self.model):
             if not is_compiled(module):
                 self._watch(name, module)
             self._modules[name] = module
@@ -100,9 +100,9 @@ class ModuleTracker:
         if self.stack:
             return self.stack[-1]
         node = current_node()
-        return OUTSIDE if node is None else self.module_of(node)
+        return OUTSIDE if node is None else self.find_module(node)
 
-    def module_of(self, node: Any) -> str:
+    def find_module(self, node: Any) -> str:
         """Return the module whose forward created an autograd node; for AccumulateGrad, the parameter's owner."""
         number = sequence_number(node)
         if number >= _NO_NUMBER:
@@ -110,11 +110,11 @@ class ModuleTracker:
         index = bisect_right(self._numbers, number)
         return self._names[index - 1] if index else OUTSIDE
 
-    def parameter_of(self, key: int) -> str:
+    def find_parameter(self, key: int) -> str:
         """Return the name of the current module's parameter with the storage `key`, or an empty string."""
         module = self._modules.get(self.current)
         for name, parameter in () if module is None else module.named_parameters(recurse=False):
-            if any(storage_key(part.untyped_storage()) == key for part in plain_parts(parameter)):
+            if any(storage_key(part.untyped_storage()) == key for part in iter_plain_parts(parameter)):
                 return f"{self.current}.{name}"
         return ""
 
@@ -122,7 +122,7 @@ class ModuleTracker:
         """Record that the forward called an operator from `line`, which may have created an autograd node."""
         self._lines.setdefault(next_sequence_number() - 1, line)
 
-    def line_of_node(self) -> str:
+    def find_line_of_node(self) -> str:
         """Return the forward's line that created the autograd node that runs; empty if it is unknown."""
         node = current_node()
         return "" if node is None else self._lines.get(sequence_number(node), "")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quaver.lab.recorder.callers import find_caller
 from quaver.lab.recorder.modules import OUTSIDE, ModuleTracker
-from quaver.lab.recorder.storages import StorageWatch, plain_parts
+from quaver.lab.recorder.storages import StorageWatch, iter_plain_parts
 from quaver.runtime.phases import OpenPhase
 from quaver.torch_private.autograd import current_node
 from quaver.torch_private.memory import storage_key
@@ -133,7 +133,7 @@ class Recorder(StorageWatch):
         """
         for tensor in tensors:
             self.follow(tensor)
-            for part in plain_parts(tensor):
+            for part in iter_plain_parts(tensor):
                 allocation = self._live[storage_key(part.untyped_storage())]
                 if allocation.category in (None, "inputs"):
                     allocation.category = category
@@ -161,7 +161,7 @@ class Recorder(StorageWatch):
         self._log_state(key, self._sizes[key])
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
-        shape, dtype = ((), "") if tensor is None else _shape_and_dtype(tensor)
+        shape, dtype = ((), "") if tensor is None else _get_shape_and_dtype(tensor)
         if operator is None:
             allocation = Allocation(key, None, OUTSIDE, BEFORE, shape, dtype, category="inputs")
             self.initial[allocation] = size_bytes
@@ -175,7 +175,7 @@ class Recorder(StorageWatch):
             self.spans[-1][0],
             shape,
             dtype,
-            line=called.line or self._line_of_node(),
+            line=called.line or self._find_line_of_node(),
             operand=self._operand,
             communicates=called.communicates or operator.startswith(_COLLECTIVE_PREFIXES),
             under_policy=called.under_policy,
@@ -204,21 +204,21 @@ class Recorder(StorageWatch):
         self._follow_phase()
         phase = self.spans[-1][0]
         reads = not operator.is_view and operator.namespace != "prim"
-        for allocation, tensor in ((self.allocation_of(tensor), tensor) for tensor in tensors):
+        for allocation, tensor in ((self.find_allocation(tensor), tensor) for tensor in tensors):
             if allocation is None:
                 continue
             if allocation.category == "gathered_weights" and not allocation.parameter:
                 self._name_gathered(allocation, tensor)
             from_forward = allocation.first_use is None and allocation.phase in ("forward", BEFORE)
             if reads and from_forward and phase in _AFTER_FORWARD:
-                line = find_caller().line or self._line_of_node()
+                line = find_caller().line or self._find_line_of_node()
                 name = self._name_with_phase(str(operator).removesuffix(".default"))
                 allocation.first_use = Use(name, self._modules.current, phase, line)
         if phase == "forward" and torch.is_grad_enabled():
             self._modules.record_line(find_caller().line)
 
     def _follow_phase(self) -> None:
-        phase = self._phase()
+        phase = self._get_phase()
         before = self.spans[-1][0]
         if phase == before:
             return
@@ -236,7 +236,7 @@ class Recorder(StorageWatch):
         t_us = (time.perf_counter_ns() - self._start) / 1e3
         self.log.append(AllocationState(t_us, self._live[key], size_bytes, self._saved.get(key, 0)))
 
-    def _phase(self) -> str:
+    def _get_phase(self) -> str:
         if self.in_optimizer:
             return "optimizer"
         if current_node() is not None:
@@ -244,27 +244,27 @@ class Recorder(StorageWatch):
         # the loss runs after the model's forward
         return "forward" if self._modules.stack or self.spans[-1][0] == "forward" else "other"
 
-    def _line_of_node(self) -> str:
-        line = self._modules.line_of_node()
+    def _find_line_of_node(self) -> str:
+        line = self._modules.find_line_of_node()
         return f"backward of {line}" if line else ""
 
-    def allocation_of(self, tensor: Tensor) -> Allocation | None:
+    def find_allocation(self, tensor: Tensor) -> Allocation | None:
         """Return the allocation of the first storage inside `tensor`."""
-        part = next(plain_parts(tensor), None)
+        part = next(iter_plain_parts(tensor), None)
         return None if part is None else self._live.get(storage_key(part.untyped_storage()))
 
     def _find_largest(self, tensors: list[Tensor]) -> Allocation | None:
-        keys = [storage_key(part.untyped_storage()) for tensor in tensors for part in plain_parts(tensor)]
+        keys = [storage_key(part.untyped_storage()) for tensor in tensors for part in iter_plain_parts(tensor)]
         keys = [key for key in keys if key in self._live]
         return self._live[max(keys, key=self._sizes.__getitem__)] if keys else None
 
     def _name_gathered(self, allocation: Allocation, tensor: Tensor) -> None:
         """Name an unsharded weight after the parameter with its storage. FSDP2 only resized the storage."""
-        part = next(plain_parts(tensor))
-        allocation.parameter = self._modules.parameter_of(storage_key(part.untyped_storage()))
+        part = next(iter_plain_parts(tensor))
+        allocation.parameter = self._modules.find_parameter(storage_key(part.untyped_storage()))
         if allocation.parameter:
             allocation.module = self._modules.current
-            allocation.shape, allocation.dtype = _shape_and_dtype(part)
+            allocation.shape, allocation.dtype = _get_shape_and_dtype(part)
 
     def _name_with_phase(self, operator: str) -> str:
         return f"{self._open_phases[-1].name} ({operator})" if self._open_phases else operator
@@ -295,5 +295,5 @@ def _categorize_weight_cast(allocation: Allocation, tensor: Tensor | None) -> No
         allocation.module = allocation.module or operand.module
 
 
-def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+def _get_shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_sc
 """Categories that would be alive even if autograd did not save them."""
 
 
-def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()) -> dict[str, Any]:
+def make_report(recorder: Recorder, note: str = "", compiled: Collection[str] = ()) -> dict[str, Any]:
     """Return the report of a recording.
 
     Args:
@@ -59,7 +59,7 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
     return report
 
 
-def category_of(allocation: Allocation, saved: int) -> str:
+def get_category(allocation: Allocation, saved: int) -> str:
     """Return the category of an allocation while autograd has saved it `saved` times."""
     if allocation.category is not None:
         return allocation.category
@@ -78,12 +78,12 @@ def _iter_timeline(recorder: Recorder) -> Iterator[list[Any]]:
     state: State = {}
     for allocation, size_bytes in recorder.initial.items():
         state[allocation] = (size_bytes, 0)
-        totals[category_of(allocation, 0)] += size_bytes
+        totals[get_category(allocation, 0)] += size_bytes
     yield [0, 0.0, *totals.values()]
     for event, (t_us, allocation, size_bytes, saved) in enumerate(recorder.log, 1):
         before_bytes, before_saved = state.get(allocation, (0, 0))
-        totals[category_of(allocation, before_saved)] -= before_bytes
-        totals[category_of(allocation, saved)] += size_bytes
+        totals[get_category(allocation, before_saved)] -= before_bytes
+        totals[get_category(allocation, saved)] += size_bytes
         state[allocation] = (size_bytes, saved)
         yield [event, round(t_us, 1), *totals.values()]
 
@@ -95,7 +95,7 @@ def _replay(recorder: Recorder, event: int) -> State:
     return {allocation: now for allocation, now in state.items() if now[0]}
 
 
-def added_bytes(recorder: Recorder, event: int) -> int:
+def count_added_bytes(recorder: Recorder, event: int) -> int:
     """Return the bytes alive after an event in storages that were allocated during the recording."""
     alive = _replay(recorder, event)
     return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
@@ -117,7 +117,7 @@ def _find_maximum(values: list[int]) -> int:
 
 def _make_row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
     return {
-        "category": category_of(allocation, saved),
+        "category": get_category(allocation, saved),
         "bytes": size_bytes,
         "count": 1,
         "operator": allocation.operator,
@@ -184,7 +184,7 @@ def _list_spans(recorder: Recorder) -> list[list[Any]]:
     return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
 
 
-def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rows of equal layers: replace numbers in module names by "*", and merge equal rows.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from quaver.lab.recorder.recorder import Recorder
-from quaver.lab.recorder.storages import plain_parts
+from quaver.lab.recorder.storages import iter_plain_parts
 from quaver.linear.saved_tensors import HeldTensor
 from quaver.torch_private.dispatch import without_dispatch_modes
 
@@ -27,7 +27,7 @@ class _SavedTensor(HeldTensor):
         with without_dispatch_modes():  # DTensor's first detach also runs on a fake tensor of the whole
             super().__init__(tensor)
         self.recorder = recorder
-        self.allocations = [recorder.save(part) for part in plain_parts(self.tensor)]
+        self.allocations = [recorder.save(part) for part in iter_plain_parts(self.tensor)]
 
     def __del__(self) -> None:
         for allocation in self.allocations:

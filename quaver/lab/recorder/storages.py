@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from quaver.lab.recorder.callers import module_of
+from quaver.lab.recorder.callers import get_module_name
 from quaver.torch_private.collectives import AsyncCollectiveTensor
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.memory import storage_key
@@ -71,7 +71,7 @@ class StorageWatch(TorchDispatchMode):
 
     def follow(self, tensor: Tensor, operator: str | None = None) -> None:
         """Follow the storages of `tensor`, which `operator` returned. None stands for a tensor older than the mode."""
-        for plain in plain_parts(tensor):
+        for plain in iter_plain_parts(tensor):
             self._follow_storage(plain.untyped_storage(), plain, operator)
 
     def forget_all(self) -> None:
@@ -96,13 +96,13 @@ class StorageWatch(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):  # a subclass dispatches again on its parts
             return NotImplemented
         kwargs = kwargs or {}
-        arguments = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        arguments = [*_iter_tensors(args), *_iter_tensors(tuple(kwargs.values()))]
         for tensor in arguments:
             if not self._is_backend_buffer(tensor, func):
                 self.follow(tensor, str(func) if func is _LIFT else None)
         self.operator_called(func, arguments)
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in _iter_tensors(result):
             self.follow(tensor, str(func))
         for tensor in arguments:  # aten.resize_ and out= variants may have changed their sizes
             self.follow(tensor)
@@ -128,7 +128,7 @@ class StorageWatch(TorchDispatchMode):
         key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided and not tensor.is_meta else None
         if key is None or key in self._sizes or key in self._ignored:
             return key in self._ignored
-        if func.namespace != "aten" or not _called_by_torch_distributed():
+        if func.namespace != "aten" or not _is_called_by_torch_distributed():
             return False
         self._ignored[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._ignored.pop(key, None))
         return True
@@ -195,43 +195,43 @@ class TensorBytes(StorageWatch):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+def iter_plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors with a storage inside `tensor`: itself, or the parts of a wrapper subclass.
 
-    Unlike `plain_tensors`, this does not wait for collectives: a storage exists before its
+    Unlike `list_plain_tensors`, this does not wait for collectives: a storage exists before its
     values do.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             if isinstance(part, Tensor):
-                yield from plain_parts(part)
+                yield from iter_plain_parts(part)
     elif tensor.layout is torch.strided and not tensor.is_meta:
         yield tensor
 
 
-def _called_by_torch_distributed() -> bool:
+def _is_called_by_torch_distributed() -> bool:
     """Return whether torch.distributed called the operator that is being dispatched, as in `Work.wait`."""
     frame = sys._getframe(1)
-    while frame is not None and module_of(frame).startswith(_BETWEEN):
+    while frame is not None and get_module_name(frame).startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and module_of(frame).startswith("torch.distributed.")
+    return frame is not None and get_module_name(frame).startswith("torch.distributed.")
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _iter_tensors(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in an operator's arguments or results, which nest in lists and tuples only."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from _iter_tensors(value)
 
 
-def plain_tensors(tensor: Tensor) -> list[Tensor]:
+def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors inside `tensor`: a DTensor's shard on this rank, a float8 weight's codes and scales."""
     if isinstance(tensor, AsyncCollectiveTensor):
-        return plain_tensors(tensor.trigger_wait())  # a collective may still write into it
+        return list_plain_tensors(tensor.trigger_wait())  # a collective may still write into it
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]
+    return [plain for part in parts if isinstance(part, Tensor) for plain in list_plain_tensors(part)]

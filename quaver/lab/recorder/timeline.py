@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.lab.recorder.modules import ModuleTracker, is_compiled, visible_modules
+from quaver.lab.recorder.modules import ModuleTracker, is_compiled, iter_visible_modules
 from quaver.lab.recorder.recorder import Allocation, Recorder
-from quaver.lab.recorder.report import added_bytes, report_of
+from quaver.lab.recorder.report import count_added_bytes, make_report
 from quaver.lab.recorder.saved import record_saved_tensors
 from quaver.runtime.phases import watch_phases
 
@@ -41,11 +41,11 @@ class Timeline:
 
     def added_bytes(self, event: int) -> int:
         """Return the bytes alive after an event that were not alive at the beginning of the recording."""
-        return added_bytes(self._recorder, event)
+        return count_added_bytes(self._recorder, event)
 
     def report(self) -> dict[str, Any]:
         """Return the recording as a dict for JSON; docs/profiling.md describes its keys."""
-        return report_of(self._recorder, note="" if self.exact else COMPILED, compiled=self._compiled)
+        return make_report(self._recorder, note="" if self.exact else COMPILED, compiled=self._compiled)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def record_timeline(
         RuntimeError: another recording is open.
     """
     tracker = tracker or ModuleTracker(model)
-    exact = tracker.follows_compiled_code or not any(is_compiled(module) for _, module in visible_modules(model))
+    exact = tracker.follows_compiled_code or not any(is_compiled(module) for _, module in iter_visible_modules(model))
     with ExitStack() as stack:
         open_phases = stack.enter_context(watch_phases())
         stack.enter_context(tracker)

@@ -37,7 +37,7 @@ _ALARM = TypeAdapter(AlarmFields)
 _END = TypeAdapter(AlarmEnd)
 
 
-def alarms_of(record: Record, where: str) -> list[dict[str, Any]]:
+def read_alarms(record: Record, where: str) -> list[dict[str, Any]]:
     """Return the alarms in order, ready for JSON. "until" is the step at which the cause had ended, or None.
 
     Args:
@@ -50,7 +50,7 @@ def alarms_of(record: Record, where: str) -> list[dict[str, Any]]:
         try:
             if line["kind"] == "alarm":
                 _ALARM.validate_python(line)
-                alarms.append(_shown(line))
+                alarms.append(_make_row(line))
             else:
                 _mark_ended(alarms, _END.validate_python(line))
         except ValidationError as error:
@@ -71,18 +71,18 @@ def _mark_ended(alarms: list[dict[str, Any]], end: AlarmEnd) -> None:
             alarm["until"] = end["step"]
 
 
-def _shown(line: dict[str, Any]) -> dict[str, Any]:
+def _make_row(line: dict[str, Any]) -> dict[str, Any]:
     names = ("step", "since", "rule", "layer", "operand", "message", "rank", "action")
-    numbers = {name: _number(line.get(name)) for name in ("value", "threshold")}
-    remedies = [_remedy(remedy) for remedy in line.get("remedies") or []]
+    numbers = {name: _format_number(line.get(name)) for name in ("value", "threshold")}
+    remedies = [_format_remedy(remedy) for remedy in line.get("remedies") or []]
     return {name: line.get(name) for name in names} | numbers | {"remedies": remedies, "until": None}
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "" if value is None else str(value)
 
 
-def _remedy(remedy: dict[str, Any]) -> str:
+def _format_remedy(remedy: dict[str, Any]) -> str:
     """Format a remedy: "rowwise: 27.1 dB, +14.0 dB" or "high precision: 0.8% of the FLOPs"."""
     forms = {"sqnr_db": "{:.1f} dB", "gain_db": "{:+.1f} dB", "flops_share": "{:.1%} of the FLOPs"}
     known = [(form, remedy.get(name)) for name, form in forms.items()]

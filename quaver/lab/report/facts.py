@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from quaver.lab.recorder.byte_sizes import format_bytes
-from quaver.lab.report.maps import worst_cells
+from quaver.lab.report.maps import find_worst_cells
 from quaver.lab.report.run import RunData
-from quaver.lab.report.series import Curve, curves
+from quaver.lab.report.series import Curve, collect_curves
 from quaver.lab.report.statistics import STATISTICS
-from quaver.lab.trainer.metrics import median_after_warmup
+from quaver.lab.trainer.metrics import compute_median_after_warmup
 from quaver.numerics.history import step_order
 from quaver.numerics.record import Record
 
@@ -22,32 +22,32 @@ MEMORY = {
 NO_STATISTICS = "no statistics of float8 matmuls; --numerics.every 100 records them"
 
 
-def memory_curves(run: RunData) -> tuple[str, list[Curve]]:
+def select_memory_curves(run: RunData) -> tuple[str, list[Curve]]:
     """Return the curves of the memory that the run recorded, and their label."""
-    by_label = ((label, curves(run.records, name)) for name, label in MEMORY.items())
+    by_label = ((label, collect_curves(run.records, name)) for name, label in MEMORY.items())
     return next(((label, recorded) for label, recorded in by_label if recorded), ("", []))
 
 
-def headline(run: RunData) -> str:
+def describe_health(run: RunData) -> str:
     """Say in one sentence whether the run is healthy."""
     record = run.numerics
     if record is None:
         return NO_STATISTICS
-    samples, tensors = plural(len(record.steps), "sample"), plural(len(record.tensors), "tensor")
+    samples, tensors = format_count(len(record.steps), "sample"), format_count(len(record.tensors), "tensor")
     where = f"{samples} of {tensors}, up to step {record.steps[-1]:,}"
-    non_finite = not_finite(record)
+    non_finite = describe_nonfinite(record)
     if run.alarms:
-        first, number = run.alarms[0], plural(len(run.alarms), "alarm")
+        first, number = run.alarms[0], format_count(len(run.alarms), "alarm")
         return f"{number} in {where}; the first at step {first['step']:,}: {first['message']}"
     return f"no alarm in {where}" + (f"; but {non_finite}" if non_finite else "")
 
 
 def is_healthy(run: RunData) -> bool | None:
     """Return whether all measured values are fine; None if nothing was measured."""
-    return None if run.numerics is None else not run.alarms and not not_finite(run.numerics)
+    return None if run.numerics is None else not run.alarms and not describe_nonfinite(run.numerics)
 
 
-def not_finite(record: Record) -> str:
+def describe_nonfinite(record: Record) -> str:
     """Say when and where the first non-finite elements were seen; "" if there were none."""
     if "nonfinite" not in record.statistics:
         return ""
@@ -59,45 +59,47 @@ def not_finite(record: Record) -> str:
     tensors = [record.tensors[position] for position in np.flatnonzero(bad[sample]).tolist()]
     first = min(tensors, key=lambda tensor: step_order(layers.index(tensor["layer"]), tensor["operand"]))
     more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
-    return f"NaN or infinities since step {record.steps[sample]:,}, in {name_of(first)}{more}"
+    return f"NaN or infinities since step {record.steps[sample]:,}, in {format_tensor_name(first)}{more}"
 
 
-def plural(number: int, word: str) -> str:
+def format_count(number: int, word: str) -> str:
     """Format a count, such as "1,000 samples"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def facts_of(run: RunData) -> list[tuple[str, str]]:
+def list_facts(run: RunData) -> list[tuple[str, str]]:
     """Return the names and values of the run's facts."""
     facts = [("steps", f"{run.records[-1]['step']:,}")] if run.records else []
     models = run.models
     for key, label, shown in (
         ("loss", "last loss", lambda values: f"{values[-1]:.4f}"),
         ("validation_loss", "validation loss", lambda values: f"{values[-1]:.4f}"),
-        ("tokens_per_s", "median tokens/s", lambda values: f"{median_after_warmup(values):,.0f}"),
+        ("tokens_per_s", "median tokens/s", lambda values: f"{compute_median_after_warmup(values):,.0f}"),
     ):
-        for curve in curves(run.records, key):
+        for curve in collect_curves(run.records, key):
             is_first = curve.model in ("", *models[:1])
             facts.append((label if is_first else f"{label}, {curve.model}", shown(curve.values)))
-    label, memory = memory_curves(run)
+    label, memory = select_memory_curves(run)
     if memory:
         facts.append((label, format_bytes(max(max(curve.values) for curve in memory))))
-    return [*facts, *_numerics(run)]
+    return [*facts, *_list_numerics_facts(run)]
 
 
-def _numerics(run: RunData) -> list[tuple[str, str]]:
+def _list_numerics_facts(run: RunData) -> list[tuple[str, str]]:
     record = run.numerics
     if record is None:
         return []
-    facts = [("alarms", f"{len(run.alarms):,}"), ("not finite", not_finite(record) or "0")]
+    facts = [("alarms", f"{len(run.alarms):,}"), ("not finite", describe_nonfinite(record) or "0")]
     for statistic in STATISTICS:
-        for tensor, step, value in worst_cells(record, statistic, 1) if statistic.name in record.statistics else []:
+        for tensor, step, value in (
+            find_worst_cells(record, statistic, 1) if statistic.name in record.statistics else []
+        ):
             ends = "lowest" if statistic.is_low_worse else "highest"
-            where = "" if value == "0" else f", {name_of(record.tensors[tensor])}, step {step:,}"
+            where = "" if value == "0" else f", {format_tensor_name(record.tensors[tensor])}, step {step:,}"
             facts.append((f"{ends} {statistic.title}", f"{value}{where}"))
     return facts
 
 
-def name_of(tensor: dict[str, Any]) -> str:
+def format_tensor_name(tensor: dict[str, Any]) -> str:
     """Return a tensor's layer and operand."""
     return f"{tensor['layer']} {tensor['operand'].replace('_', ' ')}"

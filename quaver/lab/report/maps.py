@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quaver.lab.report.merge import MOST_CELLS, Grid, grid_of
+from quaver.lab.report.merge import MOST_CELLS, Grid, choose_grid
 from quaver.lab.report.statistics import MISSING, NOT_A_NUMBER, STATISTICS, Codes, Statistic
 from quaver.numerics.record import Record, encode_counts
 
@@ -21,44 +21,45 @@ MOST_HISTOGRAM_BYTES = 400_000
 Limits = dict[str, tuple[float, float]]
 
 
-def limits_of(records: Sequence[Record]) -> Limits:
+def find_limits(records: Sequence[Record]) -> Limits:
     """Return the ends of the color scale of each statistic that a run has; they are the same for all runs."""
     limits = {}
     for statistic in STATISTICS:
         runs = [record.statistics[statistic.name] for record in records if statistic.name in record.statistics]
         if any((~np.isnan(run)).any() for run in runs):
-            limits[statistic.name] = statistic.limits(runs)
+            limits[statistic.name] = statistic.find_limits(runs)
     return limits
 
 
-def maps_of(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, share: float = 1.0) -> dict[str, Any]:
+def make_maps(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, share: float = 1.0) -> dict[str, Any]:
     """Return the heat maps of a run, ready for JSON.
 
     Args:
         alarms: from `alarms_of`. The histograms of the steps at which they began are included.
-        limits: from `limits_of` for all runs of the page.
+        limits: from `find_limits` for all runs of the page.
         share: the run's share of the page's bytes.
     """
     shown = [statistic for statistic in STATISTICS if statistic.name in limits and statistic.name in record.statistics]
     kinds = [(tensor["operand"], tensor["cast"]) for tensor in record.tensors]
-    grid = grid_of(len(record.steps), kinds, len(shown), int(share * MOST_CELLS))
+    grid = choose_grid(len(record.steps), kinds, len(shown), int(share * MOST_CELLS))
     steps, last = record.steps.tolist(), [end - 1 for end in grid.columns[1:]]
     return {
-        "every": every_of(record),
+        "every": get_sampling_interval(record),
         "samples": len(steps),
-        "tensors": _tensors(record.tensors),
+        "tensors": _encode_tensors(record.tensors),
         "rows": None if len(grid.rows) == len(record.tensors) else grid.rows,
         "columns": [[steps[first] for first in grid.columns[:-1]], [steps[at] for at in last]],
         "maps": {
-            statistic.name: _map(codes_of(record, statistic, limits[statistic.name]), grid) for statistic in shown
+            statistic.name: _make_map(encode_statistic(record, statistic, limits[statistic.name]), grid)
+            for statistic in shown
         },
-        "worst": {statistic.name: worst_cells(record, statistic) for statistic in shown},
-        "whatif": _what_if(record),
-        "histograms": _histograms(record, alarms, int(share * MOST_HISTOGRAM_BYTES)),
+        "worst": {statistic.name: find_worst_cells(record, statistic) for statistic in shown},
+        "whatif": _list_trials(record),
+        "histograms": _list_histograms(record, alarms, int(share * MOST_HISTOGRAM_BYTES)),
     }
 
 
-def _tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _encode_tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return each name once, and for each tensor the positions of its names."""
     names: dict[str, int] = {}
 
@@ -66,49 +67,54 @@ def _tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return names.setdefault(name, len(names))
 
     rows = [
-        [index_of(tensor["layer"]), index_of(tensor["operand"]), index_of(tensor["cast"]), index_of(_form(tensor))]
+        [
+            index_of(tensor["layer"]),
+            index_of(tensor["operand"]),
+            index_of(tensor["cast"]),
+            index_of(_describe_cast(tensor)),
+        ]
         for tensor in tensors
     ]
     return {"names": list(names), "rows": rows}
 
 
-def _form(tensor: dict[str, Any]) -> str:
+def _describe_cast(tensor: dict[str, Any]) -> str:
     """Describe a tensor's cast, such as "float8_e4m3fn blockwise 1x128"."""
     parts = (tensor.get(name) for name in ("dtype", "granularity", "block"))
     return " ".join(str(part) for part in parts if part not in (None, "none"))
 
 
-def every_of(record: Record) -> int:
+def get_sampling_interval(record: Record) -> int:
     """Return the number of steps from one sample to the next, at least 1."""
     every = record.header.get("every")
     return every if isinstance(every, int) and every > 0 else 1
 
 
-def codes_of(record: Record, statistic: Statistic, limits: tuple[float, float]) -> Codes:
+def encode_statistic(record: Record, statistic: Statistic, limits: tuple[float, float]) -> Codes:
     """Return the bytes of a statistic, [samples, tensors].
 
     A NaN means that the statistic does not apply, unless the operand has non-finite elements.
     """
     values = record.statistics[statistic.name]
     applies = ~np.isnan(values)
-    codes = statistic.codes(values, applies, limits)
+    codes = statistic.encode(values, applies, limits)
     if "nonfinite" in record.statistics:
         is_not_finite = record.statistics["nonfinite"] > 0
         codes[is_not_finite & applies.any(0) & (~applies | (statistic.name == "amax"))] = NOT_A_NUMBER
     return codes
 
 
-def _map(codes: Codes, grid: Grid) -> dict[str, Any]:
+def _make_map(codes: Codes, grid: Grid) -> dict[str, Any]:
     """Return the rows that have a value, and their bytes row by row."""
-    cells = grid.merged(codes)
+    cells = grid.merge(codes)
     rows = np.flatnonzero((cells != MISSING).any(1))
     return {"rows": rows.tolist(), "bytes": b64encode(np.ascontiguousarray(cells[rows]).tobytes()).decode()}
 
 
-def worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -> list[list[Any]]:
+def find_worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -> list[list[Any]]:
     """Return the worst sample of each tensor, worst first: [tensor, step, the value as text]."""
     values = record.statistics[statistic.name]
-    badness = np.where(np.isnan(values), -np.inf, statistic.badness(values))
+    badness = np.where(np.isnan(values), -np.inf, statistic.rank_badness(values))
     at = badness.argmax(0)
     order = [
         index for index in np.argsort(-badness.max(0), kind="stable").tolist() if not np.isnan(values[at[index], index])
@@ -116,7 +122,7 @@ def worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -
     return [[index, int(record.steps[at[index]]), statistic.shown(values[at[index], index])] for index in order[:most]]
 
 
-def _what_if(record: Record) -> dict[str, Any]:
+def _list_trials(record: Record) -> dict[str, Any]:
     """Return the SQNR in dB under other recipes: rows of [tensor, step, the run's, one per recipe], lowest first."""
     rows = []
     if record.whatif and SQNR in record.statistics:
@@ -125,16 +131,16 @@ def _what_if(record: Record) -> dict[str, Any]:
         for tensor in np.flatnonzero(has_trial.any(0)).tolist():
             sample = int(np.flatnonzero(has_trial[:, tensor])[-1])
             values = (record.statistics[SQNR][sample, tensor], *tried[:, sample, tensor])
-            rows.append([tensor, int(record.steps[sample]), *map(_decibels, values)])
+            rows.append([tensor, int(record.steps[sample]), *map(_round_decibels, values)])
     rows.sort(key=lambda row: np.inf if row[2] is None else row[2])
     return {"recipes": list(record.whatif), "rows": rows[:MOST_TRIALS]}
 
 
-def _decibels(value: float) -> float | None:
+def _round_decibels(value: float) -> float | None:
     return round(float(value), 2) if np.isfinite(value) else None
 
 
-def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: int) -> dict[str, Any]:
+def _list_histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: int) -> dict[str, Any]:
     """Return counts before and after the cast, for evenly spaced samples and where an alarm began.
 
     If the last sample exceeds the limit by itself, only the tensors with the lowest SQNR are included.
@@ -145,19 +151,21 @@ def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: in
         bins = record.histograms[samples[-1]].before.shape[1]
         number = min(len(samples), max(1, most_bytes // (2 * bins * len(record.tensors))))
         chosen = {samples[round(at)] for at in np.linspace(len(samples) - 1, 0, number)}
-        tensors = _worst_tensors(record, max(1, most_bytes // (2 * bins * len(chosen))))
-        wanted = {(at, tensor) for at in chosen for tensor in tensors} | _alarm_histograms(record, samples, alarms)
-        rows = [_counts(record, at, tensor) for at, tensor in sorted(wanted)]
+        tensors = _find_worst_tensors(record, max(1, most_bytes // (2 * bins * len(chosen))))
+        wanted = {(at, tensor) for at in chosen for tensor in tensors} | _find_alarm_histograms(record, samples, alarms)
+        rows = [_encode_histogram(record, at, tensor) for at, tensor in sorted(wanted)]
     return {"samples": len(record.histograms), "kept": [row for row in rows if row[3]]}
 
 
-def _worst_tensors(record: Record, most: int) -> list[int]:
+def _find_worst_tensors(record: Record, most: int) -> list[int]:
     if most >= len(record.tensors) or SQNR not in record.statistics:
         return list(range(min(most, len(record.tensors))))
-    return [tensor for tensor, *_ in worst_cells(record, STATISTICS[0], most)]
+    return [tensor for tensor, *_ in find_worst_cells(record, STATISTICS[0], most)]
 
 
-def _alarm_histograms(record: Record, samples: list[int], alarms: Sequence[dict[str, Any]]) -> set[tuple[int, int]]:
+def _find_alarm_histograms(
+    record: Record, samples: list[int], alarms: Sequence[dict[str, Any]]
+) -> set[tuple[int, int]]:
     """Return (sample, tensor) of the first histogram at or after each alarm's start, for every cast of its operand."""
     wanted = set()
     for alarm in alarms:
@@ -170,7 +178,7 @@ def _alarm_histograms(record: Record, samples: list[int], alarms: Sequence[dict[
     return wanted
 
 
-def _counts(record: Record, sample: int, tensor: int) -> list[Any]:
+def _encode_histogram(record: Record, sample: int, tensor: int) -> list[Any]:
     """Return [tensor, step, exponent of the first bin, counts before, counts after] without empty bins at the ends."""
     histogram, step = record.histograms[sample], int(record.steps[sample])
     before, after = (np.nan_to_num(counts[tensor]) for counts in (histogram.before, histogram.after))

@@ -29,7 +29,7 @@ class Grid:
     columns: list[int]
     rows: list[list[int]]
 
-    def merged(self, codes: Codes) -> Codes:
+    def merge(self, codes: Codes) -> Codes:
         """Return the worst byte of each cell, [rows, columns], of `codes`, [samples, tensors]."""
         by_column = np.maximum.reduceat(codes, self.columns[:-1], axis=0)
         if len(self.rows) == codes.shape[1]:
@@ -37,7 +37,7 @@ class Grid:
         return np.stack([by_column[:, row].max(1) for row in self.rows])
 
 
-def grid_of(samples: int, kinds: Sequence[object], statistics: int, cells: int) -> Grid:
+def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: int) -> Grid:
     """Choose the grid whose maps together have about `cells` cells or fewer.
 
     Neighboring samples are merged first, down to `FEWEST_COLUMNS` columns, then neighboring tensors of one kind.
@@ -53,15 +53,15 @@ def grid_of(samples: int, kinds: Sequence[object], statistics: int, cells: int) 
     edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
     if together == 1:
         return Grid(edges, [[at] for at in range(len(kinds))])
-    return Grid(edges, [row for kind in _positions_by_kind(kinds) for row in _chunks(kind, together)])
+    return Grid(edges, [row for kind in _group_positions_by_kind(kinds) for row in _split_into_chunks(kind, together)])
 
 
-def _positions_by_kind(kinds: Sequence[object]) -> list[list[int]]:
+def _group_positions_by_kind(kinds: Sequence[object]) -> list[list[int]]:
     """Return the positions of each kind, in the order in which kinds first occur."""
     order = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
     positions = sorted(range(len(kinds)), key=lambda at: order[kinds[at]])
     return [list(same) for _, same in groupby(positions, key=lambda at: order[kinds[at]])]
 
 
-def _chunks(positions: list[int], size: int) -> list[list[int]]:
+def _split_into_chunks(positions: list[int], size: int) -> list[list[int]]:
     return [positions[at : at + size] for at in range(0, len(positions), size)]

@@ -10,7 +10,7 @@ SPECIAL = {"light": ("#dfe6ec", "#00a37a", "#0a84ff"), "dark": ("#2b333d", "#00c
 """Colors outside the scale for a best, an infinite and a NaN value, on a light and on a dark page."""
 
 
-def palette(number: int = 32) -> list[str]:
+def make_palette(number: int = 32) -> list[str]:
     """Return colors of the scale from dark to light, without its ends, which would look like a page's background."""
     colors = matplotlib.colormaps[PALETTE]
     return [to_hex(colors(0.06 + 0.9 * at / (number - 1))) for at in range(number)]

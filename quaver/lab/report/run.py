@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.lab.report.alarms import alarms_of
+from quaver.lab.report.alarms import read_alarms
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.numerics.record import FILE_NAME, Record
@@ -65,7 +65,7 @@ class RunData:
         label: the name of its folder.
         records: the lines of metrics.jsonl.
         numerics: numerics.jsonl, or None without statistics.
-        alarms: the alarms of `numerics`, from `alarms_of`.
+        alarms: the alarms of `numerics`, from `read_alarms`.
         conversion: conversion_report.json, or None if it was not written.
         starts: the lines of provenance.jsonl, one per start of the run.
     """
@@ -112,7 +112,7 @@ def _read(path: Path, label: str) -> RunData:
         raise FileNotFoundError(f"there is no run {str(path)!r}: expected the folder of a run, or a record of numerics")
     metrics, numerics, conversion, starts = (path / name for name in FILES)
     if path.is_file():
-        return RunData(label, path, **_numerics(path))
+        return RunData(label, path, **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
         raise ValueError(f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}")
     return RunData(
@@ -120,17 +120,17 @@ def _read(path: Path, label: str) -> RunData:
         path,
         records=read_metrics(metrics) if metrics.is_file() else [],
         conversion=read_json(conversion, _CONVERSION, "remove the file") if conversion.is_file() else None,
-        starts=_starts(starts) if starts.is_file() else [],
-        **(_numerics(numerics) if numerics.is_file() else {}),
+        starts=_read_starts(starts) if starts.is_file() else [],
+        **(_read_numerics(numerics) if numerics.is_file() else {}),
     )
 
 
-def _numerics(path: Path) -> dict[str, Any]:
+def _read_numerics(path: Path) -> dict[str, Any]:
     record = Record.read(path)
-    return {"numerics": record, "alarms": alarms_of(record, repr(str(path)))}
+    return {"numerics": record, "alarms": read_alarms(record, repr(str(path)))}
 
 
-def _starts(path: Path) -> list[Start]:
+def _read_starts(path: Path) -> list[Start]:
     """Return the lines of provenance.jsonl, without a last line that a killed run left incomplete."""
     starts = []
     with path.open("rb") as file:

@@ -22,7 +22,7 @@ class Curve:
     values: list[float]
 
 
-def curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
+def collect_curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
     """Return the curve of each model that has the number `key` in a record."""
     by_model: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
@@ -34,13 +34,13 @@ def curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
     return [Curve(model, steps, values) for model, (steps, values) in by_model.items()]
 
 
-def thinned(curve: Curve) -> Curve:
+def thin(curve: Curve) -> Curve:
     """Return `curve` reduced to its first, its last, and the lowest and highest points of each column."""
-    points = _extremes(curve.values, MOST_COLUMNS)
+    points = _find_extremes(curve.values, MOST_COLUMNS)
     return Curve(curve.model, [curve.steps[at] for at in points], [curve.values[at] for at in points])
 
 
-def _extremes(values: Sequence[float], columns: int) -> list[int]:
+def _find_extremes(values: Sequence[float], columns: int) -> list[int]:
     if len(values) <= 2 * columns:
         return list(range(len(values)))
     array = np.array(values)

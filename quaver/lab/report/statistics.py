@@ -41,29 +41,29 @@ class Statistic:
     bounds: tuple[float, float]
     shown: Callable[[float], str]
 
-    def scaled(self, values: Values) -> Values:
+    def apply_scale(self, values: Values) -> Values:
         """Apply `scale` to `values`; 0 becomes -inf on a logarithmic scale."""
         function = {"linear": np.positive, "log2": np.log2, "log10": np.log10}[self.scale]
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(function(values), dtype=np.float64)
 
-    def unscaled(self, scaled: float) -> float:
-        """Invert `scaled`."""
+    def invert_scale(self, scaled: float) -> float:
+        """Invert `apply_scale`."""
         return {"linear": scaled, "log2": 2.0**scaled, "log10": 10.0**scaled}[self.scale]
 
-    def limits(self, runs: Iterable[Values]) -> tuple[float, float]:
+    def find_limits(self, runs: Iterable[Values]) -> tuple[float, float]:
         """Return the ends of one scale for the finite values of all `runs`; an empty interval is widened to 1."""
-        finite = [scaled[np.isfinite(scaled)] for scaled in map(self.scaled, runs)]
+        finite = [scaled[np.isfinite(scaled)] for scaled in map(self.apply_scale, runs)]
         ends = [(values.min(), values.max()) for values in finite if values.size]
         low, high = self.bounds
         if ends:
             low, high = np.clip([min(end[0] for end in ends), max(end[1] for end in ends)], low, high)
         return (float(low), float(high)) if high > low else (float(low) - 0.5, float(high) + 0.5)
 
-    def codes(self, values: Values, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> Codes:
+    def encode(self, values: Values, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> Codes:
         """Return the byte of each value, in the shape of `values`; `MISSING` where `present` is false."""
         low, high = limits
-        scaled = self.scaled(values)
+        scaled = self.apply_scale(values)
         with np.errstate(invalid="ignore"):
             share = np.clip((scaled - low) / (high - low), 0, 1)
         badness = 1 - share if self.is_low_worse else share
@@ -75,26 +75,26 @@ class Statistic:
         codes[~present] = MISSING
         return codes
 
-    def badness(self, values: Values) -> Values:
+    def rank_badness(self, values: Values) -> Values:
         """Return numbers that order values from good to bad: NaN is the worst."""
         return np.where(np.isnan(values), np.inf, -values if self.is_low_worse else values)
 
 
-def _decibels(value: float) -> str:
+def _format_decibels(value: float) -> str:
     return f"{value:.1f} dB"  # or "-inf dB"
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}" if value < 1e-4 else f"{value:.2%}"
 
 
-def _amax(value: float) -> str:
+def _format_amax(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g} = 2^{np.log2(value):.1f}" if np.isfinite(value) else str(value)
 
 
 STATISTICS = (
-    Statistic("sqnr_db", "SQNR", "dB", True, "linear", (-20.0, 60.0), _decibels),
-    Statistic("underflow", "underflow", "share of nonzero elements", False, "log10", (-7.0, 0.0), _share),
-    Statistic("saturated", "saturation", "share of elements", False, "log10", (-7.0, 0.0), _share),
-    Statistic("amax", "amax", "powers of two", False, "log2", (-150.0, 128.0), _amax),
+    Statistic("sqnr_db", "SQNR", "dB", True, "linear", (-20.0, 60.0), _format_decibels),
+    Statistic("underflow", "underflow", "share of nonzero elements", False, "log10", (-7.0, 0.0), _format_share),
+    Statistic("saturated", "saturation", "share of elements", False, "log10", (-7.0, 0.0), _format_share),
+    Statistic("amax", "amax", "powers of two", False, "log2", (-150.0, 128.0), _format_amax),
 )

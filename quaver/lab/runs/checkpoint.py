@@ -40,13 +40,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from quaver.conversion.delayed import Float8ScalingState
 from quaver.lab.runs.checkpoint_folder import FORMAT, CheckpointFolder, RunProgress, read_record
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.manifest import FileDigest, check_manifest, digests_of_rank
+from quaver.lab.runs.manifest import FileDigest, check_manifest, hash_files_of_rank
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.lab.settings import Checkpoint, TrainConfig
-from quaver.lab.settings.float8 import file_name
+from quaver.lab.settings.float8 import make_file_name
 from quaver.optim import load_states_of
-from quaver.runtime.agreement import on_every_rank, on_first_rank
+from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
 from quaver.runtime.devices import is_cuda_device
 
 
@@ -55,7 +55,7 @@ class SavedModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Its label; `file_name` converts it to the name of its folder in a checkpoint."""
+        """Its label; `make_file_name` converts it to the name of its folder in a checkpoint."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -121,8 +121,8 @@ class Checkpointer:
         if progress.step == self._saved_step or not self.config.enable:
             return
         self.wait()
-        state = {file_name(trained.name): _state_of(trained) for trained in models}
-        state[file_name(models[0].name)]["rng"] = _rng_states(self.ranks.rank, self._device)
+        state = {make_file_name(trained.name): _collect_state(trained) for trained in models}
+        state[make_file_name(models[0].name)]["rng"] = _collect_rng_states(self.ranks.rank, self._device)
         record = {
             "format": FORMAT,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -163,13 +163,13 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
-        path = self.folder.complete(step)
-        record = verified_record(path, self.ranks, verifies=self.config.verify)
+        path = self.folder.find_checkpoint(step)
+        record = read_verified_record(path, self.ranks, verifies=self.config.verify)
         progress = RunProgress(**record["progress"])
         if progress.step != step:
             problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
             raise CheckpointError(f"{str(path)!r} is damaged: {problem}; choose another checkpoint")
-        names = [file_name(trained.name) for trained in models]
+        names = [make_file_name(trained.name) for trained in models]
         if not set(names) <= set(record["models"]):
             raise CheckpointError(
                 f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
@@ -201,12 +201,12 @@ class Checkpointer:
             self._on_first_rank(partial(folder.begin, step))
             digests: dict[str, FileDigest] = {}
             for name, values in state.items():
-                writer = FileSystemWriter(folder.partial(step) / name)
+                writer = FileSystemWriter(folder.get_partial_path(step) / name)
                 self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
-                digest = partial(digests_of_rank, folder.partial(step), name, self.ranks.rank)
+                digest = partial(hash_files_of_rank, folder.get_partial_path(step), name, self.ranks.rank)
                 for rank_digests in self._on_all_ranks(digest):
                     digests |= rank_digests
-            self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
+            self._on_first_rank(partial(_read_back, folder.get_partial_path(step), list(state)))
             self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
         except Exception as error:
             if self.ranks.is_first:
@@ -215,30 +215,31 @@ class Checkpointer:
             good = folder.steps()
             last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier one"
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: {reason(error)}; {last}"
+                f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
+                f"{find_innermost_cause(error)}; {last}"
             ) from error
         self._resumed_step = None
         try:
             self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
         except Exception as error:
             raise CheckpointError(
-                f"old checkpoints in {str(folder.path)!r} could not be removed: {reason(error)}; "
+                f"old checkpoints in {str(folder.path)!r} could not be removed: {find_innermost_cause(error)}; "
                 f"the checkpoint of step {step} is intact"
             ) from error
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
-        on_first_rank(partial(_with_reason, action), self._group)
+        run_on_first_rank(partial(_convert_errors, action), self._group)
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        return on_every_rank(partial(_with_reason, action), self._group)
+        return run_on_every_rank(partial(_convert_errors, action), self._group)
 
 
-def _with_reason(action: Callable[[], Any]) -> Any:
+def _convert_errors(action: Callable[[], Any]) -> Any:
     """Call `action`. Raises CheckpointError for any error; DCP's CheckpointException is not an Exception."""
     try:
         return action()
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(reason(error)) from error
+        raise CheckpointError(find_innermost_cause(error)) from error
 
 
 def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
@@ -247,10 +248,10 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
     Raises:
         CheckpointError: on every rank, if they cannot be read or do not fit.
     """
-    saved = verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
+    saved = read_verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
     for trained in models:
         state = {"model": get_model_state_dict(trained.model)}
-        name = file_name(trained.name)
+        name = make_file_name(trained.name)
         load_state(state, CheckpointReader(path / (name if name in saved else saved[0])))
         set_model_state_dict(trained.model, state["model"])
         trained.precompute_scales()
@@ -263,7 +264,7 @@ def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
     try:
         load(state, storage_reader=reader, planner=CheckpointPlanner())
     except (Exception, CheckpointException) as error:
-        raise _unreadable("load", reader, error) from error
+        raise _make_read_error("load", reader, error) from error
 
 
 def read_metadata(reader: FileSystemReader) -> Metadata:
@@ -275,12 +276,12 @@ def read_metadata(reader: FileSystemReader) -> Metadata:
     try:
         metadata = reader.read_metadata()
     except Exception as error:  # a damaged pickle raises anything
-        raise _unreadable("read", reader, error) from error
+        raise _make_read_error("read", reader, error) from error
     reader.read_metadata = lambda: metadata  # type: ignore[method-assign, misc]
     return metadata
 
 
-def reason(error: BaseException) -> str:
+def find_innermost_cause(error: BaseException) -> str:
     """Return one line: the innermost cause of `error`. DCP wraps each rank's error, and torch the system's."""
     while True:
         failures = error.failures if isinstance(error, CheckpointException) else {}
@@ -318,11 +319,13 @@ def _start_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
     return written
 
 
-def _unreadable(verb: str, reader: FileSystemReader, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"cannot {verb} {str(reader.path)!r}: {reason(error)}; choose another checkpoint")
+def _make_read_error(verb: str, reader: FileSystemReader, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"cannot {verb} {str(reader.path)!r}: {find_innermost_cause(error)}; choose another checkpoint"
+    )
 
 
-def verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
+def read_verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
     """Return the record of the checkpoint at `path`; with `verifies`, compare its files with the manifest first.
 
     Raises:
@@ -338,7 +341,7 @@ def verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, An
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from error
 
-    on_every_rank(read)
+    run_on_every_rank(read)
     return record
 
 
@@ -348,7 +351,7 @@ def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
         CheckpointReader(checkpoint / name).read_metadata()
 
 
-def _state_of(trained: SavedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def _collect_state(trained: SavedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model": get_model_state_dict(trained.model),
         "optimizer": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer),
@@ -363,7 +366,7 @@ def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
     optimizer = trained.optimizer
     if saved != trained.config.optimizer.name:
         optimizer = trained.new_optimizer(saved)
-    state, reader = _state_of(trained, optimizer), CheckpointReader(path)
+    state, reader = _collect_state(trained, optimizer), CheckpointReader(path)
     if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
@@ -379,7 +382,7 @@ def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
     trained.precompute_scales()
 
 
-def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
+def _collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
     states = {f"cpu_{rank}": torch.get_rng_state()}
     if is_cuda_device(device):
         states[f"cuda_{rank}"] = torch.cuda.get_rng_state(device)
@@ -387,7 +390,7 @@ def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _load_rng(path: Path, rank: int, device: torch.device) -> None:
-    state, reader = {"rng": _rng_states(rank, device)}, CheckpointReader(path)
+    state, reader = {"rng": _collect_rng_states(rank, device)}, CheckpointReader(path)
     # A run that moves from CPU to CUDA has saved no CUDA state.
     if {f"rng.{key}" for key in state["rng"]} <= read_metadata(reader).state_dict_metadata.keys():
         load_state(state, reader)

@@ -93,21 +93,21 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints in order, without steps of a history that the run abandoned."""
-        complete_steps = self._complete_steps()
+        complete_steps = self._list_complete_steps()
         abandoned: set[int] = set()
         for step in complete_steps:
-            marker = self.complete(step) / ABANDONS
+            marker = self.find_checkpoint(step) / ABANDONS
             if marker.exists():
                 later: list[int] = read_json(marker, _STEPS, "remove the file")
                 abandoned.update(later)
         return sorted(complete_steps - abandoned)
 
-    def complete(self, step: int) -> Path:
+    def find_checkpoint(self, step: int) -> Path:
         """Return the path of the complete checkpoint of `step`."""
-        path, replaced = self._path(step), self._replaced(step)
+        path, replaced = self._get_path(step), self._get_replaced_path(step)
         return replaced if replaced.exists() and not path.exists() else path
 
-    def partial(self, step: int) -> Path:
+    def get_partial_path(self, step: int) -> Path:
         """Return the path under which the checkpoint of `step` is written."""
         return self.path / f".step-{step:08d}.partial"
 
@@ -115,7 +115,7 @@ class CheckpointFolder:
         """Make an empty folder to write the checkpoint of `step` in."""
         self.remove_partials()
         self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
-        self.partial(step).mkdir()
+        self.get_partial_path(step).mkdir()
 
     def publish(
         self,
@@ -134,13 +134,13 @@ class CheckpointFolder:
         """
         later = [saved for saved in self.steps() if discard_after is not None and saved > max(step, discard_after)]
         if later:
-            (self.partial(step) / ABANDONS).write_text(json.dumps(later), encoding="utf-8")
-        write_record(self.partial(step), record, digests)
-        sync_all(self.partial(step))
-        path = self._path(step)
+            (self.get_partial_path(step) / ABANDONS).write_text(json.dumps(later), encoding="utf-8")
+        write_record(self.get_partial_path(step), record, digests)
+        sync_all(self.get_partial_path(step))
+        path = self._get_path(step)
         if path.exists():
-            path.rename(self._replaced(step))
-        rename(self.partial(step), path)
+            path.rename(self._get_replaced_path(step))
+        rename(self.get_partial_path(step), path)
 
     def prune(self, keep_latest_k: int) -> None:
         """Remove abandoned and partial checkpoints, and all but the newest `keep_latest_k` complete ones.
@@ -153,7 +153,7 @@ class CheckpointFolder:
 
     def remove_partials(self) -> None:
         """Remove what is not a complete checkpoint, or no longer counts as one."""
-        self._hide(sorted(self._complete_steps() - set(self.steps())))
+        self._hide(sorted(self._list_complete_steps() - set(self.steps())))
         for marker in self.path.glob(f"step-*/{ABANDONS}"):
             marker.unlink()
         for replaced in self.path.glob(".step-*.replaced"):
@@ -162,20 +162,20 @@ class CheckpointFolder:
         for left in self.path.glob(".step-*.partial"):
             shutil.rmtree(left)
 
-    def _complete_steps(self) -> set[int]:
+    def _list_complete_steps(self) -> set[int]:
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
         return {int(match[1] or match[2]) for match in map(_COMPLETE.fullmatch, names) if match}
 
-    def _path(self, step: int) -> Path:
+    def _get_path(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
-    def _replaced(self, step: int) -> Path:
+    def _get_replaced_path(self, step: int) -> Path:
         return self.path / f".step-{step:08d}.replaced"
 
     def _hide(self, steps: list[int]) -> None:
         """Make complete checkpoints partial: an interrupted removal leaves nothing that looks complete."""
         for step in steps:
-            self.complete(step).rename(self.path / f".step-{step:08d}.removed.partial")
+            self.find_checkpoint(step).rename(self.path / f".step-{step:08d}.removed.partial")
 
 
 def write_record(checkpoint: Path, record: dict[str, Any], digests: dict[str, FileDigest] | None = None) -> None:

@@ -16,7 +16,7 @@ class OutputError(RuntimeError):
 
 
 @contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def convert_write_errors(path: str | Path) -> Iterator[None]:
     """Turn an OSError of the block into an OutputError that names `path`."""
     try:
         yield
@@ -28,7 +28,7 @@ class OutputFailures:
     """Keeps the first error of this rank's outputs until all ranks end together.
 
     Every rank writes outputs. If one rank raised by itself, the others would wait for it in their next collective until
-    that times out. So `noting` keeps the error, the loop asks between two steps whether any rank has one, and
+    that times out. So `catch` keeps the error, the loop asks between two steps whether any rank has one, and
     `raise_on_all_ranks` raises it.
     """
 
@@ -38,7 +38,7 @@ class OutputFailures:
         """The first error of this rank; empty without one."""
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def catch(self) -> Iterator[None]:
         """Keep an OutputError or CheckpointError of the block, which ends with it."""
         try:
             yield

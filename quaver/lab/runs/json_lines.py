@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.lab.runs.errors import CheckpointError, writing
+from quaver.lab.runs.errors import CheckpointError, convert_write_errors
 from quaver.lab.settings.fields import NotNegative
 from quaver.lab.settings.json_file import STRICT
 
@@ -18,7 +18,7 @@ class JsonLines:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
-        with writing(path):
+        with convert_write_errors(path):
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class JsonLines:
             ValueError: for inf and NaN, which JSON lacks.
         """
         line = json.dumps(record, allow_nan=False) + "\n"
-        with writing(self._file.name):
+        with convert_write_errors(self._file.name):
             self._file.write(line)
             self._file.flush()
 
@@ -48,11 +48,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     with path.open("rb") as file:
         lines = enumerate(file, start=1)
-        return [dict(_record_of(line, path, number)) for number, line in lines if line.endswith(b"\n")]
+        return [dict(_parse_record(line, path, number)) for number, line in lines if line.endswith(b"\n")]
 
 
 @contextmanager
-def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
+def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
     """Remove the records after `step`, and an incomplete last line, from files of JSON lines, after the block.
 
     Memory is bounded by the longest line. An error, in a file or in the block, leaves every file as it was.
@@ -69,7 +69,7 @@ def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
         for path, partial in partials.items():
             with path.open("rb") as file, partial.open("wb") as rewound:
                 for number, line in enumerate(file, start=1):
-                    if line.endswith(b"\n") and _record_of(line, path, number)["step"] <= step:
+                    if line.endswith(b"\n") and _parse_record(line, path, number)["step"] <= step:
                         rewound.write(line)
         yield
         for path, partial in partials.items():
@@ -94,7 +94,7 @@ class _Line(TypedDict):
 _LINE = TypeAdapter(_Line)
 
 
-def _record_of(line: bytes, path: Path, number: int) -> _Line:
+def _parse_record(line: bytes, path: Path, number: int) -> _Line:
     try:
         return _LINE.validate_json(line)
     except ValidationError as error:

@@ -42,7 +42,7 @@ class RunLock:
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            raise self._held_error() from error
+            raise self._make_held_error() from error
         killed = self._read_holder()
         if killed is not None:
             line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_describe(killed)}"
@@ -66,7 +66,7 @@ class RunLock:
     def __del__(self) -> None:
         self.release()
 
-    def _held_error(self) -> BlockingIOError:
+    def _make_held_error(self) -> BlockingIOError:
         return BlockingIOError(
             f"another run writes the run folder {str(self._folder)!r}: {_describe(self._read_holder())}; "
             "wait until it ends, or stop it"

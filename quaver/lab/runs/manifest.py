@@ -42,21 +42,21 @@ class Manifest:
 _MANIFEST = TypeAdapter(Manifest)
 
 
-def digests_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDigest]:
+def hash_files_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDigest]:
     """Return the digests of the files that DCP wrote for `rank`, by name below the checkpoint.
 
     Reading them is cheap right after the write, while they are in the page cache.
     """
     paths = list((folder / model).glob(f"__{rank}_*"))
     with file_threads() as threads:
-        return dict(zip([_name(folder, path) for path in paths], threads.map(_digest, paths), strict=True))
+        return dict(zip([_make_name(folder, path) for path in paths], threads.map(_hash_file, paths), strict=True))
 
 
 def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
     """Write the manifest of `folder`; files that have no digest in `known` are read."""
-    rest = {name: path for name, path in _files(folder).items() if name not in known}
+    rest = {name: path for name, path in _list_files(folder).items() if name not in known}
     with file_threads() as threads:
-        digests = {**known, **dict(zip(rest, threads.map(_digest, rest.values()), strict=True))}
+        digests = {**known, **dict(zip(rest, threads.map(_hash_file, rest.values()), strict=True))}
     content = asdict(Manifest(1, dict(sorted(digests.items()))))
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -69,7 +69,7 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
         ValueError: a file differs, is missing, or is not in the manifest; the message names it.
     """
     expected = read_json(folder / MANIFEST, _MANIFEST, CHOOSE).files
-    files = _files(folder)
+    files = _list_files(folder)
     for name in sorted(expected.keys() - files.keys()):
         raise ValueError(f"{str(folder / name)!r} is missing; {CHOOSE}")
     for name in sorted(files.keys() - expected.keys()):
@@ -80,27 +80,27 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
             raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
     mine = sorted(files)[rank::world_size]
     with file_threads() as threads:
-        for name, digest in zip(mine, threads.map(_digest, [files[name] for name in mine]), strict=True):
+        for name, digest in zip(mine, threads.map(_hash_file, [files[name] for name in mine]), strict=True):
             if digest != expected[name]:
                 raise ValueError(f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def _list_files(folder: Path) -> dict[str, Path]:
     """Return the files below `folder` by name, without the manifest and hidden files at its top."""
     files = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
-        name = _name(folder, path)
+        name = _make_name(folder, path)
         if path.is_file() and name != MANIFEST and not name.startswith("."):
             files[name] = path
     return files
 
 
-def _name(folder: Path, path: Path) -> str:
+def _make_name(folder: Path, path: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _digest(path: Path) -> FileDigest:
+def _hash_file(path: Path) -> FileDigest:
     with path.open("rb") as file:
         return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxh3_128).hexdigest())

@@ -146,16 +146,18 @@ def read_ranks() -> Ranks:
     Raises:
         ValueError: a variable is missing, is not an integer, or contradicts the others.
     """
-    world_size = _variable("WORLD_SIZE", default=1, least=1)
+    world_size = _read_variable("WORLD_SIZE", default=1, least=1)
     if world_size == 1:
         return Ranks()
-    rank = _variable("RANK", below=world_size)
-    local_rank = _variable("LOCAL_RANK", default=rank, below=world_size)
+    rank = _read_variable("RANK", below=world_size)
+    local_rank = _read_variable("LOCAL_RANK", default=rank, below=world_size)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(f"environment variable {name} must be set with WORLD_SIZE = {world_size}; use torchrun")
     # After a restart torchrun's store still has the addresses of the ranks that ended (torch 2.13).
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _variable("TORCHELASTIC_MAX_RESTARTS", default=0):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _read_variable(
+        "TORCHELASTIC_MAX_RESTARTS", default=0
+    ):
         raise ValueError(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, and the c10d "
             "rendezvous: ranks that are started again would look for those that ended"
@@ -163,7 +165,7 @@ def read_ranks() -> Ranks:
     return Ranks(rank, local_rank, world_size)
 
 
-def _variable(name: str, *, default: int | None = None, least: int = 0, below: int | None = None) -> int:
+def _read_variable(name: str, *, default: int | None = None, least: int = 0, below: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     is_in_range = text.isdecimal() and int(text) >= least and (below is None or int(text) < below)
     if not is_in_range:

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.errors import OutputError, writing
-from quaver.lab.runs.json_lines import rewound_metrics
+from quaver.lab.runs.errors import OutputError, convert_write_errors
+from quaver.lab.runs.json_lines import rewind_metrics
 from quaver.lab.runs.lock import RunLock
 from quaver.lab.settings import Checkpoint, TrainConfig, require
 from quaver.lab.settings.config_file import load_config, write_config
-from quaver.lab.settings.fields import expanded
-from quaver.lab.settings.float8 import file_name
+from quaver.lab.settings.fields import expand_user
+from quaver.lab.settings.float8 import make_file_name
 from quaver.numerics.record import FILE_NAME as NUMERICS
-from quaver.runtime.devices import describe
+from quaver.runtime.devices import describe_hardware
 
 CONFIG = "config.toml"
 WANDB_ID = "wandb_id.txt"
@@ -81,8 +81,8 @@ class RunFolder:
             ValueError: the model or the initial weights differ from the run's.
             OSError: the folder cannot be created or written.
         """
-        dump_folder = expanded(config.job.dump_folder)
-        path = dump_folder / config.job.name if config.job.name else _unused_path(dump_folder, config)
+        dump_folder = expand_user(config.job.dump_folder)
+        path = dump_folder / config.job.name if config.job.name else _find_unused_path(dump_folder, config)
         _resume_from(path, config)  # before anything is made
         lock = RunLock(path)
         try:
@@ -91,7 +91,7 @@ class RunFolder:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _make_write_error(path, error) from error
         try:
             return cls(path, *_resume_from(path, config), lock)  # again: a run may have ended in between
         except BaseException:
@@ -106,7 +106,7 @@ class RunFolder:
             OutputError: a file cannot be written.
         """
         try:
-            with rewound_metrics([self.metrics, self.float8_scales, self.numerics], self.resume_step or 0):
+            with rewind_metrics([self.metrics, self.float8_scales, self.numerics], self.resume_step or 0):
                 write_config(_without_resume(config), self.path / CONFIG)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
@@ -133,7 +133,7 @@ class RunFolder:
         """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError."""
         path = self.path / "provenance.jsonl"
         line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
-        with writing(path), path.open("a", encoding="utf-8") as file:
+        with convert_write_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
 
     @property
@@ -167,12 +167,12 @@ class RunFolder:
         Raises:
             OutputError: the file cannot be written.
         """
-        with replaced(self.path / name) as partial:
+        with replace_file(self.path / name) as partial:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file that replaces `path` after the block.
 
     Raises:
@@ -180,7 +180,7 @@ def replaced(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(f".{path.name}")
     try:
-        with writing(path):
+        with convert_write_errors(path):
             yield partial
             partial.replace(path)
     except OutputError:
@@ -189,31 +189,31 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
-def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
+def _find_unused_path(dump_folder: Path, config: TrainConfig) -> Path:
     precision = config.training.mixed_precision_param
     if config.float8.enable_float8_linear:
-        precision = file_name(config.float8.label)
+        precision = make_file_name(config.float8.label)
     compared = "-compare" if config.job.compare else ""
     name = f"{precision}{compared}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (dump_folder / (name + (f"-{count}" if count > 1 else "")) for count in itertools.count(1))
     return next(path for path in candidates if not path.exists())
 
 
-def resumes(config: TrainConfig) -> bool:
+def will_resume(config: TrainConfig) -> bool:
     """Return whether the run continues from one of its checkpoints, so that it does not read initial weights."""
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume == "must"
-    path = expanded(config.job.dump_folder) / config.job.name / config.checkpoint.folder
+    path = expand_user(config.job.dump_folder) / config.job.name / config.checkpoint.folder
     return bool(CheckpointFolder(path).steps())
 
 
-def _unwritable(path: Path, error: OSError) -> OSError:
+def _make_write_error(path: Path, error: OSError) -> OSError:
     return type(error)(
         f"cannot write the run folder {str(path)!r}: {error.strerror or error}; give another job.dump_folder"
     )
 
 
-def _refusal(path: Path, config: Checkpoint) -> str:
+def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
         return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG}; give another job.name"
     can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
@@ -232,7 +232,7 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
     except FileNotFoundError:
         names = set()
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _make_write_error(path, error) from error
     folder = path / config.checkpoint.folder
     require(
         config.checkpoint.folder not in RUN_FILES and (folder.is_dir() or not folder.exists()),
@@ -240,13 +240,13 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
         "a folder, with a name that no other file of the run has",
         config.checkpoint.folder,
     )
-    step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)
+    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG in names)
     if names and (config.checkpoint.resume == "never" or CONFIG not in names):
-        raise FileExistsError(_refusal(path, config.checkpoint))
-    return step, _changes(path, config) if step is not None else {}
+        raise FileExistsError(_describe_refusal(path, config.checkpoint))
+    return step, _find_changes(path, config) if step is not None else {}
 
 
-def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
+def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
     """Return the step of the checkpoint to resume from, None for a new run."""
     if config.resume == "never":
         return None
@@ -270,7 +270,7 @@ def _without_resume(config: TrainConfig) -> TrainConfig:
     return replace(config, checkpoint=replace(config.checkpoint, resume="never", load_step=-1))
 
 
-def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
+def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     before, now = asdict(load_config(path / CONFIG)), asdict(config)
     changes = {
         f"{section}.{name}": [before[section][name], value]
@@ -290,7 +290,7 @@ def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     return changes
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
+def collect_provenance(device: torch.device) -> dict[str, Any]:
     """Return what is needed to repeat this run: time, command, working folder, versions, the revision of the source."""
     return {
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -298,12 +298,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "working_folder": os.getcwd(),
         "host": platform.node(),
         "quaver": version("quaver"),
-        "git": git_revision(Path(__file__).parent),
-        "environment": describe(device),
+        "git": find_git_revision(Path(__file__).parent),
+        "environment": describe_hardware(device),
     }
 
 
-def git_revision(folder: Path) -> dict[str, Any] | None:
+def find_git_revision(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the checkout that tracks `folder`, and whether it has changes; None without a checkout."""
     git = shutil.which("git")
     if git is None:

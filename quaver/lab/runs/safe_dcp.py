@@ -82,7 +82,7 @@ class CheckpointReader(FileSystemReader):
         if path.is_symlink() or not path.is_file():
             raise FileNotFoundError(f"there is no file {METADATA}")
         try:
-            metadata = _metadata(_Unpickler(io.BytesIO(path.read_bytes())).load())
+            metadata = _convert_metadata(_Unpickler(io.BytesIO(path.read_bytes())).load())
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
@@ -182,33 +182,36 @@ class _Unpickler(pickle._Unpickler):
     dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
 
-def _metadata(pickled: Any) -> Metadata:
+def _convert_metadata(pickled: Any) -> Metadata:
     """Convert the interpreted pickle to DCP's metadata. Raises any exception if the structure is different."""
-    state = _state(pickled, "Metadata")
-    tensors = {_text(name): _storage(_text(name), value) for name, value in state["state_dict_metadata"].items()}
+    state = _get_state(pickled, "Metadata")
+    tensors = {
+        _check_text(name): _convert_storage(_check_text(name), value)
+        for name, value in state["state_dict_metadata"].items()
+    }
     places = {}
     for key, value in state["storage_data"].items():
-        index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+        index, place = _get_state(key, "MetadataIndex"), _get_state(value, "_StorageInfo")
         if place.get("transform_descriptors"):
             raise ValueError("a tensor is compressed or encrypted")
         offset = index.get("offset")
-        at = MetadataIndex(_text(index["fqn"]), None if offset is None else _shape(offset))
-        begin, length = _shape((place["offset"], place["length"]))
-        places[at] = StorageInfo(_text(place["relative_path"]), begin, length)
+        at = MetadataIndex(_check_text(index["fqn"]), None if offset is None else _convert_shape(offset))
+        begin, length = _convert_shape((place["offset"], place["length"]))
+        places[at] = StorageInfo(_check_text(place["relative_path"]), begin, length)
     return Metadata(tensors, storage_data=places)
 
 
-def _storage(name: str, pickled: Any) -> STORAGE_TYPES:
+def _convert_storage(name: str, pickled: Any) -> STORAGE_TYPES:
     if isinstance(pickled, _PickledObject) and pickled.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    state = _state(pickled, "TensorStorageMetadata")
-    (dtype, *_), size = _state(state["properties"], "TensorProperties"), _shape(state["size"])
+    state = _get_state(pickled, "TensorStorageMetadata")
+    (dtype, *_), size = _get_state(state["properties"], "TensorProperties"), _convert_shape(state["size"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has no dtype")
     chunks = []
     for part in state["chunks"]:
-        chunk = _state(part, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(_shape(chunk["offsets"]), _shape(chunk["sizes"])))
+        chunk = _get_state(part, "ChunkStorageMetadata")
+        chunks.append(ChunkStorageMetadata(_convert_shape(chunk["offsets"]), _convert_shape(chunk["sizes"])))
     if not _tile(chunks, size):  # load() would leave the rest uninitialized
         raise ValueError(f"the parts of {name} do not make a tensor of {list(size)}, each element once")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
@@ -242,19 +245,19 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
     return not any(corners.values())
 
 
-def _state(pickled: Any, name: str) -> Any:
+def _get_state(pickled: Any, name: str) -> Any:
     if not isinstance(pickled, _PickledObject) or pickled.name != name:
         raise ValueError(f"it has another object in place of a {name}")
     return pickled.state
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("a name is not a string")
     return value
 
 
-def _shape(value: Any) -> torch.Size:
+def _convert_shape(value: Any) -> torch.Size:
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**63 for size in value):
         raise ValueError("a size or an offset is not a non-negative integer")
     return torch.Size(value)

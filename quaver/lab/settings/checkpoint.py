@@ -10,7 +10,7 @@ from quaver.lab.settings.fields import (
     NotNegative,
     OneOf,
     Settings,
-    expanded,
+    expand_user,
     is_folder_name,
     setting,
 )
@@ -57,4 +57,4 @@ class Checkpoint(Settings, section="checkpoint"):
     @property
     def initial_weights(self) -> Path:
         """`initial_load_path`, with ~ expanded."""
-        return expanded(self.initial_load_path)
+        return expand_user(self.initial_load_path)

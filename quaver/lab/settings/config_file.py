@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from quaver.lab.settings import Float8, Numerics, TrainConfig
-from quaver.lab.settings.fields import Settings, as_tuple, expanded, hints_of, is_section, nearest, setting
+from quaver.lab.settings.fields import Settings, as_tuple, expand_user, get_hints, is_section, setting, suggest_nearest
 from quaver.lab.settings.flags import split_flags
 
 Sections = dict[str, dict[str, Any]]
@@ -51,13 +51,13 @@ def list_turned_off(path: Path | None, flags: Sections) -> list[str]:
 def _list_turned_off(sections: Sections, flags: Sections) -> list[str]:
     if flags.get("float8", {}).get("enable_float8_linear") is not False:
         return []
-    in_float8 = (f"float8.{name}" for name in hints_of(Float8) if name not in _WITHOUT_FLOAT8)
-    in_numerics = (f"numerics.{name}" for name in hints_of(Numerics))
+    in_float8 = (f"float8.{name}" for name in get_hints(Float8) if name not in _WITHOUT_FLOAT8)
+    in_numerics = (f"numerics.{name}" for name in get_hints(Numerics))
     found = []
     for name in (*in_float8, *in_numerics, "validation.high_precision_too", "metrics.float8_scales_freq"):
         section, key = name.split(".")
         values = sections.get(section, {})
-        default = hints_of(TrainConfig)[section].__dataclass_fields__[key].default
+        default = get_hints(TrainConfig)[section].__dataclass_fields__[key].default
         if key in values and key not in flags.get(section, {}) and as_tuple(values[key]) != default:
             found.append(name)
     return found
@@ -78,11 +78,11 @@ def read_toml(path: Path) -> Sections:
 
 def _check_names(sections: Sections, source: str) -> None:
     for section, values in sections.items():
-        _check_known(section, hints_of(TrainConfig), f"section in {source}")
+        _check_known(section, get_hints(TrainConfig), f"section in {source}")
         if not isinstance(values, dict):
             raise ValueError(f"{section} in {source} must be a section, got {values!r}; write [{section}]")
         for key in values:
-            _check_known(f"{section}.{key}", _setting_names(), f"key in {source}")
+            _check_known(f"{section}.{key}", _list_setting_names(), f"key in {source}")
 
 
 def build_config(sections: Sections) -> TrainConfig:
@@ -92,12 +92,12 @@ def build_config(sections: Sections) -> TrainConfig:
         ValueError: for an unknown section or key, or a value that is wrong.
     """
     _check_names(sections, "the settings")
-    return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in hints_of(TrainConfig).items()})
+    return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in get_hints(TrainConfig).items()})
 
 
-def changed_settings(config: TrainConfig) -> Sections:
+def list_changed_settings(config: TrainConfig) -> Sections:
     """Return the settings that differ from their defaults, by section; `build_config` makes an equal config of them."""
-    sections = {name: getattr(config, name) for name in hints_of(TrainConfig)}
+    sections = {name: getattr(config, name) for name in get_hints(TrainConfig)}
     changed = {
         name: {
             field.name: value for field in fields(section) if (value := getattr(section, field.name)) != field.default
@@ -136,7 +136,7 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
         ValueError: for an unknown flag, a flag without its value, or a second file.
     """
     values, rest = split_flags(TrainFlags, argv)
-    known = [*_setting_names(), *(name for name, hint in hints_of(options).items() if not is_section(hint))]
+    known = [*_list_setting_names(), *(name for name, hint in get_hints(options).items() if not is_section(hint))]
     for word in rest:
         if word.startswith("--"):
             _check_known(word[2:].partition("=")[0].replace("-", "_"), known, "flag")
@@ -145,10 +145,10 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
     config_path = Path(rest[0]) if rest else None
     flags: Sections = {}
     if "resume" in values:
-        folder = expanded(values.pop("resume")).resolve()
+        folder = expand_user(values.pop("resume")).resolve()
         if config_path is not None:
             raise ValueError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")
-        config_path = _config_of_run(folder)
+        config_path = _find_config_of_run(folder)
         flags = {"job": {"dump_folder": str(folder.parent), "name": folder.name}, "checkpoint": {"resume": "must"}}
     for name, value in values.items():
         section, key = name.split(".")
@@ -156,19 +156,19 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
     return config_path, flags
 
 
-def _config_of_run(folder: Path) -> Path:
+def _find_config_of_run(folder: Path) -> Path:
     path = folder / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"--resume needs the folder of a run, got {str(folder)!r}, which has no config.toml")
     return path
 
 
-def _setting_names() -> list[str]:
-    return [f"{section}.{name}" for section, kind in hints_of(TrainConfig).items() for name in hints_of(kind)]
+def _list_setting_names() -> list[str]:
+    return [f"{section}.{name}" for section, kind in get_hints(TrainConfig).items() for name in get_hints(kind)]
 
 
 def _check_known(name: str, known: Collection[str], kind: str) -> None:
     if name in known:
         return
-    hint = nearest(name, known, otherwise="see quaver train --help")
+    hint = suggest_nearest(name, known, otherwise="see quaver train --help")
     raise ValueError(f"unknown {kind}: {name!r}; {hint}")

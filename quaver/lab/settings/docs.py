@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.fields import Settings, choices_of, default_of, help_of, hints_of
+from quaver.lab.settings.fields import Settings, format_default, get_choices, get_help, get_hints
 
 HEAD = """# Configuration
 
@@ -16,24 +16,24 @@ Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = va
 """
 
 
-def configuration_page() -> str:
+def format_configuration_page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([HEAD, *(_section(kind) for kind in hints_of(TrainConfig).values())])
+    return "\n".join([HEAD, *(_format_section(kind) for kind in get_hints(TrainConfig).values())])
 
 
-def _section(kind: type[Settings]) -> str:
-    texts, hints = help_of(kind), hints_of(kind)
-    meanings = {name: text + _choices(hints[name], text) for name, text in texts.items()}
-    rows = [f"`{field.name}` | `{default_of(field)}` | {meanings[field.name]}" for field in fields(kind)]
+def _format_section(kind: type[Settings]) -> str:
+    texts, hints = get_help(kind), get_hints(kind)
+    meanings = {name: text + _format_choices(hints[name], text) for name, text in texts.items()}
+    rows = [f"`{field.name}` | `{format_default(field)}` | {meanings[field.name]}" for field in fields(kind)]
     table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
     return f"## [{kind.section}]\n\n{' '.join((kind.__doc__ or '').split())}\n\n{table}\n"
 
 
-def _choices(hint: Any, text: str) -> str:
+def _format_choices(hint: Any, text: str) -> str:
     """Return the strings that a setting may be, unless its help text names them."""
-    choices = choices_of(hint)
+    choices = get_choices(hint)
     return "" if all(choice in text for choice in choices) else f" One of {', '.join(choices)}."
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(configuration_page(), encoding="utf-8")
+    Path(sys.argv[1]).write_text(format_configuration_page(), encoding="utf-8")

@@ -78,20 +78,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        for name in hints_of(kind):
-            value, hint = getattr(self, name), hints_of(kind)[name]
+        for name in get_hints(kind):
+            value, hint = getattr(self, name), get_hints(kind)[name]
             if is_section(hint):
                 continue
             value = as_tuple(value)
             try:
-                checked = _adapters(kind)[name].validate_python(value)
+                checked = _make_adapters(kind)[name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
                 is_type = first["type"].endswith("_type")
-                bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(choices_of(hint))}")
+                bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(get_choices(hint))}")
                 expected = describe_type(hint) if is_type else bound.format(**first.get("ctx", {}))
                 value = getattr(self, name) if is_type else first["input"]
-                raise ValueError(f"{self.name_of(name)} must be {expected}, got {value!r}") from None
+                raise ValueError(f"{self.name_field(name)} must be {expected}, got {value!r}") from None
             object.__setattr__(self, name, checked)
         self.check()
 
@@ -99,7 +99,7 @@ class Settings:
         """Raise ValueError for values that exclude each other."""
 
     @classmethod
-    def name_of(cls, field: str) -> str:
+    def name_field(cls, field: str) -> str:
         """Return the name by which errors call a field: `section.field`, or `--field` for an option."""
         if cls.section:
             return f"{cls.section}.{field}"
@@ -107,7 +107,7 @@ class Settings:
 
     def require(self, holds: bool, field: str, expected: str, fix: str = "") -> None:
         """Raise ValueError that says what `field` must be, what it is, and what to do, unless `holds`."""
-        require(holds, self.name_of(field), expected, attrgetter(field)(self), fix)
+        require(holds, self.name_field(field), expected, attrgetter(field)(self), fix)
 
     def require_default(self, *names: str, unless: str, fix: str = "") -> None:
         """Raise ValueError if a field of `names` is set although no code would read it."""
@@ -127,7 +127,7 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def expanded(path: str) -> Path:
+def expand_user(path: str) -> Path:
     """Return `path` with ~ expanded. Raises ValueError for the home of a user that does not exist."""
     try:
         return Path(path).expanduser()
@@ -140,13 +140,13 @@ def is_folder_name(name: str) -> bool:
     return name not in (".", "..") and not any(sep in name for sep in "/\\")
 
 
-def hints_of(kind: Any) -> dict[str, Any]:
+def get_hints(kind: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields, with their bounds."""
-    return _hints(kind)
+    return _resolve_hints(kind)
 
 
 @cache  # mypy takes a dataclass for unhashable unless it is typed as Any
-def _hints(kind: Any) -> dict[str, Any]:
+def _resolve_hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in fields(kind)}
 
@@ -161,43 +161,43 @@ def is_positional(field: "Field[Any]") -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def base_type(hint: Any) -> Any:
+def get_base_type(hint: Any) -> Any:
     """Return the type of a setting without bounds and None: bool, int, float, str, or tuple[item, ...]."""
     if typing.get_origin(hint) is Annotated:
-        return base_type(typing.get_args(hint)[0])
+        return get_base_type(typing.get_args(hint)[0])
     members = [member for member in typing.get_args(hint) if member is not NoneType]
     is_optional = len(members) < len(typing.get_args(hint))
-    return base_type(members[0]) if is_optional else hint
+    return get_base_type(members[0]) if is_optional else hint
 
 
-def item_type(hint: Any) -> Any:
+def get_item_type(hint: Any) -> Any:
     """Return the type of the items of a tuple[item, ...], or None for any other type."""
-    base = base_type(hint)
-    return base_type(typing.get_args(base)[0]) if typing.get_origin(base) is tuple else None
+    base = get_base_type(hint)
+    return get_base_type(typing.get_args(base)[0]) if typing.get_origin(base) is tuple else None
 
 
-def choices_of(hint: Any) -> tuple[str, ...]:
+def get_choices(hint: Any) -> tuple[str, ...]:
     """Return the strings that a setting, or an item of it, may be; () if any string is accepted."""
-    return next((metadata.choices for metadata in _metadata(hint) if isinstance(metadata, OneOf)), ())
+    return next((metadata.choices for metadata in _iter_metadata(hint) if isinstance(metadata, OneOf)), ())
 
 
 def describe_type(hint: Any) -> str:
     """Return the type of a setting as an error message names it."""
-    item = item_type(hint)
-    return TYPES_AS_TEXT[base_type(hint)] if item is None else f"a list of {TYPES_AS_TEXT[item].split()[-1]}s"
+    item = get_item_type(hint)
+    return TYPES_AS_TEXT[get_base_type(hint)] if item is None else f"a list of {TYPES_AS_TEXT[item].split()[-1]}s"
 
 
-def help_of(kind: type) -> dict[str, str]:
+def get_help(kind: type) -> dict[str, str]:
     """Return the help text of each field. A field without one inherits the text of the base class."""
-    return {field.name: field.metadata["help"] for field in _own_fields(kind) if field.metadata}
+    return {field.name: field.metadata["help"] for field in _iter_own_fields(kind) if field.metadata}
 
 
-def _own_fields(kind: type) -> "Iterator[Field[Any]]":
+def _iter_own_fields(kind: type) -> "Iterator[Field[Any]]":
     for owner in reversed(kind.__mro__):
         yield from owner.__dict__.get("__dataclass_fields__", {}).values()
 
 
-def nearest(name: str, choices: Collection[str], *, otherwise: str) -> str:
+def suggest_nearest(name: str, choices: Collection[str], *, otherwise: str) -> str:
     """Return the hint for an unknown `name`: the nearest of `choices`, or `otherwise`."""
     # A right key in the wrong section is nearer than a name of similar spelling.
     matches = [choice for choice in choices if choice.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -205,7 +205,7 @@ def nearest(name: str, choices: Collection[str], *, otherwise: str) -> str:
     return f"did you mean {matches[0]!r}?" if matches else otherwise
 
 
-def default_of(setting: "Field[Any]") -> str:
+def format_default(setting: "Field[Any]") -> str:
     """Return the default of a setting as TOML."""
     value = setting.default
     if isinstance(value, tuple):
@@ -216,13 +216,13 @@ def default_of(setting: "Field[Any]") -> str:
 
 
 @cache
-def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
+def _make_adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
     strict = ConfigDict(strict=True)
-    return {name: TypeAdapter(hint, config=strict) for name, hint in hints_of(kind).items() if not is_section(hint)}
+    return {name: TypeAdapter(hint, config=strict) for name, hint in get_hints(kind).items() if not is_section(hint)}
 
 
-def _metadata(hint: Any) -> Iterator[Any]:
+def _iter_metadata(hint: Any) -> Iterator[Any]:
     """Yield the metadata of all Annotated types inside `hint`."""
     yield from getattr(hint, "__metadata__", ())
     for inner in typing.get_args(hint):
-        yield from _metadata(inner)
+        yield from _iter_metadata(inner)

@@ -14,15 +14,15 @@ from typing import Any, NoReturn, TypeVar
 
 from quaver.lab.settings.fields import (
     Settings,
-    base_type,
-    choices_of,
-    default_of,
-    help_of,
-    hints_of,
+    format_default,
+    get_base_type,
+    get_choices,
+    get_help,
+    get_hints,
+    get_item_type,
     is_positional,
     is_section,
-    item_type,
-    nearest,
+    suggest_nearest,
 )
 
 Values = dict[str, Any]
@@ -49,7 +49,7 @@ def parse_options(kind: type[_Options], argv: list[str], *, prog: str) -> _Optio
     if rest and rest[0].startswith("--"):
         flags = [f"--{field.name.replace('_', '-')}" for field in fields(kind) if not is_positional(field)]
         flag = rest[0].partition("=")[0].replace("_", "-")
-        raise ValueError(f"unknown flag: {rest[0]!r}; {nearest(flag, flags, otherwise=see)}")
+        raise ValueError(f"unknown flag: {rest[0]!r}; {suggest_nearest(flag, flags, otherwise=see)}")
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; {see}")
     return kind(**values)
@@ -115,7 +115,7 @@ class _Parser(ArgumentParser):
     def __init__(self, kind: type, prog: str = "") -> None:
         super().__init__(
             usage=f"{prog} [options]",
-            description=_one_line(kind.__doc__),
+            description=_join_lines(kind.__doc__),
             add_help=bool(prog),
             allow_abbrev=False,
             argument_default=SUPPRESS,
@@ -146,19 +146,19 @@ class _Parser(ArgumentParser):
         return not word.startswith("-") and not set(word) & set("./\\") and not Path(word).exists()
 
     def _add(self, add: Callable[..., object], kind: type, section: str) -> None:
-        texts = help_of(kind)
+        texts = get_help(kind)
         for field in fields(kind):
-            hint, name = hints_of(kind)[field.name], section + field.name
+            hint, name = get_hints(kind)[field.name], section + field.name
             if is_section(hint):
-                group = self.add_argument_group(field.name, _one_line(hint.__doc__))
+                group = self.add_argument_group(field.name, _join_lines(hint.__doc__))
                 self._add(group.add_argument, hint, f"{name}.")
                 continue
-            base, item = base_type(hint), item_type(hint)
+            base, item = get_base_type(hint), get_item_type(hint)
             text = f"{texts[field.name]} {_describe_default(field)}".replace("%", "%%")
             if is_positional(field):
                 add(name, nargs="+" if item else None, metavar=name.upper(), help=text)
                 continue
-            choices = ("true", "false") if base is bool else choices_of(hint)
+            choices = ("true", "false") if base is bool else get_choices(hint)
             metavar = "|".join(choices) or (item or base).__name__.upper()
             flag = f"--{name if section else name.replace('_', '-')}"
             options: dict[str, Any] = {"type": partial(_convert, base)}
@@ -186,13 +186,13 @@ class _List(Action):
         setattr(namespace, self.dest, getattr(namespace, self.dest, []) + given)
 
 
-def _one_line(text: str | None) -> str:
+def _join_lines(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
 def _describe_default(setting: "Field[Any]") -> str:
     value = setting.default
-    return "" if value in (None, "", (), MISSING) or value is False else f"(default: {default_of(setting)})"
+    return "" if value in (None, "", (), MISSING) or value is False else f"(default: {format_default(setting)})"
 
 
 def _convert(kind: type, text: str) -> Any:

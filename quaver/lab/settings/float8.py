@@ -8,7 +8,7 @@ from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
 from quaver.lab.settings.schedule import ScheduleEntry
 from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.recipe_name import BACKWARDS, canonical_recipe
+from quaver.recipes.recipe_name import BACKWARDS, canonicalize_recipe
 from quaver.recipes.serving import serving_config
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
@@ -26,7 +26,7 @@ def _has_persistent_scales(recipe_name: str) -> bool:
 DELAYED_RECIPES = ", ".join(filter(_has_persistent_scales, RECIPES))
 
 
-def file_name(label: str) -> str:
+def make_file_name(label: str) -> str:
     """Return `Float8.label`, or the name of a dtype, as the name of a file; Windows allows no colon in it."""
     return label.replace(":", "-")
 
@@ -161,7 +161,7 @@ class Float8(Settings, section="float8"):
 
     def with_backward(self, recipe: str) -> str:
         """Return `recipe` with `backward` appended, unless it names a backward itself."""
-        return canonical_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")
+        return canonicalize_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")
 
     @property
     def schedule(self) -> tuple[ScheduleEntry, ...]:

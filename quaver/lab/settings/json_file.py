@@ -23,10 +23,10 @@ def read_json(path: Path, kind: TypeAdapter[T], fix: str) -> T:
     try:
         return kind.validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{str(path)!r} is damaged: {_first(error)}; {fix}") from None
+        raise ValueError(f"{str(path)!r} is damaged: {_describe_first(error)}; {fix}") from None
 
 
-def _first(error: ValidationError) -> str:
+def _describe_first(error: ValidationError) -> str:
     first: dict[str, Any] = error.errors(include_url=False)[0]  # type: ignore[assignment]
     field = ".".join(map(str, first["loc"]))
     if first["type"] in ("missing", "json_invalid"):

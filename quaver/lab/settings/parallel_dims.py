@@ -60,7 +60,7 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
         ValueError: the degrees do not multiply to `world_size`, expert parallel ranks or the batch do not divide, or a
             float8 all-gather is enabled although no weight is sharded.
     """
-    dims = _parallel_dims(config, rank, world_size)
+    dims = _make_parallel_dims(config, rank, world_size)
     training, groups = config.training, dims.data_parallel_degree
     share = training.local_batch_size * groups
     require(
@@ -92,7 +92,7 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
     return replace(config, training=replace(training, global_batch_size=batch)), dims
 
 
-def _parallel_dims(config: TrainConfig, rank: int, world_size: int) -> ParallelDims:
+def _make_parallel_dims(config: TrainConfig, rank: int, world_size: int) -> ParallelDims:
     replicate, shard, tensor = (getattr(config.parallelism, name) for name in DEGREES)
     if shard == -1 and world_size % (replicate * tensor) == 0:
         shard = world_size // (replicate * tensor)

@@ -58,7 +58,7 @@ class ScheduleEntry:
         return cls(text, PARTS[part.strip()], ranges.get("step"), ranges.get("block"))
 
 
-def matmuls_at(
+def list_high_precision_matmuls(
     entries: Sequence[ScheduleEntry], step: int, steps: int, block: int | None, blocks: int
 ) -> tuple[str, ...]:
     """Return the matmuls that run in high precision in `step` (from 1) of `steps`.

@@ -39,7 +39,7 @@ class TrainConfig(Settings):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     @classmethod
-    def name_of(cls, field: str) -> str:
+    def name_field(cls, field: str) -> str:
         """Return the name by which errors call a field: `section.field`, as `require` gets it."""
         return field
 

@@ -14,11 +14,11 @@ from quaver import conversion_report, convert_to_float8_training, convert_to_hig
 from quaver.conversion.delayed import float8_scaling_state
 from quaver.conversion.layer_recipes import HIGH_PRECISION
 from quaver.lab.runs.checkpoint import Checkpointer
-from quaver.lab.runs.errors import OutputError, OutputFailures, writing
+from quaver.lab.runs.errors import OutputError, OutputFailures, convert_write_errors
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Float8, Numerics
 from quaver.lab.trainer.display import Display
-from quaver.lab.trainer.float8 import fuse_producers, linear_config
+from quaver.lab.trainer.float8 import fuse_producers, make_linear_config
 from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
@@ -60,13 +60,13 @@ class RunAlarms:
 
     def _handle(self, event: Alarm | Cleared) -> None:
         if isinstance(event, Cleared):
-            self.display.line(f"step {event.step}: {event.message}")
+            self.display.print_line(f"step {event.step}: {event.message}")
             return
-        self.display.line(f"step {event.step}: alarm: {event.message}")
+        self.display.print_line(f"step {event.step}: alarm: {event.message}")
         if self.config.on_alarm == "stop" and not self.reason:
             self.reason = event.message
         elif self.config.on_alarm == "fallback" and event.rule in REMEDIED:
-            module = _module_of(self.model, event.layer)
+            module = _find_module_name(self.model, event.layer)
             if module not in self.done:
                 self.fallbacks[module] = self.config.fallback_recipe
 
@@ -79,7 +79,7 @@ class _RunSink(AlarmSink):
         self._failures, self._folder = failures, folder
 
     def write(self, line: dict[str, Any]) -> None:
-        with self._failures.noting(), writing(self._folder.post_mortem):
+        with self._failures.catch(), convert_write_errors(self._folder.post_mortem):
             try:
                 super().write(line)
             except ValueError as error:  # a line of an earlier start is damaged
@@ -96,7 +96,7 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
         ValueError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.
     """
     model, config, float8 = trained.model, trained.config, trained.config.float8
-    changes = {_module_of(model, name): recipe for name, recipe in layers.items()}
+    changes = {_find_module_name(model, name): recipe for name, recipe in layers.items()}
     recipes = {**dict(float8.by_layer.layers), **changes}
     entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
     trained.config = replace(config, float8=replace(float8, layer_recipes=entries))
@@ -110,7 +110,7 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
     checkpoints.description = checkpoints.description | {"config": asdict(trained.config), "conversion_report": report}
 
 
-def _module_of(model: nn.Module, name: str) -> str:
+def _find_module_name(model: nn.Module, name: str) -> str:
     """Return the name of the linear, or of the experts that own the weight `name`. Raises ValueError if none is."""
     modules = dict(model.named_modules())
     for module_name in (name, name.rpartition(".")[0]):
@@ -122,4 +122,4 @@ def _module_of(model: nn.Module, name: str) -> str:
 def _change(module: nn.Module, config: Float8, recipe: str) -> None:
     convert_to_high_precision(module)
     if recipe != HIGH_PRECISION:
-        convert_to_float8_training(module, config=linear_config(config, recipe))
+        convert_to_float8_training(module, config=make_linear_config(config, recipe))

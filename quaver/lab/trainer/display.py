@@ -16,7 +16,7 @@ from quaver.lab.trainer.memory import describe_memory
 from quaver.lab.trainer.tables import fit_table, make_table
 
 
-class Stdout:
+class FailSafeStdout:
     """Standard output until it fails; then nothing is shown, and the run continues.
 
     It fails when the reader of a pipe has ended, the terminal was closed, or the disk under a log file is full.
@@ -54,19 +54,19 @@ class Stdout:
                 print(line, file=sys.stderr, flush=True)
 
 
-def color_system() -> typing.Literal["auto"] | None:
+def choose_color_system() -> typing.Literal["auto"] | None:
     """Return the color system for a console: the terminal's, or None under NO_COLOR. Rich keeps bold and dim text."""
     return None if os.environ.get("NO_COLOR") else "auto"
 
 
-def stdout_console(*, quiet: bool = False) -> Console:
+def make_stdout_console(*, quiet: bool = False) -> Console:
     """Return a console on standard output that outlives it."""
-    return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet, color_system=color_system())
+    return Console(file=typing.cast(IO[str], FailSafeStdout()), quiet=quiet, color_system=choose_color_system())
 
 
 def say(text: str) -> None:
     """Print one line on standard output, without wrapping or styles. Does nothing once stdout has failed."""
-    stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
+    make_stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 class ShownProgress(CacheProgress):
@@ -79,7 +79,7 @@ class ShownProgress(CacheProgress):
     @contextmanager
     def reading(self, label: str, total_bytes: int) -> Iterator[Advance]:
         """Show progress over `total_bytes` under `label` while the block runs."""
-        console = stdout_console()
+        console = make_stdout_console()
         if not console.is_terminal:
             say(f"{label}: {total_bytes:,} bytes")
         columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
@@ -97,36 +97,36 @@ class Display:
     log_freq: int
     peak_source: str
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line, without wrapping or styles."""
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    def step(self, record: dict[str, Any]) -> None:
+    def print_step(self, record: dict[str, Any]) -> None:
         """Show the record of one training step."""
         loss = f"loss {record['loss']:.4f}"
         if record["loss_spike"]:
-            self._line(record, f"{loss} is a spike: far above the previous losses")
+            self._print_line_of_step(record, f"{loss} is a spike: far above the previous losses")
         if record["step"] % self.log_freq == 0:
             norm, speed = f"grad norm {record['grad_norm']:.2f}", f"{record['tokens_per_s']:,.0f} tokens/s"
             tflops, used = f"{record['tflops']:.3g} TFLOP/s", _describe_utilization(record, self.peak_source)
-            self._line(record, "  ".join((loss, norm, describe_memory(record), speed, tflops, used)))
+            self._print_line_of_step(record, "  ".join((loss, norm, describe_memory(record), speed, tflops, used)))
 
-    def skipped(self, step: int, run: str, why: str) -> None:
+    def print_skipped_step(self, step: int, run: str, why: str) -> None:
         """Report a step that was skipped."""
-        self._line({"step": step, "run": run}, f"skipped: {why}")
+        self._print_line_of_step({"step": step, "run": run}, f"skipped: {why}")
 
-    def validation(self, record: dict[str, Any]) -> None:
+    def print_validation(self, record: dict[str, Any]) -> None:
         """Show the record of one validation."""
         hp = f" ({record['validation_loss_hp']:.4f} without float8)" if "validation_loss_hp" in record else ""
-        self._line(record, f"validation loss {record['validation_loss']:.4f}{hp}")
+        self._print_line_of_step(record, f"validation loss {record['validation_loss']:.4f}{hp}")
 
-    def _line(self, record: dict[str, Any], text: str) -> None:
-        self.line(f"step {record['step']:5d}  {record['run']:<18}  {text}")
+    def _print_line_of_step(self, record: dict[str, Any], text: str) -> None:
+        self.print_line(f"step {record['step']:5d}  {record['run']:<18}  {text}")
 
 
 def print_results(summary: dict[str, Any]) -> None:
     """Print summary.json as a table: one column per model, and the comparison with the bfloat16 baseline."""
-    console = stdout_console()
+    console = make_stdout_console()
     runs, comparison = summary["runs"], summary.get("comparison")
     rows = [
         ("validation loss (nats)", "validation_loss", "{:.4f}", "loss_gap", "{:+.2%}"),
@@ -142,9 +142,9 @@ def print_results(summary: dict[str, Any]) -> None:
     columns = [*runs, *(["compared"] if comparison else [])]
     cells = []
     for label, key, style, ratio, ratio_style in rows:
-        cells.append([label, *(_cell(run[key], style) for run in runs.values())])
+        cells.append([label, *(_format_cell(run[key], style) for run in runs.values())])
         if comparison:
-            cells[-1].append(_cell(comparison[ratio], ratio_style) if ratio else "")
+            cells[-1].append(_format_cell(comparison[ratio], ratio_style) if ratio else "")
     title = f"{summary['status']} after {summary['steps']} steps"
     table = make_table(title, ("", *columns), rows=cells, wrapped=("",), right=columns)
     console.width = fit_table(table, console.width)
@@ -165,5 +165,5 @@ def _describe_utilization(record: dict[str, Any], peak_source: str) -> str:
     return "" if share is None else f"{share:.1%} of a measured matmul"
 
 
-def _cell(value: Any, style: str) -> str:
+def _format_cell(value: Any, style: str) -> str:
     return "-" if value is None else style.format(value)

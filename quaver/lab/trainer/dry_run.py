@@ -13,10 +13,10 @@ from quaver.lab.data.source import TextSource, find_source
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.lab.trainer.flops import LinearPrecision, group_linears, linear_precisions
-from quaver.lab.trainer.model import training_flops_per_token
+from quaver.lab.trainer.flops import LinearPrecision, group_linears, list_linear_precisions
+from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import parallelize, pretended_mesh
+from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
 from quaver.lab.trainer.run_setup import check_environment, make_models
 
 
@@ -59,10 +59,10 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     cpu = torch.device("cpu")
     models = make_models(config, cpu)
     _, model = models.first
-    linears = group_linears(linear_precisions(model, config.training.mixed_precision_param, cpu))
+    linears = group_linears(list_linear_precisions(model, config.training.mixed_precision_param, cpu))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    with pretended_mesh(layout) as mesh:
+    with pretend_mesh(layout) as mesh:
         parallelize(model, config, mesh)
         build_optimizer(model, config.optimizer)
-    flops = training_flops_per_token(config.model, config.training.seq_len)
+    flops = count_training_flops_per_token(config.model, config.training.seq_len)
     return DryRun(config, layout, source, tokenizer.name, parameters, flops, linears, models.report)

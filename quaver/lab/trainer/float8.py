@@ -19,7 +19,7 @@ from quaver import (
     set_high_precision_matmuls,
 )
 from quaver.conversion.convert import ModuleFilter
-from quaver.conversion.high_precision import config_of, float8_modules
+from quaver.conversion.high_precision import float8_modules, get_config
 from quaver.conversion.layer_recipes import convert_layers
 from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
@@ -52,7 +52,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
         target = device if is_cuda_device(device) else None
         automatic = auto_filter_for_recipe(config.recipe, tokens=tokens, device=target)
 
-    skipped_blocks = _skipped_blocks(model, config)
+    skipped_blocks = _find_skipped_blocks(model, config)
 
     def decide(module: nn.Module, fqn: str) -> FilterDecision | bool:
         for skipped in config.filter_fqns:
@@ -76,11 +76,11 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
     """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
-        by_layer, make_config, serving = config.by_layer, partial(linear_config, config), config.serving or None
+        by_layer, make_config, serving = config.by_layer, partial(make_linear_config, config), config.serving or None
         convert_layers(model, by_layer, config_of=make_config, serving=serving, module_filter_fn=decide)
 
 
-def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
+def make_linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
     """Return the config of a run's float8 linears with `recipe`; None stands for the run's recipe."""
     recipe_config = Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name))
     return replace(
@@ -109,7 +109,7 @@ def fuse_producers(model: nn.Module) -> None:
 def _are_float8(*readers: nn.Module) -> bool:
     return all(
         isinstance(reader, Float8Linear | Float8Experts)
-        and len(config_of(reader).high_precision_matmuls) < len(MATMULS)
+        and len(get_config(reader).high_precision_matmuls) < len(MATMULS)
         for reader in readers
     )
 
@@ -127,7 +127,7 @@ def in_high_precision(model: Llama) -> Iterator[None]:
 
     Forward and backward of a step must both be inside. Persistent scales are not updated.
     """
-    configs = {name: config_of(module) for name, module in float8_modules(model)}
+    configs = {name: get_config(module) for name, module in float8_modules(model)}
     try:
         run_in_high_precision(model, lambda name: tuple(MATMULS))
         yield
@@ -135,7 +135,7 @@ def in_high_precision(model: Llama) -> Iterator[None]:
         run_in_high_precision(model, lambda name: configs[name].high_precision_matmuls)
 
 
-def _skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
+def _find_skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
     """Return the modules of the first and last blocks that stay in high precision, with the reason."""
     blocks = list(model.blocks())
     first, last = config.skip_first_layers, config.skip_last_layers

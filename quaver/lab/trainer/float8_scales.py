@@ -20,11 +20,15 @@ from typing import Any
 from quaver import TensorScaling
 
 
-def scales_record(step: int, run: str, report: Iterable[TensorScaling]) -> dict[str, Any]:
+def make_scales_record(step: int, run: str, report: Iterable[TensorScaling]) -> dict[str, Any]:
     """Return the record of a step from its `Float8ScalingState.report`."""
     cast = [tensor for tensor in report if _was_cast(tensor)]
     columns = {
-        name: {tensor.name: _short(value) for tensor in cast if math.isfinite(value := getattr(tensor, name))}
+        name: {
+            tensor.name: _round_to_nine_digits(value)
+            for tensor in cast
+            if math.isfinite(value := getattr(tensor, name))
+        }
         for name in ("quant_scale", "amax", "used_over_ideal")
     }
     return {
@@ -37,7 +41,7 @@ def scales_record(step: int, run: str, report: Iterable[TensorScaling]) -> dict[
     }
 
 
-def saturation_summary(report: Sequence[TensorScaling]) -> dict[str, int]:
+def summarize_saturation(report: Sequence[TensorScaling]) -> dict[str, int]:
     """Return the fields of metrics.jsonl on a step's persistent scales; empty if there are none."""
     if not report:
         return {}
@@ -49,6 +53,6 @@ def _was_cast(tensor: TensorScaling) -> bool:
     return not tensor.amax < 0  # a tensor with a NaN was cast
 
 
-def _short(value: float) -> float:
+def _round_to_nine_digits(value: float) -> float:
     """Round to nine digits, which identify every float32."""
     return float(f"{value:.9g}")

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.experts.gemm import find_grouped_backend
-from quaver.experts.module import Float8Experts, weights_of
+from quaver.experts.gemm import predict_grouped_backend
+from quaver.experts.module import Float8Experts, get_expert_weights
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.settings import Model
 from quaver.lab.trainer.mixture import Experts
-from quaver.lab.trainer.model import Llama, attention_flops_per_token, training_flops_per_token
-from quaver.linear.gemm import GemmBackend, find_backend
+from quaver.lab.trainer.model import Llama, count_attention_flops_per_token, count_training_flops_per_token
+from quaver.linear.gemm import GemmBackend, predict_backend
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops
 
@@ -45,7 +45,7 @@ class LinearPrecision:
         return 2 * self.in_features * self.out_features * self.matrices_per_token
 
 
-def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> list[LinearPrecision]:
+def list_linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> list[LinearPrecision]:
     """Return the precisions of every linear and weight of experts of `model`, with the sizes of unsharded weights.
 
     Args:
@@ -56,18 +56,18 @@ def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> 
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             config = module.config if isinstance(module, Float8Linear) else None
-            matmuls = _matmuls(config, hp_dtype, device, find_backend)
+            matmuls = _list_matmuls(config, hp_dtype, device, predict_backend)
             precisions.append(LinearPrecision(name, module.in_features, module.out_features, *matmuls))
         elif isinstance(module, Experts):
             config = module.float8_config if isinstance(module, Float8Experts) else None
-            matmuls = _matmuls(config, hp_dtype, device, find_grouped_backend)
-            for leaf, weight in weights_of(module).items():
+            matmuls = _list_matmuls(config, hp_dtype, device, predict_grouped_backend)
+            for leaf, weight in get_expert_weights(module).items():
                 sizes = weight.shape[2], weight.shape[1]
                 precisions.append(LinearPrecision(f"{name}.{leaf}", *sizes, *matmuls, module.top_k))
     return precisions
 
 
-def _matmuls(
+def _list_matmuls(
     config: Float8LinearConfig | None, hp_dtype: str, device: torch.device, backend_of: Callable[..., GemmBackend]
 ) -> tuple[dict[str, str], dict[str, str]]:
     operands, runs_in = dict.fromkeys(MATMULS, hp_dtype), dict.fromkeys(MATMULS, hp_dtype)
@@ -94,16 +94,16 @@ def group_linears(linears: Iterable[LinearPrecision]) -> list[tuple[LinearPrecis
     return [(members[-1], len(members)) for members in groups.values()]
 
 
-def flops_per_token_by_precision(
+def count_flops_per_token_by_precision(
     model: Llama, config: Model, seq_len: int, hp_dtype: str, device: torch.device
 ) -> dict[str, int]:
     """Return the FLOPs of forward and backward per token, by the precision that computes them.
 
-    Attention counts as `hp_dtype`, and half of it as `MASKED`. The sum is `training_flops_per_token`.
+    Attention counts as `hp_dtype`, and half of it as `MASKED`. The sum is `count_training_flops_per_token`.
     """
-    masked = attention_flops_per_token(config, seq_len) // 2
-    flops = {MASKED: masked, hp_dtype: training_flops_per_token(config, seq_len) - masked}
-    for linear in linear_precisions(model, hp_dtype, device):
+    masked = count_attention_flops_per_token(config, seq_len) // 2
+    flops = {MASKED: masked, hp_dtype: count_training_flops_per_token(config, seq_len) - masked}
+    for linear in list_linear_precisions(model, hp_dtype, device):
         for precision in linear.runs_in.values():
             if precision != hp_dtype:
                 flops[precision] = flops.get(precision, 0) + linear.flops_per_token
@@ -111,7 +111,9 @@ def flops_per_token_by_precision(
     return flops
 
 
-def utilization(flops_per_token: dict[str, int], tokens_per_s: float, peak: PeakFlops) -> dict[str, float | None]:
+def compute_utilization(
+    flops_per_token: dict[str, int], tokens_per_s: float, peak: PeakFlops
+) -> dict[str, float | None]:
     """Return how well one device is used, in three measures.
 
     `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak, in all precisions, so that these compare. Both

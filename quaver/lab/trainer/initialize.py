@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.lab.trainer.mixture import Router
-from quaver.lab.trainer.model import Llama, init_std
+from quaver.lab.trainer.model import Llama, choose_init_std
 
 
 def allocate(model: Llama, device: torch.device) -> None:
@@ -33,17 +33,17 @@ def allocate(model: Llama, device: torch.device) -> None:
 
 
 def initialize(model: Llama, seed: int) -> None:
-    """Initialize `model`: ones for vectors, N(0, `init_std`**2) for matrices."""
+    """Initialize `model`: ones for vectors, N(0, `choose_init_std`**2) for matrices."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = initial_value(name, parameter.shape, init_std(name, model.config), seed)
+            value = make_initial_value(name, parameter.shape, choose_init_std(name, model.config), seed)
             if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(local_part(value, parameter))
+                parameter.to_local().copy_(take_local_part(value, parameter))
             else:
                 parameter.copy_(value)
 
 
-def initial_value(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
+def make_initial_value(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
     """Return the whole parameter `name`: float32, on the CPU."""
     if len(shape) == 1:
         return torch.ones(shape)
@@ -52,7 +52,7 @@ def initial_value(name: str, shape: torch.Size, std: float, seed: int) -> Tensor
     return torch.empty(shape).normal_(std=std, generator=generator)
 
 
-def local_part(whole: Tensor, parameter: DTensor) -> Tensor:
+def take_local_part(whole: Tensor, parameter: DTensor) -> Tensor:
     """Return this rank's shard of `whole`, with the placements of `parameter`; a view.
 
     [Note: order of sharding] Tensor parallelism splits first and FSDP2 splits the result, although FSDP's dim comes

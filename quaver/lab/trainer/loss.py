@@ -42,7 +42,7 @@ _SUM = 2  # torch's number of the reduction
 _aten = torch.ops.aten
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def compute_next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy (nats, float32) of `logits` [B, T, vocab] against `targets` [B, T].
 
     Tokens with the target -100 do not count. Backward overwrites logits that exceed one slice.
@@ -67,7 +67,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets)
         counted = (targets != IGNORED).sum()
         total = logits.new_zeros((), dtype=torch.float32)
-        for rows, wanted in _slices(logits, targets):
+        for rows, wanted in _iter_slices(logits, targets):
             total += F.cross_entropy(rows.float(), wanted, reduction="sum")
         return total / counted
 
@@ -77,14 +77,14 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         share = grad / (targets != IGNORED).sum()
         weight = torch.ones_like(share)  # unused by the reduction "sum"
-        for rows, wanted in _slices(logits, targets):
+        for rows, wanted in _iter_slices(logits, targets):
             log_probabilities = F.log_softmax(rows.float(), dim=1)
             grads = _aten.nll_loss_backward(share, log_probabilities, wanted, None, _SUM, IGNORED, weight)
             rows.copy_(_aten._log_softmax_backward_data(grads, log_probabilities, 1, torch.float32))
         return logits.detach(), None
 
 
-def _slices(logits: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _iter_slices(logits: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield slices of rows of `logits` and `vectors`, as views; nothing if the logits have no columns."""
     if logits.shape[1]:
         rows = max(1, SLICE_ELEMENTS // logits.shape[1])
@@ -113,7 +113,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, vocab_size: int, group: ProcessGroup) -> Tensor:
-        own = _parts(logits, targets - first)
+        own = _compute_parts(logits, targets - first)
         largest, sums, chosen = all_gather(own, 0, group).unflatten(0, (-1, len(own))).unbind(1)
         top = largest.amax(0)
         whole_sum = (sums * (largest - top).exp()).sum(0)
@@ -133,19 +133,19 @@ class _SplitCrossEntropy(torch.autograd.Function):
         # Dynamo does not trace a backward that writes over what the forward saved.
         written = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
         vectors = targets - ctx.first, top, shares / whole_sum, shares
-        for rows, *vectors_of_slice, result in _slices(logits, *vectors, written):
-            result.copy_(_gradient(rows, *vectors_of_slice))
+        for rows, *vectors_of_slice, result in _iter_slices(logits, *vectors, written):
+            result.copy_(_compute_gradient(rows, *vectors_of_slice))
         return written.detach(), None, None, None, None
 
 
-def _parts(logits: Tensor, wanted: Tensor) -> Tensor:
+def _compute_parts(logits: Tensor, wanted: Tensor) -> Tensor:
     """Return the largest logit of each row, the sum of exponentials relative to it, and the target's logit or 0.
 
     float32 [3, rows]. A rank without logits has a largest logit of -inf and a sum of 0.
     """
     parts = logits.new_zeros((3, len(wanted)), dtype=torch.float32)
     parts[0] = -torch.inf
-    for rows, columns, largest, sums, chosen in _slices(logits, wanted, *parts):
+    for rows, columns, largest, sums, chosen in _iter_slices(logits, wanted, *parts):
         largest.copy_(rows.amax(1))
         base = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
         sums.copy_((rows - base[:, None]).exp_().sum(1))
@@ -154,7 +154,7 @@ def _parts(logits: Tensor, wanted: Tensor) -> Tensor:
     return parts
 
 
-def _gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, share: Tensor) -> Tensor:
+def _compute_gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, share: Tensor) -> Tensor:
     """Return the gradient of a slice in float32: exp(rows - top) * factor, less `share` at the target.
 
     `factor` is share / sum of exponentials, so the first term is the probabilities times `share`. All are per row.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quaver.lab.recorder.allocator import measure_usage
-from quaver.lab.recorder.storages import TensorBytes, plain_tensors
+from quaver.lab.recorder.storages import TensorBytes, list_plain_tensors
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.memory import storage_key
 
@@ -46,7 +46,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
             and torch.profiler must be free.
     """
     peak = PeakMemory()
-    resident_bytes = storage_bytes(resident)
+    resident_bytes = count_storage_bytes(resident)
     if is_cuda_device(device):
         torch.cuda.reset_peak_memory_stats(device)
         before_bytes = torch.cuda.memory_allocated(device)
@@ -66,9 +66,9 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
         peak.source = "tensors of one step, from the CPU allocator's log"
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
+def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages behind `tensors`; a DTensor counts this rank's part."""
-    plain = [part for tensor in tensors for part in plain_tensors(tensor)]
+    plain = [part for tensor in tensors for part in list_plain_tensors(tensor)]
     storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
 
@@ -79,7 +79,7 @@ def reset_device_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def device_memory(device: torch.device) -> dict[str, Any]:
+def read_device_memory(device: torch.device) -> dict[str, Any]:
     """Return the peaks since `reset_device_peaks`, in bytes and as shares of the device's memory, ready for JSON.
 
     CUDA: `memory_active_*` is the memory of tensors, and `memory_reserved_*` the memory of the allocator.
@@ -102,7 +102,7 @@ def device_memory(device: torch.device) -> dict[str, Any]:
 
 
 def describe_memory(record: dict[str, Any]) -> str:
-    """Return the `device_memory` in `record` as text for the log."""
+    """Return the `read_device_memory` in `record` as text for the log."""
     kinds = [kind for kind in ("active", "reserved", "rss") if f"memory_{kind}_bytes" in record]
     return ", ".join(
         f"{record[f'memory_{kind}_bytes'] / 2**30:.2f} GiB ({record[f'memory_{kind}_share']:.0%}) {kind}"

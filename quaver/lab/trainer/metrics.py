@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from quaver.lab.runs.errors import OutputError, OutputFailures, writing
+from quaver.lab.runs.errors import OutputError, OutputFailures, convert_write_errors
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
 from quaver.lab.settings import Metrics
 
@@ -29,16 +29,16 @@ class _TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with writing(folder):
+        with convert_write_errors(folder):
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        with writing(self._folder):
+        with convert_write_errors(self._folder):
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        with writing(self._folder):
+        with convert_write_errors(self._folder):
             self._writer.close()
 
 
@@ -46,35 +46,35 @@ class _Wandb:
     """Its methods raise OutputError for any error of the service."""
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any], *, resumes: bool) -> None:
-        identity = _wandb_id(folder, resumes=resumes)
-        with _reaching_wandb():
+        identity = _choose_wandb_id(folder, resumes=resumes)
+        with _convert_wandb_errors():
             self._run = importlib.import_module("wandb").init(
                 project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
             )
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        with _reaching_wandb():
+        with _convert_wandb_errors():
             self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
-        with _reaching_wandb():
+        with _convert_wandb_errors():
             self._run.finish()
 
 
-def _wandb_id(folder: Path, *, resumes: bool) -> str:
+def _choose_wandb_id(folder: Path, *, resumes: bool) -> str:
     """Return the id under which a resumed run continues its curves, or a new id for a new run.
 
     It is stored in the run folder, because runs in different folders may have the same name. Raises OutputError.
     """
     path = folder / WANDB_ID
-    with writing(path):
+    with convert_write_errors(path):
         if not (resumes and path.exists()):
             path.write_text(uuid4().hex[:16] + "\n", encoding="utf-8")
         return path.read_text(encoding="utf-8").strip()
 
 
 @contextmanager
-def _reaching_wandb() -> Iterator[None]:
+def _convert_wandb_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -85,7 +85,7 @@ def _reaching_wandb() -> Iterator[None]:
 Logger = _TensorBoard | _Wandb
 
 
-def scalars_of(record: dict[str, Any]) -> dict[str, float]:
+def list_scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return every number of `record` except the step, keyed by `<model>/<name>`."""
     return {
         f"{record['run']}/{name}": value
@@ -126,7 +126,7 @@ def open_loggers(
         yield loggers
     finally:
         for logger in loggers:
-            with failures.noting():
+            with failures.catch():
                 logger.close()
 
 
@@ -149,6 +149,6 @@ def remember(loss: float, recent: list[float]) -> None:
     del recent[:-SPIKE_WINDOW]
 
 
-def median_after_warmup(values: Sequence[float]) -> float:
+def compute_median_after_warmup(values: Sequence[float]) -> float:
     """Return the median of the values after the warm-up steps, or of all values if there are no more."""
     return statistics.median(values[WARMUP_STEPS:] or values)

@@ -45,7 +45,7 @@ def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> 
         finally:  # also after an error, for an evaluation
             _set(model, reduce, stays_gathered, is_last=True)
     else:
-        with _float32_sums(model):
+        with _sum_in_float32(model):
             yield batches
 
 
@@ -65,7 +65,7 @@ def _set(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_last: bool)
 
 
 @contextmanager
-def _float32_sums(model: nn.Module) -> Iterator[None]:
+def _sum_in_float32(model: nn.Module) -> Iterator[None]:
     """Add up the gradients of bfloat16 parameters in float32 in the block."""
     sums: dict[Tensor, Tensor] = {}
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from quaver.experts.dispatch import Combine, Dispatch, DispatchTokens
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
-from quaver.lab.recorder.storages import plain_tensors
+from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import Model
 from quaver.lab.trainer.functional import swiglu
-from quaver.linear.function import compute_dtype
+from quaver.linear.function import get_output_dtype
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -92,7 +92,7 @@ class Experts(RoutedExperts):
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
-        dtype = compute_dtype(tokens)  # autocast leaves a grouped matmul alone
+        dtype = get_output_dtype(tokens)  # autocast leaves a grouped matmul alone
         tokens = tokens.to(dtype)
         tokens = tokens if dispatch is None else DispatchTokens.apply(tokens, dispatch)
         weights = self._local(name).to(dtype).transpose(1, 2)
@@ -119,7 +119,7 @@ class Mixture(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 
-def modules_of(model: nn.Module, kind: type[Kind]) -> list[Kind]:
+def list_modules(model: nn.Module, kind: type[Kind]) -> list[Kind]:
     """Return the modules of class `kind`, in order."""
     return [module for module in model.modules() if isinstance(module, kind)]
 
@@ -150,4 +150,6 @@ def average_expert_gradients(experts: Sequence[Experts]) -> None:
     for module in experts:
         if module.dispatcher is not None:
             grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-            torch._foreach_div_([plain for grad in grads for plain in plain_tensors(grad)], module.dispatcher.ranks)
+            torch._foreach_div_(
+                [plain for grad in grads for plain in list_plain_tensors(grad)], module.dispatcher.ranks
+            )

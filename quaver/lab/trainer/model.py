@@ -17,13 +17,13 @@ from quaver.lab.settings import Model
 from quaver.lab.settings.model import RopeScaling
 from quaver.lab.trainer.functional import embedding, plain_rms_norm, rms_norm, swiglu
 from quaver.lab.trainer.mixture import Mixture
-from quaver.linear.function import compute_dtype
+from quaver.linear.function import get_output_dtype
 from quaver.runtime.compile_hints import materialize
 
 INIT_STD = 0.02
 
 
-def rope_tables(
+def make_rope_tables(
     seq_len: int, head_dim: int, theta: float, device: torch.device, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return float32 cosines and sines [T, E], which rotate the features i and i + E / 2 together."""
@@ -31,12 +31,12 @@ def rope_tables(
     positions = torch.arange(seq_len, device=device, dtype=torch.float32)
     frequencies = theta**-exponents
     if scaling is not None:
-        frequencies = scaled_frequencies(frequencies, scaling)
+        frequencies = scale_frequencies(frequencies, scaling)
     angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
-def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return `frequencies` (float32 [E / 2], radians per position) with the low ones scaled down, as in Llama 3.1.
 
     A frequency has n turns in the original context. Its share clamp((n - low) / (high - low), 0, 1) stays, and the rest
@@ -48,7 +48,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return frequencies * share + frequencies / scaling.factor * (1 - share)
 
 
-def document_attention_mask(documents: Tensor) -> Tensor:
+def make_document_mask(documents: Tensor) -> Tensor:
     """Return a bool tensor [B, 1, T, T] that is true where query t attends to key s: causally, inside its document.
 
     Args:
@@ -100,7 +100,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalize `hidden` [..., D]. Under autocast the result has autocast's dtype."""
-        out_dtype = compute_dtype(hidden)
+        out_dtype = get_output_dtype(hidden)
         if self.feeds_float8:
             return rms_norm(hidden, self.weight, self.eps, out_dtype)
         return plain_rms_norm(hidden, self.weight, self.eps).to(out_dtype)
@@ -119,9 +119,9 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend along T of `hidden` [B, T, D], causally or as `mask` (bool, [B, 1, T, T]) allows."""
-        query = apply_rope(self._heads(self.q_proj(hidden)), cos, sin).transpose(1, 2)
-        key = apply_rope(self._heads(self.k_proj(hidden)), cos, sin).transpose(1, 2)
-        value = self._heads(self.v_proj(hidden)).transpose(1, 2)
+        query = apply_rope(self._split_heads(self.q_proj(hidden)), cos, sin).transpose(1, 2)
+        key = apply_rope(self._split_heads(self.k_proj(hidden)), cos, sin).transpose(1, 2)
+        value = self._split_heads(self.v_proj(hidden)).transpose(1, 2)
         return self.o_proj(self._attend(query, key, value, mask).transpose(1, 2).flatten(2))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -132,7 +132,7 @@ class Attention(nn.Module):
         key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    def _heads(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
@@ -157,7 +157,7 @@ class FeedForward(nn.Module):
         return self.down_proj(product)
 
 
-def _mixture(config: Model) -> Mixture:
+def _make_mixture(config: Model) -> Mixture:
     return Mixture(config, FeedForward(config, config.n_shared_experts) if config.n_shared_experts else None)
 
 
@@ -167,7 +167,7 @@ class Block(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = _mixture(config) if config.n_experts else FeedForward(config)
+        self.mlp = _make_mixture(config) if config.n_experts else FeedForward(config)
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
 
@@ -206,8 +206,10 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, T, D] of `tokens` [B, T] (int64); for `documents` see Llama.forward."""
         config = self.config
-        cos, sin = rope_tables(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device, self.rope_scaling)
-        mask = None if documents is None else document_attention_mask(documents)
+        cos, sin = make_rope_tables(
+            tokens.shape[1], config.head_dim, config.rope_theta, tokens.device, self.rope_scaling
+        )
+        mask = None if documents is None else make_document_mask(documents)
         hidden = self.embed_tokens(tokens)
         hidden = hidden.to(self.residual_dtype or hidden.dtype)
         for layer in self.layers:
@@ -248,19 +250,19 @@ class Llama(nn.Module):
         return self.lm_head(self.model(tokens, documents))
 
 
-def meta_llama(config: Model) -> Llama:
+def make_meta_llama(config: Model) -> Llama:
     """Make the model on the meta device, which has shapes and dtypes but no storage."""
     with torch.device("meta"):
         return Llama(config)
 
 
-def init_std(name: str, config: Model) -> float:
+def choose_init_std(name: str, config: Model) -> float:
     """Return a matrix's initial standard deviation; matrices that write to the residual stream shrink with depth."""
     writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
     return INIT_STD / (2 * config.n_layers) ** 0.5 if writes_residual else INIT_STD
 
 
-def training_flops_per_token(config: Model, seq_len: int) -> int:
+def count_training_flops_per_token(config: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward for one token: 6 per weight that multiplies it, and attention.
 
     A token takes top_k of the routed experts. All of attention counts, as is usual, although a causal kernel may skip
@@ -272,9 +274,9 @@ def training_flops_per_token(config: Model, seq_len: int) -> int:
     router = config.dim * config.n_experts
     linear_weights = config.n_layers * (attention + networks * 3 * config.dim * config.hidden_dim + router)
     linear_weights += config.dim * config.vocab_size
-    return 6 * linear_weights + attention_flops_per_token(config, seq_len)
+    return 6 * linear_weights + count_attention_flops_per_token(config, seq_len)
 
 
-def attention_flops_per_token(config: Model, seq_len: int) -> int:
+def count_attention_flops_per_token(config: Model, seq_len: int) -> int:
     """Return the FLOPs of attention's matmuls for one token, forward and backward, including masked scores."""
     return 12 * config.n_layers * config.dim * seq_len

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
-from quaver.lab.recorder.storages import plain_tensors
+from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.linear.module import Float8Linear
 
 
@@ -84,7 +84,7 @@ class _NonFiniteSearch:
 def is_finite(value: Any) -> bool:
     """Return whether the part of `value` on this rank is finite, or `value` is not a tensor."""
     # Detached, because a checkpointed block would otherwise save more in the forward than in the recomputation.
-    tensors = plain_tensors(value.detach()) if isinstance(value, Tensor) else []
+    tensors = list_plain_tensors(value.detach()) if isinstance(value, Tensor) else []
     return all(bool(tensor.float().isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 

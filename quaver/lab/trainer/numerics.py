@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quaver.lab.runs.errors import OutputFailures, writing
+from quaver.lab.runs.errors import OutputFailures, convert_write_errors
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.trainer.metrics import Logger
 from quaver.numerics.record import RecordWriter
@@ -21,27 +21,27 @@ class NumericsLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line and log its numbers. Raises OutputError."""
-        with writing(self._writer.path):
+        with convert_write_errors(self._writer.path):
             self._writer.write(line)
         if line["kind"] == "header":
-            self._names = [name_of(tensor) for tensor in line["tensors"]]
+            self._names = [make_logger_name(tensor) for tensor in line["tensors"]]
         elif line["kind"] == "sample":
-            scalars = dict(_scalars(line, self._names))
+            scalars = dict(_iter_scalars(line, self._names))
             for logger in self._loggers:
-                with self._failures.noting():
+                with self._failures.catch():
                     logger.log(line["step"], scalars)
 
     def close(self) -> None:
         """Do nothing: the run closes the loggers."""
 
 
-def name_of(tensor: dict[str, Any]) -> str:
+def make_logger_name(tensor: dict[str, Any]) -> str:
     """Return a tensor's name in the loggers: LAYER.OPERAND, or LAYER.OPERAND.CAST if the operand has two casts."""
     cast = "" if tensor["cast"] in ("both", "result") else f".{tensor['cast']}"
     return f"{tensor['layer']}.{tensor['operand']}{cast}"
 
 
-def _scalars(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _iter_scalars(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
     for statistic in LOGGED:
         for name, value in zip(names, sample[statistic], strict=True):
             if value is not None:

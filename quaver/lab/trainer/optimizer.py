@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.lab.recorder.storages import plain_tensors
+from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import LRScheduler, Optimizer
 from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, embeddings_of
 
@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not config.is_muon:
-        return _adamw(parameters, model, config)
+        return _make_adamw(parameters, model, config)
     hidden = {parameter for layer in model.get_submodule("model.layers").children() for parameter in layer.parameters()}
     matrices = [parameter for parameter in parameters if parameter in hidden and parameter.dim() == 2]
     muon: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
@@ -42,10 +42,10 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     muon_optimizer = muon(matrices, lr=config.lr, **options)
     if isinstance(muon_optimizer, Float8Muon):
         muon_optimizer.name_parameters(model)
-    return CombinedOptimizer(muon_optimizer, _adamw(rest, model, config))
+    return CombinedOptimizer(muon_optimizer, _make_adamw(rest, model, config))
 
 
-def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+def _make_adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -68,7 +68,7 @@ def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) 
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, **kernels)
 
 
-def learning_rate(step: int, steps: int, config: Optimizer, schedule: LRScheduler) -> float:
+def compute_learning_rate(step: int, steps: int, config: Optimizer, schedule: LRScheduler) -> float:
     """Return the rate of `step` (1 to `steps`): linear up to lr at `warmup_steps`, then as `schedule` says."""
     if step <= schedule.warmup_steps:
         return config.lr * step / schedule.warmup_steps
@@ -89,7 +89,7 @@ def sum_partial_gradients(model: nn.Module) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def squared_norm_share(model: nn.Module) -> Tensor:
+def compute_squared_norm_share(model: nn.Module) -> Tensor:
     """Return this rank's share of the squared norm of all gradients, a float32 scalar. The shares of all ranks add up.
 
     A gradient that n ranks hold counts 1/n on each. Every parameter must be on the mesh of all ranks.
@@ -97,7 +97,7 @@ def squared_norm_share(model: nn.Module) -> Tensor:
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            groups[_copies(parameter.grad)] += plain_tensors(parameter.grad)
+            groups[_count_copies(parameter.grad)] += list_plain_tensors(parameter.grad)
     shares = []
     for copies, grads in groups.items():
         norms = torch._foreach_norm(grads, 2.0, dtype=torch.float32)  # one in bfloat16 would be rounded to 8 bits
@@ -109,10 +109,10 @@ def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, of norm `norm` over all ranks, to at most `max_norm`, as `clip_grad_norm_` does."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([plain for grad in grads for plain in plain_tensors(grad)], factor)
+    torch._foreach_mul_([plain for grad in grads for plain in list_plain_tensors(grad)], factor)
 
 
-def _copies(grad: Tensor) -> int:
+def _count_copies(grad: Tensor) -> int:
     """Return the number of ranks that hold the same part of `grad`."""
     if not isinstance(grad, DTensor):
         return 1

@@ -45,7 +45,7 @@ from quaver.distributed import (
 )
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.mixture import Experts, modules_of
+from quaver.lab.trainer.mixture import Experts, list_modules
 from quaver.lab.trainer.model import Block, FeedForward, Llama
 from quaver.parallel.linear_sharding import check_can_be_sharded
 from quaver.torch_private.fake_ranks import FakeStore
@@ -58,7 +58,7 @@ def make_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
 
 
 @contextmanager
-def pretended_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
+def pretend_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
     """Yield a mesh of `layout` in which this process is the first rank and the others do not exist."""
     if not layout.mesh:
         yield None
@@ -119,7 +119,7 @@ def _split_experts(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> Devic
     sizes = {**sizes, "dp_shard": sizes["dp_shard"] // degree, "ep": degree}
     expert_mesh = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     style = Float8ExpertParallel(grad_weight_from_codes=config.float8.grad_weight_from_codes)
-    for experts in modules_of(model, Experts):
+    for experts in list_modules(model, Experts):
         parallelize_module(experts, expert_mesh["ep"], style)
     return expert_mesh
 
@@ -131,14 +131,14 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
     """
     if mesh_of_experts is not None:
         fsdp_part = mesh_of_experts[tuple(name for name in mesh_of_experts.mesh_dim_names or () if name != "ep")]
-        for experts in modules_of(model, Experts):
-            fully_shard(experts, **group_options(config, fsdp_part))
+        for experts in list_modules(model, Experts):
+            fully_shard(experts, **make_group_options(config, fsdp_part))
     groups: list[nn.Module] = list(model.blocks())
     if not config.model.tie_word_embeddings:  # a tied projection is in the embedding's group
         groups.append(model.lm_head)
     for group in groups:
-        fully_shard(group, **group_options(config, mesh))
-    fully_shard(model, **group_options(config, mesh, dtype=config.training.residual_stream_dtype))
+        fully_shard(group, **make_group_options(config, mesh))
+    fully_shard(model, **make_group_options(config, mesh, dtype=config.training.residual_stream_dtype))
     if config.comm.float8_gradients:
         try:
             reduce_gradients_in_float8(model)
@@ -146,7 +146,7 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
             raise ValueError(f"comm.float8_gradients: {error}") from error
 
 
-def group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:
+def make_group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:
     """Return the arguments of `fully_shard` for a group of parameters; see [Note: precision under FSDP2].
 
     Args:
@@ -181,14 +181,14 @@ def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.norm": SequenceParallel(),
-        "lm_head": _colwise(model.lm_head, input_layouts=Shard(1), use_local_output=False),
+        "lm_head": _make_colwise(model.lm_head, input_layouts=Shard(1), use_local_output=False),
     }
     parallelize_module(model, mesh, styles)
     for block in model.blocks():
-        parallelize_module(block, mesh, _block_styles(block))
+        parallelize_module(block, mesh, _make_block_styles(block))
 
 
-def _block_styles(block: Block) -> dict[str, ParallelStyle]:
+def _make_block_styles(block: Block) -> dict[str, ParallelStyle]:
     attention, mlp = block.self_attn, block.mlp
     if not isinstance(mlp, FeedForward):
         raise NotImplementedError("tensor parallelism does not split experts")  # the config was checked
@@ -196,15 +196,15 @@ def _block_styles(block: Block) -> dict[str, ParallelStyle]:
     return {
         "input_layernorm": SequenceParallel(),
         "self_attn": _gather_sequence([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=3),
-        "self_attn.q_proj": _colwise(attention.q_proj),
-        "self_attn.k_proj": _colwise(attention.k_proj),
-        "self_attn.v_proj": _colwise(attention.v_proj),
-        "self_attn.o_proj": _rowwise(attention.o_proj, output_layouts=Shard(1)),
+        "self_attn.q_proj": _make_colwise(attention.q_proj),
+        "self_attn.k_proj": _make_colwise(attention.k_proj),
+        "self_attn.v_proj": _make_colwise(attention.v_proj),
+        "self_attn.o_proj": _make_rowwise(attention.o_proj, output_layouts=Shard(1)),
         "post_attention_layernorm": SequenceParallel(),
         "mlp": _gather_sequence([mlp.gate_proj, mlp.up_proj]),
-        "mlp.gate_proj": _colwise(mlp.gate_proj),
-        "mlp.up_proj": _colwise(mlp.up_proj),
-        "mlp.down_proj": _rowwise(mlp.down_proj, output_layouts=Shard(1)),
+        "mlp.gate_proj": _make_colwise(mlp.gate_proj),
+        "mlp.up_proj": _make_colwise(mlp.up_proj),
+        "mlp.down_proj": _make_rowwise(mlp.down_proj, output_layouts=Shard(1)),
     }
 
 
@@ -230,9 +230,9 @@ def _gather_sequence(readers: list[nn.Linear], other_inputs: int = 0) -> Paralle
     return PrepareModuleInput(**layouts)
 
 
-def _colwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
+def _make_colwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
     return (Float8ColwiseParallel if isinstance(linear, Float8Linear) else ColwiseParallel)(**layouts)
 
 
-def _rowwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
+def _make_rowwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
     return (Float8RowwiseParallel if isinstance(linear, Float8Linear) else RowwiseParallel)(**layouts)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.recorder.figure import figure_of
+from quaver.lab.recorder.figure import open_figure
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.metrics import WARMUP_STEPS
 
@@ -19,7 +19,7 @@ def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
     records = read_metrics(metrics)
     names = list(dict.fromkeys(record["run"] for record in records if "run" in record))
     panels = 3 if len(names) == 2 else 2
-    with figure_of(image, (4.6 * panels, 3.8), title=title) as figure:
+    with open_figure(image, (4.6 * panels, 3.8), title=title) as figure:
         axes = list(figure.subplots(1, panels))
         _draw_losses(axes.pop(0), records, names)
         if len(names) == 2:
@@ -29,10 +29,10 @@ def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
 
 def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
     for name, color, marker, width in zip(names, COLORS, "ox", (2.4, 1.0), strict=False):  # curves overlap
-        steps, losses = _series(records, name, "loss")
+        steps, losses = _list_points(records, name, "loss")
         axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         axis.plot(steps, smooth(losses), color=color, linewidth=width, label=f"{name}, train")
-        steps, losses = _series(records, name, "validation_loss")
+        steps, losses = _list_points(records, name, "validation_loss")
         axis.plot(steps, losses, marker, color=color, markersize=6, fillstyle="none", label=f"{name}, validation")
     axis.set(title="Loss (nats per token)", xlabel="step")
     _finish(axis)
@@ -40,7 +40,7 @@ def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
 
 def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
     for key, style, label in (("loss", "-", "train, smoothed"), ("validation_loss", "o", "validation")):
-        losses, references = (dict(zip(*_series(records, name, key), strict=True)) for name in names)
+        losses, references = (dict(zip(*_list_points(records, name, key), strict=True)) for name in names)
         steps = [step for step in losses if step in references]  # a model may have skipped steps
         pair = [[curve[step] for step in steps] for curve in (losses, references)]
         if key == "loss":
@@ -55,7 +55,7 @@ def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
 
 def _draw_speed(axis: Any, records: list[Record], names: list[str]) -> None:
     for name, color in zip(names, COLORS, strict=False):
-        steps, speeds = _series(records, name, "tokens_per_s")
+        steps, speeds = _list_points(records, name, "tokens_per_s")
         axis.plot(steps[WARMUP_STEPS:], speeds[WARMUP_STEPS:], color=color, linewidth=1, label=name)
     axis.set(title="Tokens per second", xlabel="step")
     axis.set_ylim(bottom=0)
@@ -68,7 +68,7 @@ def _finish(axis: Any) -> None:
         axis.legend(frameon=False)
 
 
-def _series(records: Iterable[Record], name: str, key: str) -> tuple[list[int], list[float]]:
+def _list_points(records: Iterable[Record], name: str, key: str) -> tuple[list[int], list[float]]:
     points = [(record["step"], record[key]) for record in records if record.get("run") == name and key in record]
     return [step for step, _ in points], [value for _, value in points]
 

@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def quiet(is_first: bool) -> Iterator[None]:
+def silence_other_ranks(is_first: bool) -> Iterator[None]:
     """Show warnings of Python and torch in the block on the first rank only, because all ranks have the same warnings.
 
     Errors, and quaver's own log lines, are shown on every rank.
@@ -57,7 +57,7 @@ class Requests:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Requests]:
+def catch_stop_signals() -> Iterator[Requests]:
     """Turn the first SIGINT, SIGTERM or SIGHUP in the block into `stop`, so that a run ends between two steps.
 
     A second SIGINT or SIGTERM has its default effect. A second SIGHUP has none: the shell and the kernel both send one
@@ -89,7 +89,7 @@ def _end_with_launcher() -> None:
 
 
 @contextmanager
-def snapshot_signals() -> Iterator[Requests]:
+def count_snapshot_signals() -> Iterator[Requests]:
     """Count each SIGUSR1 in the block, which would otherwise end the process, as a request for a memory snapshot."""
     requests = Requests()
 
@@ -159,7 +159,7 @@ class Watchdog:
 
 
 @contextmanager
-def determinism(enabled: bool) -> Iterator[None]:
+def use_determinism(enabled: bool) -> Iterator[None]:
     """Use deterministic algorithms in the block if `enabled`; torch then refuses operations that have none.
 
     CPU runs are reproducible without it. On CUDA it costs speed, above all in attention.

@@ -29,10 +29,10 @@ from torch.profiler import ProfilerActivity, profile
 from quaver import Float8Linear
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.recorder.timeline import record_timeline
-from quaver.lab.runs.errors import OutputFailures, writing
+from quaver.lab.runs.errors import OutputFailures, convert_write_errors
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.float8 import file_name
-from quaver.lab.trainer.process import Requests, snapshot_signals
+from quaver.lab.settings.float8 import make_file_name
+from quaver.lab.trainer.process import Requests, count_snapshot_signals
 from quaver.linear.scale_state import LinearScales
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.memory import dump_snapshot, record_memory_history
@@ -56,7 +56,7 @@ class Profiler:
 
     def __enter__(self) -> "Profiler":
         if self._config.profiling.enable_memory_snapshot:
-            self._requests = self._stack.enter_context(snapshot_signals())
+            self._requests = self._stack.enter_context(count_snapshot_signals())
             if is_cuda_device(self._device):
                 self._stack.enter_context(_record_history(self._device))
         return self
@@ -118,7 +118,7 @@ class Profiler:
         if not self._is_snapshot_due(step, name):
             yield
             return
-        with record_timeline(model, optimizer, persistent_scales=persistent_scales(model)) as timeline:
+        with record_timeline(model, optimizer, persistent_scales=list_persistent_scales(model)) as timeline:
             yield
         report = timeline.report() | {"run": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
         file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
@@ -137,11 +137,11 @@ class Profiler:
         return step == self._config.profiling.memory_snapshot_step or asked > served
 
     def _file(self, folder: str, step: int, name: str, ending: str) -> Path:
-        return self._folder / folder / f"step-{step:06d}" / f"{file_name(name)}-rank{self._rank}{ending}"
+        return self._folder / folder / f"step-{step:06d}" / f"{make_file_name(name)}-rank{self._rank}{ending}"
 
     def _write(self, file: Path, write: Callable[[Path], None]) -> None:
         """Create the folders of `file` in the run folder and write it; keep an error."""
-        with self._failures.noting(), writing(file):
+        with self._failures.catch(), convert_write_errors(file):
             *folders, _ = file.relative_to(self._folder).parents  # not the run folder, which may have been removed
             for folder in reversed(folders):
                 (self._folder / folder).mkdir(exist_ok=True)
@@ -178,7 +178,7 @@ def _is_whole(trace: Path) -> bool:
     return b'"traceName"' in end and end.rstrip().endswith(b"}")
 
 
-def persistent_scales(model: nn.Module) -> list[Tensor]:
+def list_persistent_scales(model: nn.Module) -> list[Tensor]:
     """Return every tensor of the persistent scales and histories that the linears of `model` share."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
     states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}

@@ -15,15 +15,15 @@ from quaver.conversion.report import ConversionReport
 from quaver.lab.data import TokenData, load_data
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.run_folder import RunFolder, provenance, resumes
+from quaver.lab.runs.run_folder import RunFolder, collect_provenance, will_resume
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.metrics import check_loggers
-from quaver.lab.trainer.model import Llama, meta_llama
-from quaver.lab.trainer.parallelize import check_tensor_parallel, parallelize, pretended_mesh
-from quaver.runtime.agreement import on_every_rank
+from quaver.lab.trainer.model import Llama, make_meta_llama
+from quaver.lab.trainer.parallelize import check_tensor_parallel, parallelize, pretend_mesh
+from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.devices import is_cuda_device, resolve_device
 
 
@@ -84,7 +84,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     check_environment(config, device)
     models = make_models(config, device)
     if config.comm.float8_gradients:
-        with pretended_mesh(dims) as mesh:  # the process group is made later
+        with pretend_mesh(dims) as mesh:  # the process group is made later
             parallelize(deepcopy(models.first[1]), config, mesh)
     data = load_data(config, ShownProgress() if ranks.is_first else None)
     return RunSetup(config, ranks, dims, device, data, models)
@@ -121,7 +121,7 @@ def check_environment(config: TrainConfig, device: torch.device | None) -> None:
         "page-locked memory is for copies from a GPU",
     )
     check_loggers(config.metrics)
-    if config.checkpoint.initial_load_path and not resumes(config):
+    if config.checkpoint.initial_load_path and not will_resume(config):
         read_record(config.checkpoint.initial_weights)
 
 
@@ -132,10 +132,10 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
         ValueError: a filter matches nothing, or tensor parallelism cuts blocks of a recipe.
         NotImplementedError: quaver does not support the settings.
     """
-    models = {config.training.mixed_precision_param: _meta_model(config)}
+    models = {config.training.mixed_precision_param: _make_meta_model(config)}
     report = None
     if config.float8.enable_float8_linear:
-        model = _meta_model(config)
+        model = _make_meta_model(config)
         tokens = config.training.local_batch_size * config.training.seq_len
         report = convert_model(model, config.float8, tokens=tokens, device=device)
         check_tensor_parallel(model, config.parallelism.tensor_parallel_degree)
@@ -146,7 +146,7 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
 def open_folder(setup: RunSetup) -> None:
     """Find or make the run folder and lock it, on the first rank. Raises what `RunFolder.open` does."""
     report = setup.models.report.to_dict() if setup.models.report else None
-    source = provenance(setup.device)
+    source = collect_provenance(setup.device)
     setup.description = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
     setup.description["data"] = setup.data.origin
     if setup.ranks.is_first:
@@ -171,10 +171,10 @@ def begin_folder(setup: RunSetup) -> None:
             if setup.description["conversion_report"]:
                 setup.folder.write_json("conversion_report.json", setup.description["conversion_report"])
 
-    on_every_rank(begin)
+    run_on_every_rank(begin)
 
 
-def _meta_model(config: TrainConfig) -> Llama:
-    model = meta_llama(config.model).to(getattr(torch, config.training.dtype))
+def _make_meta_model(config: TrainConfig) -> Llama:
+    model = make_meta_llama(config.model).to(getattr(torch, config.training.dtype))
     model.model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
     return model

@@ -3,11 +3,11 @@
 from importlib.metadata import version
 from typing import Any
 
-from quaver.lab.trainer.flops import utilization
-from quaver.lab.trainer.metrics import median_after_warmup
+from quaver.lab.trainer.flops import compute_utilization
+from quaver.lab.trainer.metrics import compute_median_after_warmup
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
-from quaver.runtime.devices import describe
+from quaver.runtime.devices import describe_hardware
 
 
 def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, 
     Speed is the median step's over all ranks, MFU is per device, and memory is the first rank's. `comparison` has the
     first model relative to the bfloat16 baseline.
     """
-    models = {model.name: _model_summary(run, model) for model in run.models}
+    models = {model.name: _summarize_model(run, model) for model in run.models}
     summary: dict[str, Any] = {
         "status": status,
         "error": error,
@@ -28,20 +28,20 @@ def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, 
         "bfloat16_peak": {"flops_per_s": run.peak.flops_per_s, "source": run.peak.source},
         "float8_peak_flops_per_s": run.peak.float8_flops_per_s,
         "float32_peak_flops_per_s": run.peak.float32_flops_per_s,
-        "environment": {"quaver": version("quaver"), **describe(run.device)},
+        "environment": {"quaver": version("quaver"), **describe_hardware(run.device)},
     }
     if len(models) == 2:
         summary["comparison"] = _compare(*models.values())
     return summary
 
 
-def _model_summary(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
+def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
     config, dims = run.config, run.dims
-    seconds = median_after_warmup(model.step_seconds) if model.step_seconds else None
+    seconds = compute_median_after_warmup(model.step_seconds) if model.step_seconds else None
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
     used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
     if tokens_per_s:
-        used = utilization(run.flops_per_token[model.name], tokens_per_s / dims.world_size, run.peak)
+        used = compute_utilization(run.flops_per_token[model.name], tokens_per_s / dims.world_size, run.peak)
     rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
     return {
         "validation_loss": model.validation_loss,

@@ -15,12 +15,12 @@ from quaver.export.source import huggingface_source
 from quaver.lab.data import Batch, load_data
 from quaver.lab.settings import Data, Model, TrainConfig
 from quaver.lab.settings.config_file import build_config
-from quaver.lab.trainer.huggingface.config import model_from_hf
-from quaver.lab.trainer.huggingface.convert import checkpoint_of, open_checkpoint
+from quaver.lab.trainer.huggingface.config import read_hf_config
+from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
 from quaver.lab.trainer.huggingface.float8 import run_source
-from quaver.lab.trainer.loss import next_token_loss
+from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.trained_model import autocast_of
+from quaver.lab.trainer.trained_model import make_autocast
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
         raise FileNotFoundError(
             f"--model must be a run or a Hugging Face folder, got {str(path)!r}, which is not a directory"
         )
-    checkpoint = checkpoint_of(path)
+    checkpoint = find_checkpoint(path)
     open_path = _open_huggingface if checkpoint is None else _open_run
     return open_path(checkpoint or path, data, sequences, seq_len)
 
@@ -74,7 +74,7 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
     model: Any = huggingface_source(folder, recipe="tensorwise").high_precision_model()
     try:
-        shape, can_train = model_from_hf(read_config(folder)), True
+        shape, can_train = read_hf_config(read_config(folder)), True
     except NotImplementedError:  # quaver's trainer does not support the architecture
         shape, can_train = Model(vocab_size=model.get_input_embeddings().weight.shape[0]), False
     config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_tokenizer(folder)))
@@ -98,14 +98,14 @@ def _make_surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainCon
     model.train()
 
     def forward_backward() -> None:
-        with autocast_of(training, torch.device("cpu")):
-            _loss(model, batch).backward()
+        with make_autocast(training, torch.device("cpu")):
+            _compute_loss(model, batch).backward()
 
     source = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {batch_config.data.path}"
     return Surveyed(model, config, source, forward_backward, can_train)
 
 
-def _loss(model: nn.Module, batch: Batch) -> Any:
+def _compute_loss(model: nn.Module, batch: Batch) -> Any:
     if isinstance(model, Llama):
-        return next_token_loss(model(batch.tokens, batch.documents), batch.targets)
-    return next_token_loss(model(input_ids=batch.tokens).logits, batch.targets)
+        return compute_next_token_loss(model(batch.tokens, batch.documents), batch.targets)
+    return compute_next_token_loss(model(input_ids=batch.tokens).logits, batch.targets)

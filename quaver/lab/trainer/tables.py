@@ -67,7 +67,7 @@ def fit_table(table: Table, width: int) -> int:
         if sum(least) + gaps <= width:
             break
     table.padding = (0, padding, 0, 0)
-    widths = [_longest_line(column) for column in table.columns]
+    widths = [_measure_longest_line(column) for column in table.columns]
     while sum(widths) + gaps > width and widths != least:
         _, widest = max((size, index) for index, size in enumerate(widths) if size > least[index])
         widths[widest] -= 1
@@ -78,7 +78,7 @@ def fit_table(table: Table, width: int) -> int:
 
 def _measure(column: Column, *, breaks_parts: bool) -> int:
     """Return the least width of a column: its longest line, or part of one if the column is wrapped."""
-    longest = _longest_line(column)
+    longest = _measure_longest_line(column)
     if column.no_wrap:
         return longest
     if breaks_parts:
@@ -86,7 +86,7 @@ def _measure(column: Column, *, breaks_parts: bool) -> int:
     return max(cell_len(part.rstrip()) for line in _list_lines(column) for part in _PART.findall(line))
 
 
-def _longest_line(column: Column) -> int:
+def _measure_longest_line(column: Column) -> int:
     return max(map(cell_len, _list_lines(column)))
 
 

@@ -15,17 +15,17 @@ from quaver.conversion.report import conversion_report
 from quaver.lab.data import Batch
 from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures
 from quaver.lab.runs.json_lines import JsonLines
-from quaver.lab.runs.run_folder import replaced
+from quaver.lab.runs.run_folder import replace_file
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
-from quaver.lab.trainer.display import Display, print_results, say, stdout_console
-from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
-from quaver.lab.trainer.flops import utilization
-from quaver.lab.trainer.memory import device_memory, reset_device_peaks
-from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember, scalars_of
+from quaver.lab.trainer.display import Display, make_stdout_console, print_results, say
+from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
+from quaver.lab.trainer.flops import compute_utilization
+from quaver.lab.trainer.memory import read_device_memory, reset_device_peaks
+from quaver.lab.trainer.metrics import Logger, is_spike, list_scalars, open_loggers, remember
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.plot import draw_curves
-from quaver.lab.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals
+from quaver.lab.trainer.process import Requests, Watchdog, catch_stop_signals, silence_other_ranks, use_determinism
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
@@ -62,7 +62,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
         KeyboardInterrupt: with several ranks, at a second Ctrl-C, without waiting for the other ranks.
     """
     try:
-        with quiet(run.ranks.is_first):
+        with silence_other_ranks(run.ranks.is_first):
             return _train(run)
     finally:
         if run.folder:
@@ -72,8 +72,13 @@ def train(run: TrainingRun) -> dict[str, Any]:
 def _train(run: TrainingRun) -> dict[str, Any]:
     status, error, waits, is_writable, failures = "failed", None, True, True, OutputFailures(run.ranks)
     try:
-        deterministic = determinism(run.config.training.deterministic)
-        with deterministic, _raise_limit(run), _open_outputs(run, failures) as outputs, stop_signals() as requests:
+        deterministic = use_determinism(run.config.training.deterministic)
+        with (
+            deterministic,
+            _raise_limit(run),
+            _open_outputs(run, failures) as outputs,
+            catch_stop_signals() as requests,
+        ):
             _introduce(run, outputs.display)
             _train_steps(run, outputs, requests)
             reason = run.ranks.gather(outputs.alarms.reason)[0]
@@ -98,7 +103,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
                 say(unsaved)
         summary = summarize(run, status=status, error=error)
         if is_writable:
-            with failures.noting():  # an error that ended the run has priority
+            with failures.catch():  # an error that ended the run has priority
                 _conclude(run, status, summary)
     failures.raise_on_all_ranks()
     _print_end(run, status, summary)
@@ -144,7 +149,7 @@ def _check_folder(run: TrainingRun, outputs: "Outputs") -> None:
     """Note a removed run folder. After the first step, write the report of conversion with the backends that ran."""
     if run.folder is None:
         return
-    with outputs.failures.noting():
+    with outputs.failures.catch():
         run.folder.check_exists()
         if run.progress.step == run.began_at_step + 1 and run.config.float8.enable_float8_linear:
             run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
@@ -172,7 +177,7 @@ def _train_step(run: TrainingRun, step: int, outputs: "Outputs") -> None:
                 raise
         _record_step(run, model, step, result, outputs)
         if steps_here == 1 and model.note_on_compile:
-            outputs.display.line(f"{model.name}: {model.note_on_compile}")
+            outputs.display.print_line(f"{model.name}: {model.note_on_compile}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
 
@@ -214,7 +219,7 @@ def _validate(run: TrainingRun, step: int, outputs: "Outputs") -> None:
         if config.validation.high_precision_too:
             record["validation_loss_hp"] = model.validation_loss_hp
         outputs.write(record)
-        outputs.display.validation(record)
+        outputs.display.print_validation(record)
 
 
 def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
@@ -240,11 +245,11 @@ class Outputs:
     def write(self, record: dict[str, Any]) -> None:
         """Append the record of a step or a validation to metrics.jsonl, and log its numbers."""
         if self.metrics is not None:
-            with self.failures.noting():
+            with self.failures.catch():
                 self.metrics.write(record)
         for logger in self.loggers:
-            with self.failures.noting():
-                logger.log(record["step"], scalars_of(record))
+            with self.failures.catch():
+                logger.log(record["step"], list_scalars(record))
 
 
 @contextmanager
@@ -254,12 +259,12 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
         loggers: list[Logger] = []
         metrics = scales = None
         if folder is not None:
-            with failures.noting():
+            with failures.catch():
                 metrics = stack.enter_context(closing(JsonLines(folder.metrics)))
                 loggers = stack.enter_context(open_loggers(config, folder, asdict(run.config), failures))
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                     scales = stack.enter_context(closing(JsonLines(folder.float8_scales)))
-        display = Display(stdout_console(quiet=folder is None), config.log_freq, run.peak.source)
+        display = Display(make_stdout_console(quiet=folder is None), config.log_freq, run.peak.source)
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, run.progress.fallbacks)
         sink = None
         if run.config.numerics.every:
@@ -313,7 +318,7 @@ def _fall_back(run: TrainingRun, outputs: "Outputs") -> None:
     run.flops_per_token[model.name] = model.flops_per_token()
     run.progress.fallbacks |= layers
     for name, recipe in layers.items():
-        outputs.display.line(f"step {step}: {name} computes in {recipe} from now on")
+        outputs.display.print_line(f"step {step}: {name} computes in {recipe} from now on")
     _open_monitor(run, outputs.alarm_sink)
 
 
@@ -322,21 +327,21 @@ def _record_step(run: TrainingRun, model: TrainedModel, step: int, result: StepR
         skipped = run.progress.skipped_steps
         skipped[model.name] = skipped.get(model.name, 0) + 1
         outputs.write({"step": step, "run": model.name, "skipped": result.nonfinite})
-        outputs.display.skipped(step, model.name, result.nonfinite)
+        outputs.display.print_skipped_step(step, model.name, result.nonfinite)
         return
     scaling = model.scaling.report() if run.folder and model.precision == model.name else []
-    record = _step_record(run, model, step, result) | saturation_summary(scaling)
+    record = _make_step_record(run, model, step, result) | summarize_saturation(scaling)
     recent = run.progress.recent_losses.setdefault(model.name, [])
     record["loss_spike"] = is_spike(result.loss, recent, run.config.metrics.loss_spike_deviations)
     remember(result.loss, recent)
     outputs.write(record)
-    outputs.display.step(record)
+    outputs.display.print_step(record)
     if outputs.scales and scaling and step % run.config.metrics.float8_scales_freq == 0:
-        with outputs.failures.noting():
-            outputs.scales.write(scales_record(step, model.name, scaling))
+        with outputs.failures.catch():
+            outputs.scales.write(make_scales_record(step, model.name, scaling))
 
 
-def _step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
+def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
     tokens_per_s = run.config.training.step_tokens / result.seconds
     flops = run.flops_per_token[model.name]
     if model.precision != model.name:  # float8.high_precision_schedule
@@ -350,13 +355,13 @@ def _step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepR
         "lr": result.lr,
         "step_seconds": result.seconds,
         "tokens_per_s": tokens_per_s,
-        **utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
-        **device_memory(run.device),
-        **_fullest_expert(model),
+        **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
+        **read_device_memory(run.device),
+        **_find_fullest_expert(model),
     }
 
 
-def _fullest_expert(model: TrainedModel) -> dict[str, float]:
+def _find_fullest_expert(model: TrainedModel) -> dict[str, float]:
     """Return the load of the fullest expert of any layer, relative to the mean."""
     load = model.expert_load
     return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}
@@ -367,26 +372,30 @@ def _introduce(run: TrainingRun, display: Display) -> None:
         return
     config, origin = run.config, run.data.origin
     parameters = sum(parameter.numel() for parameter in run.models[0].model.parameters())
-    display.line(f"run folder   {run.folder.path}")
+    display.print_line(f"run folder   {run.folder.path}")
     if run.folder.resume_step is not None:
         changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changes.items())
-        display.line(f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else ""))
+        display.print_line(
+            f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else "")
+        )
     precisions = " and ".join(model.name for model in run.models)
-    display.line(f"model        {parameters:,} parameters, trained in {precisions}")
-    display.line(
+    display.print_line(f"model        {parameters:,} parameters, trained in {precisions}")
+    display.print_line(
         f"data         {origin['path']}: {origin['files']:,} files ({origin['corrupt']:,} corrupt items left out), "
         f"{origin['train_tokens']:,} tokens to train, {origin['validation_tokens']:,} to validate"
     )
-    display.line(f"step         {config.training.step_tokens:,} tokens; {config.training.steps} steps on {run.device}")
+    display.print_line(
+        f"step         {config.training.step_tokens:,} tokens; {config.training.steps} steps on {run.device}"
+    )
     if not run.ranks.is_alone:
-        display.line(f"ranks        {run.dims}")
+        display.print_line(f"ranks        {run.dims}")
         for note in dict.fromkeys(note for model in run.models for note in model.notes):
-            display.line(f"{'':<12} {note}")
+            display.print_line(f"{'':<12} {note}")
     peaks = {"bfloat16": run.peak.flops_per_s}
     if run.peak.float32_flops_per_s and any("float32" in flops for flops in run.flops_per_token.values()):
         peaks["float32"] = run.peak.float32_flops_per_s
     for name, flops_per_s in peaks.items():
-        display.line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
+        display.print_line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
 
 
 def _conclude(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:
@@ -394,7 +403,7 @@ def _conclude(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:
     did_something = run.progress.step > run.began_at_step or status != "finished"
     if run.folder and did_something:
         run.folder.write_json("summary.json", summary)
-        with replaced(run.folder.curves) as image:
+        with replace_file(run.folder.curves) as image:
             draw_curves(run.folder.metrics, image, title=run.folder.path.name)
 
 

@@ -26,11 +26,11 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.lab.data import Batch
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Optimizer, TrainConfig, Training
-from quaver.lab.settings.schedule import ScheduleEntry, matmuls_at
+from quaver.lab.settings.schedule import ScheduleEntry, list_high_precision_matmuls
 from quaver.lab.trainer.float8 import in_high_precision, run_in_high_precision
-from quaver.lab.trainer.flops import flops_per_token_by_precision
+from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.loss import next_token_loss
+from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
 from quaver.lab.trainer.micro_batches import accumulate
 from quaver.lab.trainer.mixture import (
@@ -38,7 +38,7 @@ from quaver.lab.trainer.mixture import (
     Router,
     average_expert_gradients,
     balance_experts,
-    modules_of,
+    list_modules,
     take_expert_load,
 )
 from quaver.lab.trainer.model import Llama
@@ -46,8 +46,8 @@ from quaver.lab.trainer.nonfinite import NonFiniteError, find_nonfinite
 from quaver.lab.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
-    learning_rate,
-    squared_norm_share,
+    compute_learning_rate,
+    compute_squared_norm_share,
     sum_partial_gradients,
 )
 from quaver.lab.trainer.parallelize import parallelize
@@ -58,7 +58,7 @@ from quaver.runtime.devices import synchronize
 REMEDY = "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
 
 
-def autocast_of(training: Training, device: torch.device) -> torch.autocast:
+def make_autocast(training: Training, device: torch.device) -> torch.autocast:
     """Return autocast to `mixed_precision_param` on `device`, disabled if the parameters have that dtype."""
     dtype = getattr(torch, training.mixed_precision_param)
     return torch.autocast(device.type, dtype=dtype, enabled=training.mixed_precision_param != training.dtype)
@@ -142,7 +142,7 @@ class TrainedModel:
         self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
         self._schedule = self.config.float8.schedule if self._is_float8 else ()
-        self._routers, self._experts = modules_of(self.model, Router), modules_of(self.model, Experts)
+        self._routers, self._experts = list_modules(self.model, Router), list_modules(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
 
@@ -205,7 +205,9 @@ class TrainedModel:
         self.follow_schedule(step)
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
-            measure = measure_peak(self.resident_tensors(), device=self.device, countable=self.has_countable_memory)
+            measure = measure_peak(
+                self.iter_resident_tensors(), device=self.device, countable=self.has_countable_memory
+            )
         synchronize(self.device)
         start = time.perf_counter()
         with measure as peak:
@@ -220,7 +222,7 @@ class TrainedModel:
 
     def _update(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
         config = self.config
-        rate = learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
+        rate = compute_learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss_sum = self.forward_backward(batches)
@@ -228,7 +230,7 @@ class TrainedModel:
             self.monitor.step()
         sum_partial_gradients(self.model)
         average_expert_gradients(self._experts)
-        shares = torch.stack([loss_sum / self.ranks.world_size, squared_norm_share(self.model)])
+        shares = torch.stack([loss_sum / self.ranks.world_size, compute_squared_norm_share(self.model)])
         loss, squared_norm = self.ranks.sum(shares)
         norm = squared_norm.sqrt()
         clip_gradients(self.model, norm, config.training.max_norm)
@@ -248,7 +250,7 @@ class TrainedModel:
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`, and return the loss (float32, detached)."""
-        graphs = self._graph_count()
+        graphs = self._count_graphs()
         loss_sum = torch.zeros((), device=self.device)
         casts_once = self.ranks.is_alone or self.config.float8.cast_weights_once
         with (
@@ -259,10 +261,10 @@ class TrainedModel:
                 loss = self.loss_of(batch) / len(batches)
                 loss.backward()
                 loss_sum += loss.detach()
-        self.compiled_graphs += self._graph_count() - graphs
+        self.compiled_graphs += self._count_graphs() - graphs
         return loss_sum
 
-    def _graph_count(self) -> int:
+    def _count_graphs(self) -> int:
         if not self.config.training.compile:
             return 0
         from quaver.torch_private.compiler import graph_count  # imports the compiler, which takes seconds
@@ -271,8 +273,8 @@ class TrainedModel:
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Return the mean loss over the tokens of a batch, with its graph."""
-        with autocast_of(self.config.training, self.device):
-            return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
+        with make_autocast(self.config.training, self.device):
+            return compute_next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
     def follow_schedule(self, step: int) -> None:
         """Run the matmuls in high precision that float8.high_precision_schedule names for `step`."""
@@ -281,7 +283,9 @@ class TrainedModel:
         config, blocks = self.config, list(self.model.blocks())
         block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
         wanted = {
-            name: matmuls_at(self._schedule, step, config.training.steps, block_of.get(id(module)), len(blocks))
+            name: list_high_precision_matmuls(
+                self._schedule, step, config.training.steps, block_of.get(id(module)), len(blocks)
+            )
             for name, module in float8_modules(self.model)
         }
         run_in_high_precision(self.model, wanted.__getitem__)
@@ -326,15 +330,15 @@ class TrainedModel:
         Raises:
             NonFiniteError: if the loss is not finite.
         """
-        self.validation_loss = self._mean_loss(batches)
+        self.validation_loss = self._compute_mean_loss(batches)
         if self.config.validation.high_precision_too:
             self.validation_loss_hp = self.validation_loss
             if self.precision != self.config.training.mixed_precision_param:
                 with in_high_precision(self.model):
-                    self.validation_loss_hp = self._mean_loss(batches)
+                    self.validation_loss_hp = self._compute_mean_loss(batches)
         return self.validation_loss
 
-    def _mean_loss(self, batches: Sequence[Batch]) -> float:
+    def _compute_mean_loss(self, batches: Sequence[Batch]) -> float:
         self.model.eval()
         losses = torch.stack([self.loss_of(batch) for batch in batches])
         self.model.train()
@@ -349,9 +353,9 @@ class TrainedModel:
         """Return the FLOPs of forward and backward per token, by the precision that computes them now."""
         training = self.config.training
         sizes = self.config.model, training.seq_len, training.mixed_precision_param
-        return flops_per_token_by_precision(self.model, *sizes, self.device)
+        return count_flops_per_token_by_precision(self.model, *sizes, self.device)
 
-    def resident_tensors(self) -> Iterator[Tensor]:
+    def iter_resident_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that live between steps: parameters, buffers, persistent scales and optimizer state."""
         yield from self.model.parameters()
         yield from self.model.buffers()

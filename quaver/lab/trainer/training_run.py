@@ -15,7 +15,7 @@ from quaver.lab.trainer.alarms import fall_back
 from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.roofline.device_specs import peak_flops
+from quaver.roofline.device_specs import get_peak_flops
 
 
 class TrainingRun:
@@ -34,7 +34,7 @@ class TrainingRun:
         self.data, self.folder = setup.data, setup.folder  # only the first rank has the folder, and writes it
         self.models, self.paths, self.checkpoints, self.progress = models, paths, checkpoints, progress
         self.began_at_step = progress.step
-        self.peak = peak_flops(setup.device)
+        self.peak = get_peak_flops(setup.device)
         self.flops_per_token = {model.name: model.flops_per_token() for model in models}
 
 

@@ -6,7 +6,7 @@ import torch
 from quaver.lab.bench import cast
 from quaver.lab.bench.block import BlockBenchmark
 from quaver.lab.bench.cast import KINDS
-from quaver.lab.bench.gemm import GRANULARITIES, Matmul, compute_share_of_peak, list_matmuls
+from quaver.lab.bench.gemm import GRANULARITIES, Matmul, divide_by_peak, list_matmuls
 from quaver.lab.bench.host import count_operations
 from quaver.lab.bench.modules import build_block, make_steps
 from quaver.lab.bench.peer import is_peer_recipe
@@ -33,16 +33,16 @@ def test_the_three_matmuls_are_those_of_autograd():
     for matmul in list_matmuls(SHAPE):
         m, k, n = matmul.sizes
         assert m * k * n == 32 * 48 * 64
-        left, right = matmul.hp_operands(CPU)
+        left, right = matmul.make_hp_operands(CPU)
         assert (left.shape, right.shape) == ((m, k), (k, n))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch):
     for matmul in list_matmuls(SHAPE):
-        hp = matmul.hp_operands(CPU)
-        monkeypatch.setattr(Matmul, "hp_operands", lambda self, device, hp=hp: hp)
-        a, b, a_scale, b_scale = matmul.float8_operands(granularity, CPU)
+        hp = matmul.make_hp_operands(CPU)
+        monkeypatch.setattr(Matmul, "make_hp_operands", lambda self, device, hp=hp: hp)
+        a, b, a_scale, b_scale = matmul.make_float8_operands(granularity, CPU)
         expected = hp[0].float() @ hp[1].float()
         got = (a.float() * a_scale) @ (b.float() * b_scale)
         assert (got - expected).norm() < 0.1 * expected.norm()
@@ -55,9 +55,9 @@ def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch
 
 def test_the_share_is_of_the_precisions_own_peak():
     peak = PeakFlops(100e12, "data sheet", 200e12)
-    assert compute_share_of_peak(50e12, "bfloat16", peak) == 0.5
-    assert compute_share_of_peak(50e12, "rowwise", peak) == 0.25
-    assert compute_share_of_peak(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
+    assert divide_by_peak(50e12, "bfloat16", peak) == 0.5
+    assert divide_by_peak(50e12, "rowwise", peak) == 0.25
+    assert divide_by_peak(50e12, "rowwise", PeakFlops(100e12, "data sheet")) is None
 
 
 def test_the_floor_of_a_cpu_and_of_hardware_that_multiplies_float8(monkeypatch):

@@ -94,7 +94,7 @@ def test_an_output_is_checked_and_not_created(tmp_path):
     ],
 )
 def test_results_name_versions_the_command_and_the_commit(revision, commit, monkeypatch):
-    monkeypatch.setattr(results, "git_revision", lambda folder: revision)
+    monkeypatch.setattr(results, "find_git_revision", lambda folder: revision)
     monkeypatch.setattr("sys.argv", ["quaver", "bench", "gemm", "--output", "a b"])
     about = describe_environment(CPU)
     assert (about["torch"], about["threads"]) == (torch.__version__, torch.get_num_threads())

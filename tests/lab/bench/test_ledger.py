@@ -25,7 +25,7 @@ from quaver.lab.cli.bench.ledger import LedgerOptions
 from quaver.lab.settings import Model
 from quaver.lab.settings.flags import parse_options
 from quaver.linear.gemm import ScaleKind
-from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
+from quaver.roofline.cost import KERNEL_LAUNCH_S, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.roofline.matmul import matmul_seconds
 from quaver.roofline.scaled_matmul import share_of_scales
@@ -164,7 +164,7 @@ def launches_in_triton():
             hp, torch.float8_e4m3fn, True, True, False, 128, 128, ""
         ),
         "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
-        "quaver.column_major": lambda: triton_copy.column_major(hp.to(torch.float8_e4m3fn)),
+        "quaver.column_major": lambda: triton_copy.to_column_major(hp.to(torch.float8_e4m3fn)),
     }
     found = {}
     for name, call in calls.items():
@@ -199,7 +199,7 @@ def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
 def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
     spec = find_device_spec("H200")
     times = sum_milliseconds(ledger("linear", "bfloat16"), spec)
-    assert sum(times.values()) / 1e3 == pytest.approx(linear_cost(M, K, N, "tensorwise", spec).bfloat16.total_s)
+    assert sum(times.values()) / 1e3 == pytest.approx(predict_linear_cost(M, K, N, "tensorwise", spec).bfloat16.total_s)
     assert times["bfloat16 matmul"] > 3e3 * KERNEL_LAUNCH_S
 
 
@@ -246,7 +246,7 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
         made = ledger_of("quaver.native_block_mm", [*operands, *scales], result)
         assert (made.copies, made.strided_copies) == (copies, strided)
         assert made.launches == copies + 2  # rows' scales are transposed
-        assert made.bytes_of("copies") == copies * 2 * M * N
+        assert made.count_bytes("copies") == copies * 2 * M * N
     ragged = access((1000, 700), (700, 1)), access((700, 250), (250, 1))
     of_ragged = [access(size, (size[1], 1), torch.float32) for size in ((1000, 6), (6, 250))]
     made = ledger_of("quaver.native_block_mm", [*ragged, *of_ragged], access((1000, 250), (250, 1), torch.bfloat16))

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from quaver.lab.report.palette import SPECIAL, palette
+from quaver.lab.report.palette import SPECIAL, make_palette
 from quaver.lab.report.statistics import STATISTICS
 from tests.lab.browser.browser import Keys
 from tests.lab.browser.reports import ALARMS, BAD_SAMPLE, BAD_TENSOR, HOSTILE, LAYERS, TENSORS, WIDE
@@ -120,7 +120,7 @@ def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
     browser.open(reports / "large.html", width=width)
     heat = Map(browser, WIDE)
     pixels = heat.pixels()
-    rows, columns = np.nonzero(pixels == _pixel(palette()[0]))
+    rows, columns = np.nonzero(pixels == _pixel(make_palette()[0]))
     assert 1 <= len(rows) <= 4
     assert rows[0] / pixels.shape[0] == pytest.approx((BAD_TENSOR + 0.5) / WIDE, abs=0.01)
     assert columns[0] / pixels.shape[1] == pytest.approx((BAD_SAMPLE + 0.5) / 1000, abs=0.01)
@@ -132,9 +132,9 @@ def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
 
 def test_worse_stands_out_in_the_dark_too(browser, reports):
     browser.open(reports / "large.html", dark=True)
-    assert (Map(browser, WIDE).pixels() == _pixel(palette()[-1])).sum() in range(1, 5)
+    assert (Map(browser, WIDE).pixels() == _pixel(make_palette()[-1])).sum() in range(1, 5)
     browser.show(1280, 1000, dark=False)
-    browser.wait(lambda: (Map(browser, WIDE).pixels() == _pixel(palette()[0])).sum() in range(1, 5))
+    browser.wait(lambda: (Map(browser, WIDE).pixels() == _pixel(make_palette()[0])).sum() in range(1, 5))
 
 
 def test_a_large_page_answers_within_a_blink(browser, reports):

@@ -18,12 +18,12 @@ from quaver.lab.bench import working as working_module
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli import VERBS, bench, convert, doctor_gpu, dry_run, main, plan
 from quaver.lab.cli.bench import ledger, roofline
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.doctor_model import SHOWN, Survey
-from quaver.lab.cli.doctor_model import views_of as survey_views
+from quaver.lab.cli.doctor_model import iter_views as survey_views
 from quaver.lab.cli.memory import views
 from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
 from quaver.lab.doctor.survey import SurveyedLinear
@@ -114,7 +114,7 @@ def count_twice(monkeypatch):
             time.sleep(0.001)
 
     def count_twice(words=()):
-        with working("counting") as tell:
+        with show_progress("counting") as tell:
             wait_for("... counting, 0 s")
             tell("counting again")
             wait_for("... counting again, 0 s")
@@ -173,13 +173,13 @@ def bench_views(verb):
     about = {"device": "NVIDIA H100 80GB HBM3", "threads": 16, "torch": "2.13.0+cu130", "commit": "0123456+"}
     result = {"environment": about, "rows": [row, row], "complete": True}
     options = SimpleNamespace(case_fields=kind.case_fields, tables=kind.tables, note=lambda result: "", result_file="x")
-    return bench.views_of(options, result)
+    return bench.iter_views(options, result)
 
 
 def advice_views():
     change = "activations: selective, every 2nd block; optimizer states: float8"
     row = AdvisedSetting(change, "--a b", 1023 * GIB, -1023 * GIB, StepCost(10**15, 10**14, 0.000123), "", True)
-    return [views.advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
+    return [views.make_advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
 
 
 def memory_views():
@@ -192,9 +192,9 @@ def memory_views():
     compared = {"label_a": "x", "label_b": "x", "peak_at_a": "forward", "peak_at_b": "forward"}
     compared |= dict.fromkeys(("peak_a", "peak_b", "saved_a", "saved_b"), GIB)
     comparison = SimpleNamespace(at=lambda moment: (), **compared)
-    with mock.patch.object(views, "merged_layers", return_value=[row] * 3):
-        tensors = views.tensor_table(found, 3)
-    return [tensors, views.category_table(found), next(views.comparison_views(comparison, found, found, 1))]
+    with mock.patch.object(views, "merge_layers", return_value=[row] * 3):
+        tensors = views.make_tensor_table(found, 3)
+    return [tensors, views.make_category_table(found), next(views.iter_comparison_views(comparison, found, found, 1))]
 
 
 def plan_views():
@@ -204,17 +204,17 @@ def plan_views():
     for degrees, gather, batch, speed, seconds, mfu, wait in numbers:
         cells = ("tensorwise", degrees, "8x4", gather, batch, "1/2", "174.9", "67.1M", f"{seconds}", f"{speed:,}")
         rows.append((f"{len(rows) + 1}*", *cells, f"{mfu}", f"{wait}"))
-    return [plan.layout_table(rows, 80 * GIB)]
+    return [plan.make_layout_table(rows, 80 * GIB)]
 
 
 def gpu_views():
     layers = LayersOnGpu("model.layers.*.self_attn.q_proj", 126, 16384, 128256, True, "float8.filter_fqns has 'x'")
-    return doctor_gpu.views_of(replace(describe_gpu(find_device_spec("B200")), recipe="rowwise", layers=[layers]))
+    return doctor_gpu.iter_views(replace(describe_gpu(find_device_spec("B200")), recipe="rowwise", layers=[layers]))
 
 
 def links_views():
     traffic = Traffic("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
-    return views.links_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
+    return views.iter_link_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
 
 
 def survey_of_a_model():
@@ -231,7 +231,7 @@ def ledger_views():
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
     ledgers = [Ledger(f"torchao {LONGEST}", "H200", list_entries(graphs, 0), graphs)]
     options = ledger.LedgerOptions(kernels=True)
-    return ledger.views_of(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
+    return ledger.iter_views(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
 
 
 def all_of_a_roofline():
@@ -239,7 +239,7 @@ def all_of_a_roofline():
     from quaver.lab.bench.roofline_layers import list_model_layers
 
     models = (list_model_layers("llama-70b"),)
-    return roofline.views_of(predict(RooflineSettings(find_specs(["H200"]), RECIPES, 16384, models)))
+    return roofline.iter_views(predict(RooflineSettings(find_specs(["H200"]), RECIPES, 16384, models)))
 
 
 TABLES = {
@@ -253,7 +253,7 @@ TABLES = {
     "memory --links": (links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
     "doctor --model": (survey_of_a_model, [NAME, "grad_output", LONGEST, "25.1"]),
     "train --dry-run": (
-        lambda: dry_run.views_of(dry_run.dry_run(load_config(CONFIG), 8)),
+        lambda: dry_run.iter_views(dry_run.dry_run(load_config(CONFIG), 8)),
         ["model.layers.*.self_attn.q_proj", "4,096 -> 14,336", "(2)"],
     ),
     "bench roofline": (all_of_a_roofline, [LONGEST, "28,672", "60%"]),

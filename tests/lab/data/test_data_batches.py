@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.lab.data.order import stream_indices
+from quaver.lab.data.order import compute_stream_indices
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, TrainConfig, Training, Validation
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.loss import next_token_loss
+from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.training_run import prepare
@@ -33,28 +33,30 @@ float32 unit is 5e-7; differences of at most 8e-6 were measured over 20 seeds.""
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 17, 63, 64, 65, 1000, 4096, 4097, 100_003])
 def test_an_epoch_has_every_sequence_once(count):
     for epoch in (0, 1, 5):
-        indices = stream_indices(epoch * count, count, count, seed=3)
+        indices = compute_stream_indices(epoch * count, count, count, seed=3)
         assert indices.dtype == np.int64
         assert np.array_equal(np.sort(indices), np.arange(count))
 
 
 def test_the_order_is_of_seed_and_epoch():
-    first, second, other = (stream_indices(start, 1000, 1000, seed) for start, seed in ((0, 1), (1000, 1), (0, 2)))
+    first, second, other = (
+        compute_stream_indices(start, 1000, 1000, seed) for start, seed in ((0, 1), (1000, 1), (0, 2))
+    )
     for one, two in ((first, second), (first, other), (second, other), (first, np.arange(1000))):
         assert np.count_nonzero(one == two) < 10  # 1 is expected by chance
 
 
 def test_the_order_is_the_same_on_every_machine_and_for_good():
     """Runs that resume with a newer quaver must go on with the same sequences."""
-    assert stream_indices(0, 8, 1000, seed=0).tolist() == [392, 855, 729, 432, 952, 18, 417, 298]
-    late = stream_indices(2**40, 4, 2**33 + 7, seed=2**63 - 1).tolist()
+    assert compute_stream_indices(0, 8, 1000, seed=0).tolist() == [392, 855, 729, 432, 952, 18, 417, 298]
+    late = compute_stream_indices(2**40, 4, 2**33 + 7, seed=2**63 - 1).tolist()
     assert late == [5622581958, 7666094962, 7809753020, 4795761993]
 
 
 def test_any_part_of_the_stream_is_what_the_whole_has_there():
-    whole = stream_indices(0, 350, 100, seed=7)
+    whole = compute_stream_indices(0, 350, 100, seed=7)
     for start, amount in ((0, 1), (99, 2), (90, 120), (250, 100), (349, 1)):
-        assert np.array_equal(stream_indices(start, amount, 100, seed=7), whole[start : start + amount])
+        assert np.array_equal(compute_stream_indices(start, amount, 100, seed=7), whole[start : start + amount])
 
 
 def windows(batches) -> list[tuple[int, ...]]:
@@ -224,7 +226,7 @@ def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, mode, pa
         if recipe:
             convert_model(model, config.float8, tokens=tokens.numel(), device=torch.device("cpu"))
         parallelize(model, config, None)
-        loss = next_token_loss(model(tokens, documents), tokens.roll(-1, 1))
+        loss = compute_next_token_loss(model(tokens, documents), tokens.roll(-1, 1))
         loss.backward()
         return loss, [parameter.grad for parameter in model.parameters()]
 

@@ -17,7 +17,7 @@ from quaver.lab.cli import main
 from quaver.lab.data import cache as cache_module
 from quaver.lab.data import load as load_module
 from quaver.lab.data import load_data
-from quaver.lab.data.cache import cache_folder
+from quaver.lab.data.cache import resolve_cache_folder
 from quaver.lab.data.source import TextSource
 from quaver.lab.settings import Data, TrainConfig, Training
 from tests.isolated import Forked
@@ -251,11 +251,11 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, kept):
 
 def test_the_default_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder("") == tmp_path / "quaver" / "tokens"
+    assert resolve_cache_folder("") == tmp_path / "quaver" / "tokens"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder("") == tmp_path / "home" / ".cache" / "quaver" / "tokens"
-    assert cache_folder("~/x") == tmp_path / "home" / "x"
+    assert resolve_cache_folder("") == tmp_path / "home" / ".cache" / "quaver" / "tokens"
+    assert resolve_cache_folder("~/x") == tmp_path / "home" / "x"
 
 
 def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatch):

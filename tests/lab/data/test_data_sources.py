@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from quaver.lab.data import TokenData, records, text_files
 from quaver.lab.data import tokenizer as tokenizer_module
 from quaver.lab.data.documents import VALIDATION, Account, SourceFile, find_files
-from quaver.lab.data.source import split_of
+from quaver.lab.data.source import choose_split
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, Model
 
@@ -156,7 +156,10 @@ def test_every_document_once_in_the_split_that_its_text_decides(form, tmp_path, 
     name, write, options = WRITERS[form]
     write(tmp_path / name, TEXTS, **options)
     data = load(tmp_path / name)
-    expected = [text for text in TEXTS if split_of(text) != VALIDATION], [t for t in TEXTS if split_of(t) == VALIDATION]
+    expected = (
+        [text for text in TEXTS if choose_split(text) != VALIDATION],
+        [t for t in TEXTS if choose_split(t) == VALIDATION],
+    )
     assert documents(data) == [*expected[0], *expected[1]]
     assert 10 <= data.origin["validation_documents"] <= 32  # 20 expected, within 3 deviations
     assert data.origin["train_documents"] + data.origin["validation_documents"] == 200
@@ -170,7 +173,7 @@ def test_a_folder_is_read_file_by_file_and_other_files_are_counted(tmp_path, loa
     (tmp_path / "README.md").write_text("about the data")
     data = load(tmp_path, field="content")
     assert sorted(documents(data)) == sorted(TEXTS)
-    assert documents(data)[0] == next(text for text in TEXTS[100:] if split_of(text) != VALIDATION)
+    assert documents(data)[0] == next(text for text in TEXTS[100:] if choose_split(text) != VALIDATION)
     assert (data.origin["files"], data.origin["other_files"]) == (3, 1)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.faking.gpu import predict_for
 from quaver.lab.memory.runs.links import name_link, predict_links
 from quaver.lab.memory.runs.predict import make_train_step
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
@@ -56,7 +56,7 @@ def counted(config):
 @pytest.mark.parametrize("case", [*ALWAYS, *at_night((case,) for case in CASES if case not in ALWAYS)])
 def test_predicted_and_counted(case):
     calls, sizes = ranks.run(RANKS, counted, CASES[case])[0]
-    with predicting_for("cpu"):
+    with predict_for("cpu"):
         links = predict_links(CASES[case], RANKS)
     predicted_calls, predicted_bytes = Counter(), Counter()
     for each in links.traffic:
@@ -69,7 +69,7 @@ def test_predicted_and_counted(case):
 
 
 def links_of(config, ranks=4):
-    with predicting_for("cpu"):
+    with predict_for("cpu"):
         links = predict_links(config, ranks)
     return links, {(each.link, each.kind, each.dtype): each for each in links.traffic}
 

@@ -17,7 +17,7 @@ from quaver.lab.runs import checkpoint
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.trainer.run_setup import begin_folder
-from quaver.runtime.agreement import on_first_rank
+from quaver.runtime.agreement import run_on_first_rank
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from tests.ranks import RanksError, mesh_of, on_ranks, run
 
@@ -103,7 +103,7 @@ def begin(fails):
 def read(fails):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "read_record", fails if dist.get_rank() == 0 else lambda _: {})
-        checkpoint.verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
+        checkpoint.read_verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
 
 
 @on_ranks(2)
@@ -121,7 +121,7 @@ def test_a_shard_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
     dist.barrier()
 
 
-@pytest.mark.parametrize("work", [on_first_rank, begin, read])
+@pytest.mark.parametrize("work", [run_on_first_rank, begin, read])
 @on_ranks(2)
 def test_what_rank_0_raises_is_raised_on_all(work):
     """An error that nobody foresaw, here of a class that cannot be pickled."""

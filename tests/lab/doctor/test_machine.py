@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from quaver.experts.gemm import find_grouped_backend
+from quaver.experts.gemm import predict_grouped_backend
 from quaver.lab.cli import main
 from quaver.lab.doctor import machine as doctor
 from quaver.lab.doctor.gpu import describe_gpu
-from quaver.linear.gemm import find_backend
+from quaver.linear.gemm import predict_backend
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import require_device_spec
@@ -97,7 +97,7 @@ def test_listed_backends_are_those_that_dispatch_finds(card):
                     expected = ["high precision"] * 2
                 else:
                     of_linear, of_experts = (
-                        ask(*pair, device, emulate=False).value for ask in (find_backend, find_grouped_backend)
+                        ask(*pair, device, emulate=False).value for ask in (predict_backend, predict_grouped_backend)
                     )
                     expected = [of_linear, of_experts]
                 said = [matmuls[position].backend for matmuls in (found[name.value].linear, found[name.value].experts)]

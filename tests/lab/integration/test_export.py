@@ -18,7 +18,7 @@ from quaver import convert_to_float8_training
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
-from quaver.lab.trainer.huggingface.convert import checkpoint_of, open_checkpoint
+from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
 from quaver.lab.trainer.model import Llama
 from tests.isolated import quaver
 
@@ -60,7 +60,7 @@ def frozen(folder: Path) -> nn.Module:
 
 def trained(run: Path, name: str) -> Llama:
     """The model of a run's last checkpoint, in high precision."""
-    found = open_checkpoint(checkpoint_of(run), name)
+    found = open_checkpoint(find_checkpoint(run), name)
     model = Llama(found.model)
     model.load_state_dict(dict(found.tensors()))
     return model.eval()

@@ -100,7 +100,7 @@ def last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
 
     Files of equal tensors may have another order inside.
     """
-    dcp_to_torch_save(CheckpointFolder(run / "checkpoint").complete(STEPS) / "tensorwise", run / "whole.pt")
+    dcp_to_torch_save(CheckpointFolder(run / "checkpoint").find_checkpoint(STEPS) / "tensorwise", run / "whole.pt")
     state, _ = tree_flatten_with_path(torch.load(run / "whole.pt", weights_only=False))
     return {str(path): each for path, each in state if isinstance(each, torch.Tensor) and "rng" not in str(path)}
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quaver.checkpointing import apply_activation_checkpointing
-from quaver.lab.cli.memory.views import comparison_lines
+from quaver.lab.cli.memory.views import iter_comparison_lines
 from quaver.lab.memory import explain
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.pitfalls import (
@@ -197,7 +197,7 @@ def test_binary_sizes_are_below_1024_of_their_unit():
 
 def test_lines_for_a_terminal(relu, silu):
     comparison = _compared(relu, silu)
-    lines = list(comparison_lines(comparison, top=1))
+    lines = list(iter_comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"
     peak = f"{format_decimal_bytes(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
     assert lines[1] == f"           peak {peak}, in the {comparison.peak_at_a}"
@@ -206,5 +206,5 @@ def test_lines_for_a_terminal(relu, silu):
     assert f"    {comparison.at('saved')[0].sentence}" in lines
     left = comparison.at("peak")[1:]
     assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
-    same = list(comparison_lines(_compared(relu, relu)))
+    same = list(iter_comparison_lines(_compared(relu, relu)))
     assert [line for line in same if line.endswith(": nothing")] == same[-3:-2] + same[-1:]

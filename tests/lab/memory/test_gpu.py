@@ -10,14 +10,14 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.faking.gpu import as_on_a_gpu, predicting_for
+from quaver.lab.memory.faking.gpu import as_on_a_gpu, predict_for
 from quaver.lab.memory.predict import explain
 from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.lab.trainer.model import FeedForward, RMSNorm
-from quaver.linear.gemm import find_backend
+from quaver.linear.gemm import predict_backend
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import is_cpu, is_cuda
@@ -32,7 +32,7 @@ on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers
 
 
 def predicted(recipe, checkpointing, ranks=1):
-    with predicting_for("cuda"):
+    with predict_for("cuda"):
         return predict(Case("1 block", recipe, checkpointing, ranks=ranks), SIZE)
 
 
@@ -150,13 +150,13 @@ def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, matmul):
 def test_all_is_put_back_afterwards():
     casts = Float8LinearConfig.from_recipe_name("rowwise").casts
     pair, device = [casts.get(*operand) for operand in MATMULS["output"]], torch.device("cpu")
-    before = find_backend(*pair, device, emulate=False), F.rms_norm
+    before = predict_backend(*pair, device, emulate=False), F.rms_norm
     with pytest.raises(ZeroDivisionError), fake_tensors(), as_on_a_gpu():
         assert is_cuda(torch.empty(2))
         assert not is_cpu(torch.empty(2))
-        assert find_backend(*pair, device, emulate=False) is not before[0]
+        assert predict_backend(*pair, device, emulate=False) is not before[0]
         raise ZeroDivisionError
-    assert (find_backend(*pair, device, emulate=False), F.rms_norm) == before
+    assert (predict_backend(*pair, device, emulate=False), F.rms_norm) == before
     with fake_tensors():
         assert is_cpu(torch.empty(2))
 
@@ -164,7 +164,7 @@ def test_all_is_put_back_afterwards():
 def _run(words, ranks, device="cuda"):
     """A prediction of a small run of the trainer."""
     small = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
-    with predicting_for(device):
+    with predict_for(device):
         return predict_memory(load_config(*parse_arguments([*small.split(), *words.split()])), ranks).prediction
 
 

@@ -13,8 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from quaver.lab.memory.reports.html import write_html
-from quaver.lab.page import embedded_json
-from quaver.lab.recorder.draw import COLORS, MOST_COLUMNS, column_maxima, draw_timeline
+from quaver.lab.page import embed_json
+from quaver.lab.recorder.draw import COLORS, MOST_COLUMNS, draw_timeline, reduce_columns
 from quaver.lab.recorder.recorder import CATEGORIES
 from tests.lab.browser.reports import HOSTILE, MIB, advice, comparison, make_report, predicted, unseen, wide
 
@@ -102,7 +102,7 @@ def test_hostile_names_stay_text(everything):
 def test_any_names_read_back_from_a_page():
     characters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))  # all but surrogates
     value = {HOSTILE: [HOSTILE, characters, 2**62, None, True, 0.5], characters: []}
-    text = embedded_json(value)
+    text = embed_json(value)
     assert json.loads(text) == value
     assert not set("<>&\u2028\u2029") & set(text)
 
@@ -145,10 +145,10 @@ def test_many_events_and_rows(tmp_path):
 
 def test_columns_are_the_highest_of_their_neighbours():
     rows = [[event, event / 2, (event * 37) % 101, event % 7] for event in range(1000)]
-    kept = column_maxima(rows, 10, keep=[555]).tolist()
+    kept = reduce_columns(rows, 10, keep=[555]).tolist()
     expected = [max(rows[first : first + 100], key=lambda each: each[2] + each[3]) for first in range(0, 1000, 100)]
     assert kept == sorted({tuple(each): each for each in [rows[0], *expected, rows[555], rows[-1]]}.values())
-    assert column_maxima(rows, 1000).tolist() == rows
+    assert reduce_columns(rows, 1000).tolist() == rows
 
 
 def test_reports_without_a_timeline_and_nan_are_refused(tmp_path):
@@ -160,7 +160,7 @@ def test_reports_without_a_timeline_and_nan_are_refused(tmp_path):
         _written(tmp_path, other=short)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="not JSON compliant"):
-        embedded_json([float("nan")])
+        embed_json([float("nan")])
     with pytest.raises(OSError, match="/dev/null"):
         write_html(Path("/dev/null/x/page.html"), title="", prediction=make_report())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quaver.lab.cli.memory.views import side_by_side_table
+from quaver.lab.cli.memory.views import make_side_by_side_table
 from quaver.lab.memory.runs.measure import MOST_RANKS, measure_memory, measure_rank, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.lab.runs.ranks import Ranks
@@ -120,7 +120,7 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
     ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(eager, measured)}
     assert ratios["saved activations"] is None
     assert 0.5 < ratios["peak"] < 2
-    table = side_by_side_table(tabulate_side_by_side(eager, measured))
+    table = make_side_by_side_table(tabulate_side_by_side(eager, measured))
     cells = [list(column.cells) for column in table.columns]
     assert cells[0][-3:] == ["peak", "between steps", "saved for backward"]
     assert cells[2][0] == cells[3][0] == ""

@@ -15,7 +15,7 @@ from quaver.lab.memory import TensorBytes, explain
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.parallelize import pretended_mesh
+from quaver.lab.trainer.parallelize import pretend_mesh
 from tests.lab.memory.models import CPU, Block, check
 
 SIZE = Size(sequences=2)
@@ -87,7 +87,7 @@ def test_persistent_scales_are_copied():
 
 
 def _sharded():
-    with pretended_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
+    with pretend_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
         return fully_shard(Block(), mesh=mesh)
 
 
@@ -110,7 +110,7 @@ def test_what_gloo_copies_is_counted():
     # torch 2.13 has new names for these two, and warns of the old ones.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with pretended_mesh(ParallelDims(shard=4)), fake_tensors():
+    with pretend_mesh(ParallelDims(shard=4)), fake_tensors():
         part, whole = torch.empty(1000), torch.empty(4000)
         with TensorBytes() as counted, GlooBuffers():
             gather(whole, part)

@@ -18,7 +18,7 @@ from quaver.lab.memory.predict import predict_step
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.parallelize import pretended_mesh
+from quaver.lab.trainer.parallelize import pretend_mesh
 
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
@@ -38,7 +38,7 @@ class ScaledLinear(nn.Linear):
 
 
 def _predicted(second, **policy):
-    with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
+    with pretend_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
         first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
         last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
         feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))

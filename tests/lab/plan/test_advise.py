@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quaver.lab.cli.memory.views import advice_summary
+from quaver.lab.cli.memory.views import summarize_advice
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
 from quaver.lab.plan.changes import format_flags, gather_least, list_combinations, list_single_changes
@@ -21,8 +21,8 @@ from quaver.lab.plan.step_cost import compute_step_cost
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import resolve
-from quaver.lab.trainer.loss import next_token_loss
-from quaver.lab.trainer.model import Llama, training_flops_per_token
+from quaver.lab.trainer.loss import compute_next_token_loss
+from quaver.lab.trainer.model import Llama, count_training_flops_per_token
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
@@ -50,7 +50,7 @@ def test_recomputed_flops_are_what_torch_counts_more(tiny_config, mode):
             flops = lambda query, key, *_, **__: 4 * math.prod(query) * key[2]  # noqa: E731
             attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flops}
             with FlopCounterMode(display=False, custom_mapping=attention) as counter:
-                next_token_loss(model(tokens), tokens).backward()
+                compute_next_token_loss(model(tokens), tokens).backward()
         counted.append(counter.get_total_flops())
     run, every_2nd = (
         make_planned_run(*resolve(replace(config, activation_checkpoint=MODES[each]))) for each in (mode, "2")
@@ -68,7 +68,7 @@ def _costs(words, ranks=8, spec=H100):
 def test_costs_of_a_step():
     none, op, full = (_costs(f"--activation_checkpoint.mode {mode}") for mode in ("none", "selective", "full"))
     model = load_config(LLAMA_8B).model
-    assert none.step_flops == 8192 * training_flops_per_token(model, 8192)
+    assert none.step_flops == 8192 * count_training_flops_per_token(model, 8192)
     assert none.recomputed_flops == 0 < op.recomputed_flops < full.recomputed_flops
     assert full.step_flops == none.step_flops + full.recomputed_flops
     assert none.modelled_s < op.modelled_s < full.modelled_s
@@ -181,7 +181,7 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
         assert advice.best is None
         assert advice.rows[advice.nearest].peak_bytes == min(row.peak_bytes for row in advice.rows if row.peak_bytes)
         assert not any(row.fits for row in advice.rows)
-        assert advice_summary(advice)[0].startswith("nothing that was tried fits 60 bytes; nearest: ")
+        assert summarize_advice(advice)[0].startswith("nothing that was tried fits 60 bytes; nearest: ")
         return
     best = advice.rows[advice.best]
     assert (best.change, best.peak_bytes, best.note, best.fits) == (change, peak_bytes, "", True)

@@ -12,7 +12,7 @@ from quaver.lab.plan.run import HEAD, SEVEN, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.roofline.attention import attention_seconds, kernel_of
+from quaver.roofline.attention import choose_kernel, predict_attention_seconds
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
 
@@ -103,7 +103,7 @@ def test_slower_settings_take_longer():
 
 
 def test_torch_takes_cudnn_on_hopper_and_blackwell_of_data_centers():
-    kernels = {capability: kernel_of(capability) for capability in (None, 80, 86, 89, 90, 100, 103, 120)}
+    kernels = {capability: choose_kernel(capability) for capability in (None, 80, 86, 89, 90, 100, 103, 120)}
     assert [capability for capability, kernel in kernels.items() if kernel == "cudnn"] == [90, 100, 103]
     assert set(kernels.values()) == {"flash", "cudnn"}
 
@@ -120,7 +120,7 @@ def test_torch_takes_cudnn_on_hopper_and_blackwell_of_data_centers():
 )
 def test_attention_is_as_fast_as_measured(device, kernel, seq_len, forward, backward):
     tokens, queries = 10**6, 4096
-    both = attention_seconds(queries, tokens, seq_len, find_device_spec(device), kernel)
+    both = predict_attention_seconds(queries, tokens, seq_len, find_device_spec(device), kernel)
     flops = (2 * queries * seq_len * tokens, 5 * queries * seq_len * tokens)
     found = [each / seconds / 1e12 for each, seconds in zip(flops, both, strict=True)]
     assert found == pytest.approx([forward, backward], rel=0.06)

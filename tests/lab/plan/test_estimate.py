@@ -8,19 +8,19 @@ import torch
 from benchmarks.plan_memory import peak_bytes
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.estimate import Estimate, estimate_peak
-from quaver.lab.recorder.storages import plain_tensors
+from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.settings.training import REDUCE
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import parallelize, pretended_mesh
+from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
 from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.combined import list_parts
 from quaver.optim.state import make_state
-from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.dtensor import get_local_tensor
 from tests.lab.trainer.runs import changed
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -35,9 +35,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for group in part.param_groups:
             for parameter in group["params"]:
                 if isinstance(part, Float8Optimizer):
-                    size += sum(local_tensor(value).nbytes for value in make_state(parameter, group).values())
+                    size += sum(get_local_tensor(value).nbytes for value in make_state(parameter, group).values())
                 else:
-                    size += local_tensor(parameter).nbytes * (1 if is_muon else 2) + (0 if is_muon else 4)
+                    size += get_local_tensor(parameter).nbytes * (1 if is_muon else 2) + (0 if is_muon else 4)
     return size
 
 
@@ -57,9 +57,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
     config, layout = resolve(changed(tiny_config, **sections), rank=0, world_size=ranks)
     _, model = make_models(config, torch.device("cpu")).first
-    with pretended_mesh(layout) as mesh:
+    with pretend_mesh(layout) as mesh:
         parallelize(model, config, mesh)
-        parts = [each for parameter in model.parameters() for each in plain_tensors(parameter)]
+        parts = [each for parameter in model.parameters() for each in list_plain_tensors(parameter)]
         states = state_bytes(build_optimizer(model, config.optimizer))
     estimate = Estimate(config, layout)
     assert estimate.parameters == sum(each.nbytes for each in parts)

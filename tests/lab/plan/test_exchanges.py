@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.faking.gpu import predict_for
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.cluster import Cluster
@@ -51,7 +51,7 @@ def of_a_block(trained):
     for layers in (2, 1):
         deeper = replace(trained, model=replace(trained.model, n_layers=layers))
         counted = defaultdict(lambda: [0, 0])
-        with predicting_for("cuda"):
+        with predict_for("cuda"):
             for each in predict_links(deeper, RANKS).traffic:
                 counted[each.link, each.kind][0] += each.number
                 counted[each.link, each.kind][1] += each.tensor_bytes
@@ -161,7 +161,7 @@ STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas", "tensor parall
 @pytest.mark.parametrize("name", [*STEPS_ALWAYS, *at_night((name,) for name in STEPS if name not in STEPS_ALWAYS)])
 def test_a_step_issues_the_trainers_collectives(name):
     resolved, layout = resolve(STEPS[name], rank=0, world_size=RANKS)
-    with predicting_for("cuda"):
+    with predict_for("cuda"):
         links = predict_links(STEPS[name], RANKS)
     counted = Counter()
     for traffic in links.traffic:

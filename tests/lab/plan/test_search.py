@@ -19,7 +19,7 @@ from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_step
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.model import training_flops_per_token
+from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.roofline.device_specs import find_device_spec
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -109,7 +109,7 @@ def test_the_share_of_the_peak_counts_causal_attention(search_result):
     row = next(row for row in search_result.rows if row.candidate.precision == BFLOAT16)
     run = row.run
     masked = 6 * run.model.n_layers * run.model.n_heads * run.model.head_dim * run.seq_len
-    flops = run.step_tokens * (training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks
+    flops = run.step_tokens * (count_training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks
     share = compute_share_of_peak(run, row.seconds, CLUSTER.spec)
     assert share == pytest.approx(flops / row.seconds / 1e12 / CLUSTER.spec.bfloat16_tflops)
 
@@ -148,7 +148,7 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
     candidate = layouts(ranks=8, precisions=(BFLOAT16,), blocks=4).candidates[-1]
     long, spec = replace(make_planned_run(candidate.config, candidate.layout), seq_len=2**20), CLUSTER.spec
     seconds = estimate_seconds(long, replace(CLUSTER, sustained=1.0))
-    as_usual = long.step_tokens * training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
+    as_usual = long.step_tokens * count_training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
     assert compute_share_of_peak(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
     with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):
         compute_share_of_peak(long, seconds / 5, spec)

@@ -16,7 +16,7 @@ from quaver.lab.plan.launchers import SUFFIXES
 from quaver.lab.plan.write import format_config, write_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.fields import base_type, choices_of, hints_of
+from quaver.lab.settings.fields import get_base_type, get_choices, get_hints
 from tests.lab.trainer.runs import changed
 from tests.thinned import first
 
@@ -40,11 +40,11 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     """Valid configs: some settings of the default one take other values, where the trainer does not refuse them."""
     config = TrainConfig()
     for _ in range(draw(st.integers(0, 12))):
-        name = draw(st.sampled_from(list(hints_of(TrainConfig))))
+        name = draw(st.sampled_from(list(get_hints(TrainConfig))))
         section = getattr(config, name)
         field = draw(st.sampled_from(fields(section))).name
-        hint = hints_of(type(section))[field]
-        value = draw(st.sampled_from(choices_of(hint)) if choices_of(hint) else _values(base_type(hint)))
+        hint = get_hints(type(section))[field]
+        value = draw(st.sampled_from(get_choices(hint)) if get_choices(hint) else _values(get_base_type(hint)))
         try:
             config = replace(config, **{name: replace(section, **{field: value})})
         except ValueError:
@@ -85,7 +85,7 @@ def test_a_file_has_the_settings_that_are_no_defaults_below_its_comment(name, tm
     assert top == "# from a plan\n#\n# 1,234 tokens/s"
     assert load_config(path) == config
     written = tomllib.loads(toml)
-    assert list(written) == [each for each in hints_of(TrainConfig) if each in written] != []
+    assert list(written) == [each for each in get_hints(TrainConfig) if each in written] != []
     for section, values in written.items():
         assert [key for key in values if getattr(getattr(defaults, section), key) == values[key]] == []
 

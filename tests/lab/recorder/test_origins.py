@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from quaver import Float8Linear
 from quaver.checkpointing import apply_activation_checkpointing
 from quaver.lab.memory import record_timeline
-from quaver.lab.recorder.report import merged_layers
+from quaver.lab.recorder.report import merge_layers
 from tests.ranks import on_ranks
 
 ROWS, WIDTH = 32, 64
@@ -85,7 +85,7 @@ def test_a_float8_cast_is_of_the_parameter_by_its_name():
 def test_layers_that_are_alike_are_one_row():
     names = ["model.layers.0.up2", "model.layers.1.up2", "10 rows"]
     rows = [{"module": name, "bytes": size, "count": 2, "shape": [2]} for size, name in enumerate(names, 5)]
-    merged = [(row["module"], row["bytes"], row["count"]) for row in merged_layers(rows)]
+    merged = [(row["module"], row["bytes"], row["count"]) for row in merge_layers(rows)]
     assert merged == [("model.layers.*.up2", 11, 4), ("10 rows", 7, 2)]
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import quaver.linear.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from quaver.lab.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
-from quaver.lab.recorder.allocator import measure_usage, no_garbage_collection
+from quaver.lab.recorder.allocator import measure_usage, pause_garbage_collection
 from quaver.recipes.config import ScalingGranularity
 from tests.lab.memory.models import CPU, Block, stack
 from tests.ranks import on_ranks
@@ -260,7 +260,7 @@ def test_garbage_collection_is_afterwards_as_the_caller_had_it(turn):
     turn()
     try:
         before = gc.isenabled()
-        with pytest.raises(ZeroDivisionError), no_garbage_collection():
+        with pytest.raises(ZeroDivisionError), pause_garbage_collection():
             assert not gc.isenabled()
             _ = 1 / 0
         assert gc.isenabled() is before

@@ -7,13 +7,13 @@ from base64 import b64decode
 import numpy as np
 import pytest
 
-from quaver.lab.report.alarms import alarms_of
-from quaver.lab.report.facts import headline, is_healthy
-from quaver.lab.report.maps import limits_of, maps_of
-from quaver.lab.report.merge import MOST_CELLS, grid_of
+from quaver.lab.report.alarms import read_alarms
+from quaver.lab.report.facts import describe_health, is_healthy
+from quaver.lab.report.maps import find_limits, make_maps
+from quaver.lab.report.merge import MOST_CELLS, choose_grid
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
-from quaver.lab.report.series import Curve, curves, thinned
+from quaver.lab.report.series import Curve, collect_curves, thin
 from quaver.lab.report.statistics import BEST, INFINITE, MISSING, NOT_A_NUMBER, STATISTICS, WORST
 from quaver.numerics.record import Record
 from tests.lab.browser.reports import HOSTILE
@@ -57,7 +57,7 @@ def _bytes(run, name):
 def test_a_worse_value_has_a_larger_byte(name, values, codes):
     limits = {"sqnr_db": (0.0, 20.0), "underflow": (-4.0, 0.0), "amax": (-4.0, 4.0)}[name]
     values = np.array(values)
-    assert BY_NAME[name].codes(values, ~np.isnan(values), limits).tolist() == codes
+    assert BY_NAME[name].encode(values, ~np.isnan(values), limits).tolist() == codes
 
 
 def test_cells_are_the_values_of_the_record(tmp_path):
@@ -75,7 +75,7 @@ def test_cells_are_the_values_of_the_record(tmp_path):
         shown = ~np.isnan(values) & ~is_zero
         part = (codes[shown] - 2) / (WORST - 2)
         decoded = low + (1 - part if statistic.is_low_worse else part) * (high - low)
-        assert np.abs(decoded - statistic.scaled(values[shown])).max() <= (high - low) / (WORST - 2) / 2 + 1e-9
+        assert np.abs(decoded - statistic.apply_scale(values[shown])).max() <= (high - low) / (WORST - 2) / 2 + 1e-9
         for tensor, step, text in data["runs"][0]["numerics"]["worst"][about["name"]]:
             column = run.numerics.steps.tolist().index(step)
             worst = values[tensor, column]
@@ -90,11 +90,11 @@ def test_operands_that_are_not_finite_are_marked_and_others_that_lack_a_value_ar
     bad = fine | {"amax": [2.0, 1.0, 1.0], "sqnr_db": [float("nan"), float("-inf"), 30.0], "nonfinite": [3, 0, 0]}
     write_lines(tmp_path / "numerics.jsonl", [header(tensors), sample(10, fine), sample(20, bad)])
     (run,) = read_runs([tmp_path])
-    maps = maps_of(run.numerics, [], limits_of([run.numerics]))
+    maps = make_maps(run.numerics, [], find_limits([run.numerics]))
     assert _bytes(maps, "sqnr_db")[:, 1].tolist() == [NOT_A_NUMBER, INFINITE, 2 + (WORST - 2) // 2 + 1]
     assert _bytes(maps, "amax")[:, 1].tolist()[0] == NOT_A_NUMBER
     assert _bytes(maps, "underflow")[2].tolist() == [MISSING, MISSING]
-    assert headline(run).endswith("; but NaN or infinities since step 20, in a input")
+    assert describe_health(run).endswith("; but NaN or infinities since step 20, in a input")
     assert not is_healthy(run)
 
 
@@ -104,7 +104,7 @@ def test_the_first_operand_that_is_not_finite_is_that_which_the_step_computed_fi
     values["nonfinite"] = [int(each["operand"].startswith("grad")) for each in tensors]
     write_lines(tmp_path / "numerics.jsonl", [header(tensors), sample(10, values)])
     (run,) = read_runs([tmp_path])
-    assert "since step 10, in b grad output and " in headline(run)
+    assert "since step 10, in b grad output and " in describe_health(run)
 
 
 def test_two_runs_share_a_scale(tmp_path):
@@ -127,36 +127,36 @@ def test_a_merged_cell_is_the_worst_of_its_cells():
     codes = np.random.default_rng(0).integers(0, 250, (1000, 900)).astype(np.uint8)
     codes[617, 411] = 255
     kinds = ["input", "weight", "grad_output"] * 300
-    grid = grid_of(1000, kinds, 4, cells=300_000)
-    merged = grid.merged(codes)
+    grid = choose_grid(1000, kinds, 4, cells=300_000)
+    merged = grid.merge(codes)
     assert merged.size * 4 <= 300_000 * 1.1
     assert {len({kinds[at] for at in row}) for row in grid.rows} == {1}
     assert sorted(at for row in grid.rows for at in row) == list(range(900))
     spans = list(zip(grid.columns, grid.columns[1:], strict=False))
     expected = [[codes[first:last, row].max() for first, last in spans] for row in grid.rows]
     assert np.array_equal(merged, expected)
-    small = grid_of(50, kinds, 4, MOST_CELLS)
-    assert np.array_equal(small.merged(codes[:50]), codes[:50].T)
+    small = choose_grid(50, kinds, 4, MOST_CELLS)
+    assert np.array_equal(small.merge(codes[:50]), codes[:50].T)
 
 
 def test_curves_keep_their_extremes_and_no_value_that_is_not_finite():
     records = [{"step": at, "run": "a", "loss": 1.0 + (at == 777) - (at == 4321)} for at in range(10_000)]
     records[5]["loss"] = float("nan")
-    (curve,) = curves([*records, {"step": 3, "run": "a", "skipped": "nan"}], "loss")
+    (curve,) = collect_curves([*records, {"step": 3, "run": "a", "skipped": "nan"}], "loss")
     assert 5 not in curve.steps
-    kept = thinned(curve)
+    kept = thin(curve)
     assert len(kept.steps) <= 1502
     assert {0, 777, 4321, 9999} <= set(kept.steps)
     assert kept.values[kept.steps.index(777)] == 2
-    assert thinned(Curve("a", [1, 2], [3.0, 4.0])) == Curve("a", [1, 2], [3.0, 4.0])
+    assert thin(Curve("a", [1, 2], [3.0, 4.0])) == Curve("a", [1, 2], [3.0, 4.0])
 
 
 def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
     tensors = tensors_of(layers_of(1))
     folder = write_run(tmp_path / "run", layers=layers_of(1), alarms=[alarm(240, tensors[8])])
     (run,) = read_runs([folder])
-    limits = limits_of([run.numerics])
-    everything = maps_of(run.numerics, run.alarms, limits)["histograms"]
+    limits = find_limits([run.numerics])
+    everything = make_maps(run.numerics, run.alarms, limits)["histograms"]
     assert everything["samples"] == 4
     assert len(everything["kept"]) == 4 * len(tensors)
     lines = [json.loads(line) for line in (folder / "numerics.jsonl").open()]
@@ -165,7 +165,7 @@ def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
         for text, name in ((before, "before"), (after, "after")):
             part = low - stored[step]["low"]
             assert b64decode(stored[step][name][tensor])[part:][: len(b64decode(text))] == b64decode(text)
-    few = maps_of(run.numerics, run.alarms, limits, share=0.0005)["histograms"]["kept"]
+    few = make_maps(run.numerics, run.alarms, limits, share=0.0005)["histograms"]["kept"]
     (of_alarm,) = {step for tensor, step, *_ in few if tensor == 8}
     assert of_alarm == min(step for step in stored if step >= 220)
     assert len(few) < 6
@@ -182,7 +182,7 @@ def test_trials_of_other_recipes_are_those_of_the_last_sample_that_has_them(tmp_
     ]
     write_lines(tmp_path / "numerics.jsonl", [header(tensors), *lines])
     (run,) = read_runs([tmp_path])
-    assert maps_of(run.numerics, [], limits_of([run.numerics]))["whatif"] == {
+    assert make_maps(run.numerics, [], find_limits([run.numerics]))["whatif"] == {
         "recipes": ["rowwise", "mxfp8"],
         "rows": [[0, 10, 1.0, 10.0, None], [1, 20, 8.0, 21.0, None], [2, 20, None, 31.0, 4.0]],
     }
@@ -193,7 +193,7 @@ def test_alarms_end_where_their_cause_does(tmp_path):
     first, other = alarm(30, tensors[0]), alarm(30, tensors[1], value=float("inf"), remedies=[])
     end = {"kind": "cleared", "step": 70, **{name: first[name] for name in ("rule", "layer", "operand")}}
     run = write_run(tmp_path / "run", layers=["a"], alarms=[first, other | {"value": "inf"}, end, first | {"step": 90}])
-    found = alarms_of(Record.read(run), "it")
+    found = read_alarms(Record.read(run), "it")
     assert [each["until"] for each in found] == [70, None, None]
     assert found[0]["remedies"] == ["rowwise: 27.1 dB, +14.0 dB", "high precision: 0.8% of the FLOPs"]
     assert (found[1]["value"], found[1]["remedies"]) == ("inf", [])

@@ -23,7 +23,7 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.optim import load_states_of
-from quaver.roofline.device_specs import peak_flops
+from quaver.roofline.device_specs import get_peak_flops
 from tests.lab.conftest import resumable, tiny, write_text
 from tests.lab.trainer.runs import changed, numbers, run_to_end
 from tests.thinned import at_night
@@ -117,7 +117,7 @@ def test_a_label_with_a_colon_is_no_name_of_a_file(config):
     assert any("step-000001/rowwise-dequantized-rank0" in path for path in paths)
     resumed = run_to_end(with_steps(config, 2, name=run.folder.path.name, resume="must"))
     assert resumed.began_at_step == 1
-    assert open_checkpoint(run.checkpoints.folder.complete(1), "rowwise:dequantized").weights.is_dir()
+    assert open_checkpoint(run.checkpoints.folder.find_checkpoint(1), "rowwise:dequantized").weights.is_dir()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("Float8Muon", "Muon"), *at_night([("AdamW", "Float8AdamW")])])
@@ -164,7 +164,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
     monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
     monkeypatch.setattr(TrainedModel, "train_step", take_step)
     run = run_to_end(with_steps(config, 3, async_mode="async"))
-    ours, expected = (checkpoints(each).complete(2) / MANIFEST for each in (run, finished))
+    ours, expected = (checkpoints(each).find_checkpoint(2) / MANIFEST for each in (run, finished))
     ours, expected = (
         {name: digest for name, digest in json.loads(path.read_text())["files"].items() if name.endswith(".distcp")}
         for path in (ours, expected)
@@ -195,7 +195,7 @@ def test_random_numbers_follow_the_seed_and_resume(config):
     train(run)
     expected = torch.rand(3)
     torch.manual_seed(6)
-    peak_flops.cache_clear()  # a run in another process measures after it has loaded
+    get_peak_flops.cache_clear()  # a run in another process measures after it has loaded
     prepare(with_steps(config, 4, resume="must"))
     assert torch.equal(torch.rand(3), expected)
     prepare(with_steps(config, 2, name="again"))
@@ -212,7 +212,7 @@ def test_disabled_checkpoints_leave_nothing(config):
 
 
 def test_the_record_of_a_checkpoint(config, finished):
-    record = read_record(checkpoints(finished).complete(2))
+    record = read_record(checkpoints(finished).find_checkpoint(2))
     assert record["models"] == ["delayed", "bfloat16"]
     assert record["progress"]["step"] == 2
     assert record["progress"]["consumed_sequences"] == 2 * config.training.local_batch_size
@@ -225,7 +225,7 @@ def test_the_record_of_a_checkpoint(config, finished):
 
 def test_a_partial_checkpoint_does_not_count(config, saved):
     folder = CheckpointFolder(saved / "checkpoint")
-    folder.complete(6).rename(folder.partial(6))
+    folder.find_checkpoint(6).rename(folder.get_partial_path(6))
     resumed = prepare(with_steps(config, 8, resume="auto"))
     assert resumed.began_at_step == 4
     train(resumed)
@@ -237,8 +237,8 @@ def test_auto_begins_a_run_without_checkpoints(config):
     run = run_to_end(with_steps(config, 2, resume="auto"))
     assert run.began_at_step == 0
     for step in checkpoints(run).steps():
-        (checkpoints(run).complete(step) / RECORD).unlink()
-        checkpoints(run).complete(step).rename(checkpoints(run).partial(step))
+        (checkpoints(run).find_checkpoint(step) / RECORD).unlink()
+        checkpoints(run).find_checkpoint(step).rename(checkpoints(run).get_partial_path(step))
     again = run_to_end(with_steps(config, 2, resume="auto"))
     assert again.began_at_step == 0
     assert numbers(again)[-1] == numbers(run)[-1]
@@ -271,7 +271,7 @@ def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
 
 
 def test_initial_weights_of_another_run(config, finished):
-    path = str(checkpoints(finished).complete(6))
+    path = str(checkpoints(finished).find_checkpoint(6))
     second = prepare(with_steps(config, 2, initial_load_path=path))
     assert second.began_at_step == 0
     for ours, theirs in zip(second.models, finished.models, strict=True):
@@ -280,7 +280,7 @@ def test_initial_weights_of_another_run(config, finished):
 
 
 def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, tmp_path, refused):
-    weights = shutil.copytree(checkpoints(finished).complete(6), tmp_path / "weights")
+    weights = shutil.copytree(checkpoints(finished).find_checkpoint(6), tmp_path / "weights")
     begun = with_steps(config, 2, "begun", resume="auto", initial_load_path=str(weights))
     folder = run_to_end(begun).folder.path
     shutil.rmtree(weights)
@@ -288,14 +288,19 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     again = run_to_end(changed(begun, training={"steps": 4}))
     assert again.began_at_step == 3
     assert load_config(folder / "config.toml").checkpoint.initial_load_path == str(weights)
-    other = ["train", "--resume", str(folder), f"--checkpoint.initial_load_path={checkpoints(finished).complete(4)}"]
+    other = [
+        "train",
+        "--resume",
+        str(folder),
+        f"--checkpoint.initial_load_path={checkpoints(finished).find_checkpoint(4)}",
+    ]
     assert f"initial_load_path must be '{weights}', from which the run in" in refused(*other)
 
 
 def test_initial_weights_of_a_run_with_dynamic_scaling(config):
     """Delayed scaling begins as in a new model."""
     first = run_to_end(replace(with_steps(config, 1), float8=Float8(recipe_name="tensorwise")))
-    path = str(checkpoints(first).complete(1))
+    path = str(checkpoints(first).find_checkpoint(1))
     run_to_end(with_steps(config, 1, "second", initial_load_path=path))
 
 
@@ -327,7 +332,7 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, mon
     folder = CheckpointFolder(tmp_path)
     for step in (1, 2):
         folder.begin(step)
-        (folder.partial(step) / "model").mkdir()
+        (folder.get_partial_path(step) / "model").mkdir()
         folder.publish(step, {"format": 1})
 
     def fail(path: Path) -> None:

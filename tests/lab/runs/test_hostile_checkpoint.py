@@ -235,7 +235,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
             return call_or_die
 
         again = CheckpointFolder(folder.path)
-        record = {**json.loads((folder.complete(3) / "checkpoint.json").read_text()), "saved_at": "again"}
+        record = {**json.loads((folder.find_checkpoint(3) / "checkpoint.json").read_text()), "saved_at": "again"}
         with monkeypatch.context() as patch:
             for name, call in calls.items():
                 patch.setattr(name, deadly(call))

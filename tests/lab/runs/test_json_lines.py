@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.json_lines import JsonLines, read_metrics, rewound_metrics
+from quaver.lab.runs.json_lines import JsonLines, read_metrics, rewind_metrics
 
 
 def test_json_lines_refuse_what_json_lacks(tmp_path):
@@ -20,7 +20,7 @@ def test_json_lines_refuse_what_json_lacks(tmp_path):
 
 
 def rewind(*paths: Path, step: int) -> None:
-    with rewound_metrics(paths, step):
+    with rewind_metrics(paths, step):
         pass
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from quaver.lab.runs.run_folder import git_revision, provenance
+from quaver.lab.runs.run_folder import collect_provenance, find_git_revision
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_provenance_names_the_commit_of_the_source():
-    about = provenance(torch.device("cpu"))
+    about = collect_provenance(torch.device("cpu"))
     assert about["command"] == sys.argv
     assert about["environment"]["torch"] == torch.__version__
     if (ROOT / ".git").exists():
@@ -27,7 +27,7 @@ def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
     inside = tmp_path / "site-packages"
     inside.mkdir()
     (inside / "file.py").touch()
-    assert git_revision(inside) is None
+    assert find_git_revision(inside) is None
 
 
 def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
@@ -40,5 +40,5 @@ def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
     git("commit", "-q", "-m", "x")
     os.utime(tmp_path / "file.py", (1, 1))  # `git status` would refresh the index
     before = (tmp_path / ".git" / "index").read_bytes()
-    assert git_revision(tmp_path)["is_modified"] is False
+    assert find_git_revision(tmp_path)["is_modified"] is False
     assert (tmp_path / ".git" / "index").read_bytes() == before

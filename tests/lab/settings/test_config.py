@@ -8,8 +8,8 @@ import pytest
 
 from quaver.lab.settings import Float8, TrainConfig, Training
 from quaver.lab.settings.config_file import build_config, list_turned_off, load_config, parse_arguments, write_config
-from quaver.lab.settings.fields import base_type, hints_of
-from quaver.lab.trainer.model import meta_llama
+from quaver.lab.settings.fields import get_base_type, get_hints
+from quaver.lab.trainer.model import make_meta_llama
 
 DELAYED = ["--float8.recipe_name", "delayed"]
 
@@ -268,9 +268,9 @@ def test_configs_are_frozen():
 
 NUMBERS = [
     f"{section}.{name}"
-    for section, kind in hints_of(TrainConfig).items()
-    for name, hint in hints_of(kind).items()
-    if base_type(hint) in (int, float)
+    for section, kind in get_hints(TrainConfig).items()
+    for name, hint in get_hints(kind).items()
+    if get_base_type(hint) in (int, float)
 ]
 
 
@@ -296,7 +296,7 @@ def test_a_number_is_in_its_bounds_or_refused_in_one_line(name, tmp_path):
 def test_the_tensors_of_the_largest_model_can_be_counted():
     words = "--model.dim=1000000 --model.hidden_dim=1000000 --model.vocab_size=100000000 --model.n_heads=1 --data=text"
     config = from_words(*words.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
-    assert sum(each.numel() for each in meta_llama(config.model).parameters()) > 10**17
+    assert sum(each.numel() for each in make_meta_llama(config.model).parameters()) > 10**17
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.dry_run import dry_run
-from quaver.lab.trainer.flops import MASKED, flops_per_token_by_precision, linear_precisions
+from quaver.lab.trainer.flops import MASKED, count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.trainer.run_setup import make_models, set_up_run
 from quaver.linear.gemm import GemmBackend
 from tests.lab.trainer.runs import changed
@@ -49,15 +49,15 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     config = replace(load_config(CONFIGS[-1].with_name("llama3_debug.toml")), float8=Float8(recipe_name=recipe))
     device = torch.device("cpu")
     _, model = make_models(config, device).first
-    by_precision = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
+    by_precision = count_flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     masked = 6 * config.model.n_layers * config.model.dim * config.training.seq_len
     assert by_precision == {MASKED: masked, "bfloat16": sum(by_precision.values()) - masked}
     monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: False)
-    older = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
-    monkeypatch.setattr("quaver.linear.gemm.backend_for", lambda *args, **options: GemmBackend.NATIVE)
-    native = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
+    older = count_flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
+    monkeypatch.setattr("quaver.linear.gemm.choose_backend", lambda *args, **options: GemmBackend.NATIVE)
+    native = count_flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     assert sum(native.values()) == sum(by_precision.values())
-    weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])
+    weights = sum(each.flops_per_token for each in list_linear_precisions(model, "bfloat16", device)[:-1])
     assert native["float8"] == float8_matmuls * weights
     assert older == {MASKED: masked, "bfloat16": native["bfloat16"], "float32": native["float8"]}
 

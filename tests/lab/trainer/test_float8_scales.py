@@ -12,8 +12,8 @@ from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.lab.trainer import trained_model as trained_model_module
-from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
-from quaver.lab.trainer.memory import storage_bytes
+from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
+from quaver.lab.trainer.memory import count_storage_bytes
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -136,7 +136,7 @@ def scales(run: TrainingRun) -> torch.Tensor:
 
 def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
     def resident(config: TrainConfig) -> int:
-        return storage_bytes(prepare(config).models[0].resident_tensors())
+        return count_storage_bytes(prepare(config).models[0].iter_resident_tensors())
 
     plain = resident(changed(tiny_config, job={"name": "plain"}))
     tensors = 2 * 18
@@ -169,7 +169,7 @@ def test_a_record_has_only_numbers_that_json_has():
         TensorScaling("nan", 8.0, False, NAN, NAN, 0),
         TensorScaling("full", 1 / 3, True, 1344.0, 1.0, 0),
     ]
-    assert json.loads(json.dumps(scales_record(7, "delayed", report), allow_nan=False)) == {
+    assert json.loads(json.dumps(make_scales_record(7, "delayed", report), allow_nan=False)) == {
         "step": 7,
         "run": "delayed",
         "quant_scale": {"a": 2.0, "zeros": 4.0, "inf": 8.0, "nan": 8.0, "full": 0.333333333},
@@ -179,5 +179,5 @@ def test_a_record_has_only_numbers_that_json_has():
         "dynamic": ["cold zeros", "full"],
         "nonfinite": ["inf", "nan"],
     }
-    assert saturation_summary(report) == {"float8_saturated": 3, "float8_saturated_tensors": 1}
-    assert saturation_summary([]) == {}
+    assert summarize_saturation(report) == {"float8_saturated": 3, "float8_saturated_tensors": 1}
+    assert summarize_saturation([]) == {}

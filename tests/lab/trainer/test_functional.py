@@ -10,7 +10,7 @@ from quaver import convert_to_float8_training
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.lab.trainer.functional import embedding, rms_norm, swiglu
-from quaver.lab.trainer.model import Block, rope_tables
+from quaver.lab.trainer.model import Block, make_rope_tables
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 CONFIG = Model(dim=64, n_heads=2, n_kv_heads=1, hidden_dim=224, n_layers=1)
@@ -93,7 +93,7 @@ def _step(block, hidden, tables):
 
 
 def test_a_float8_block_keeps_less_and_computes_the_same():
-    tables = rope_tables(16, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"))
+    tables = make_rope_tables(16, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"))
     plain = convert_to_float8_training(Block(CONFIG))
     fused = copy.deepcopy(plain)
     fuse_producers(fused)

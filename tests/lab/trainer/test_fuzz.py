@@ -21,7 +21,7 @@ from quaver.lab.data.tokenizer import load_tokenizer
 from quaver.lab.runs.checkpoint import read_metadata
 from quaver.lab.runs.checkpoint_folder import RECORD, read_record
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.json_lines import rewound_metrics
+from quaver.lab.runs.json_lines import rewind_metrics
 from quaver.lab.runs.manifest import MANIFEST, check_manifest
 from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
 from quaver.lab.settings import Data
@@ -93,7 +93,7 @@ def test_metrics(examples, tmp_path):
     lines = with_keys("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested("[")
 
     def read(path: Path) -> None:
-        with rewound_metrics([path], 3):
+        with rewind_metrics([path], 3):
             pass
 
     fuzz(examples, tmp_path / "metrics.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read, CheckpointError)

@@ -26,7 +26,7 @@ from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.huggingface import weights
-from quaver.lab.trainer.huggingface.config import model_from_hf
+from quaver.lab.trainer.huggingface.config import read_hf_config
 from quaver.lab.trainer.model import Llama
 from tests.command_line import TEXT, TINY
 
@@ -283,7 +283,7 @@ def test_export_of_a_float8_run(float8_run, tmp_path, capsys):
     config = first.config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 0, None)
     assert config.max_position_embeddings == 32 * 128
-    assert model_from_hf(config.to_dict()) == Model(**read_record(float8_run)["config"]["model"])
+    assert read_hf_config(config.to_dict()) == Model(**read_record(float8_run)["config"]["model"])
     text = first.generate(torch.tensor([[116, 111]]), max_new_tokens=5, do_sample=False)
     assert text.shape[1] <= 7
 

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.model import Llama, meta_llama
+from quaver.lab.trainer.model import Llama, make_meta_llama
 from quaver.lab.trainer.parallelize import make_mesh, parallelize
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
 
 
 def make_llama(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
-    model = meta_llama(config)
+    model = make_meta_llama(config)
     mesh = make_mesh(layout or ParallelDims(), "cpu")
     parallelize(model, TrainConfig(model=config, training=Training(**training)), mesh)
     allocate(model, CPU)
@@ -53,7 +53,7 @@ def test_weights_depend_on_seed_and_name_alone():
 
 def test_bfloat16_weights_are_the_float32_ones_rounded():
     wide = make_llama()
-    narrow = meta_llama(CONFIG).bfloat16()
+    narrow = make_meta_llama(CONFIG).bfloat16()
     allocate(narrow, CPU)
     initialize(narrow, 0)
     for ours, theirs in zip(narrow.parameters(), wide.parameters(), strict=True):
@@ -66,7 +66,7 @@ def test_a_tied_projection_stays_tied():
 
 
 def test_buffers_are_refused():
-    model = meta_llama(CONFIG)
+    model = make_meta_llama(CONFIG)
     model.register_buffer("amax_history", torch.zeros(3, device="meta"))
     with pytest.raises(NotImplementedError, match="buffers have no initial values here: amax_history"):
         allocate(model, CPU)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from quaver.lab.recorder.storages import TensorBytes
 from quaver.lab.trainer import loss as losses
-from quaver.lab.trainer.loss import IGNORED, next_token_loss
+from quaver.lab.trainer.loss import IGNORED, compute_next_token_loss
 from quaver.runtime.collectives import all_gather
 from tests.counting import CollectiveCounter
 from tests.ranks import mesh_of, on_ranks
@@ -38,7 +38,7 @@ def test_the_gradient_is_that_of_the_expression_to_the_bit(dtype, rows, ignored,
     monkeypatch.setattr(losses, "SLICE_ELEMENTS", rows * WORDS)
     logits, targets = make_logits_and_targets(dtype, ignored)
     expected_logits = logits.detach().clone().requires_grad_()
-    got, expected = next_token_loss(logits, targets), expression(expected_logits, targets)
+    got, expected = compute_next_token_loss(logits, targets), expression(expected_logits, targets)
     assert got.dtype is torch.float32
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     (got / 3).backward()
@@ -48,7 +48,7 @@ def test_the_gradient_is_that_of_the_expression_to_the_bit(dtype, rows, ignored,
 
 def test_small_logits_are_one_slice_with_the_loss_of_the_expression():
     logits, targets = make_logits_and_targets(torch.bfloat16)
-    assert torch.equal(next_token_loss(logits, targets), expression(logits, targets))
+    assert torch.equal(compute_next_token_loss(logits, targets), expression(logits, targets))
 
 
 def test_neither_direction_has_all_logits_in_float32(monkeypatch):
@@ -57,7 +57,7 @@ def test_neither_direction_has_all_logits_in_float32(monkeypatch):
     logits = torch.randn(1, rows, words, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(words, (1, rows))
     with TensorBytes() as tensors:
-        loss = next_token_loss(logits, targets)
+        loss = compute_next_token_loss(logits, targets)
         forward = tensors.peak_bytes
         assert tensors.live_bytes <= 64  # the logits are kept as they are
         loss.backward()
@@ -71,14 +71,14 @@ def test_neither_direction_has_all_logits_in_float32(monkeypatch):
 def test_the_loss_has_no_second_derivative(monkeypatch):
     monkeypatch.setattr(losses, "SLICE_ELEMENTS", WORDS)
     logits, targets = make_logits_and_targets(torch.float32)
-    (gradient,) = torch.autograd.grad(next_token_loss(logits, targets), logits, create_graph=True)
+    (gradient,) = torch.autograd.grad(compute_next_token_loss(logits, targets), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
 
 
 def test_a_compiled_loss_is_the_expression():
     logits, targets = make_logits_and_targets(torch.bfloat16)
-    compiled = torch.compile(next_token_loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(compute_next_token_loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(logits, targets), expression(logits, targets))
 
 
@@ -110,7 +110,7 @@ def test_a_split_vocabulary_has_the_loss_and_the_gradient_of_a_whole_one(words, 
     parts = split(whole)
     expected = expression(whole, targets)
     with patch.object(losses, "SLICE_ELEMENTS", 7 * words):
-        got = next_token_loss(parts * 1, targets)
+        got = compute_next_token_loss(parts * 1, targets)
     (got / 3).backward()
     (expected / 3).backward()
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, equal_nan=True)
@@ -128,7 +128,7 @@ def test_ranks_gather_three_numbers_of_a_token_and_have_one_slice_in_float32():
     slice_bytes, numbers = 4 * words * 4, 4 * tokens
     with patch.object(losses, "SLICE_ELEMENTS", 4 * words), CollectiveCounter() as counter:
         with TensorBytes() as tensors:
-            loss = next_token_loss(logits, targets)
+            loss = compute_next_token_loss(logits, targets)
             assert tensors.peak_bytes <= slice_bytes + 30 * numbers
             assert counter.collectives == [("all_gather", torch.float32, 2 * 3 * numbers)]
             (gradient,) = torch.autograd.grad(loss, logits)
@@ -142,7 +142,7 @@ def test_a_target_that_is_no_word_of_any_rank_makes_the_loss_nan():
     for target in (WORDS, -1):
         logits, targets = make_logits_and_targets(torch.bfloat16)
         targets[1, 1] = target
-        assert next_token_loss(split(logits), targets).isnan()
+        assert compute_next_token_loss(split(logits), targets).isnan()
 
 
 @pytest.mark.nightly
@@ -150,7 +150,7 @@ def test_a_target_that_is_no_word_of_any_rank_makes_the_loss_nan():
 def test_a_compiled_loss_of_a_split_vocabulary_is_the_same():
     logits, targets = make_logits_and_targets(torch.bfloat16)
     results = []
-    for loss in (next_token_loss, torch.compile(next_token_loss, fullgraph=True, backend="aot_eager")):
+    for loss in (compute_next_token_loss, torch.compile(compute_next_token_loss, fullgraph=True, backend="aot_eager")):
         parts = split(logits)
         value = loss(parts * 1, targets)
         value.backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quaver.lab.trainer.memory import describe_memory, device_memory, measure_peak, storage_bytes
+from quaver.lab.trainer.memory import count_storage_bytes, describe_memory, measure_peak, read_device_memory
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
@@ -15,7 +15,7 @@ def test_memory_of_a_cpu_is_the_peak_of_the_process_in_bytes(platform, unit, mon
     usage = types.SimpleNamespace(ru_maxrss=(3 << 30) // unit)
     monkeypatch.setattr("resource.getrusage", lambda who: usage)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
-    record = device_memory(torch.device("cpu"))
+    record = read_device_memory(torch.device("cpu"))
     assert record == {"memory_rss_bytes": 3 << 30, "memory_rss_share": 3 / 8}
     assert describe_memory(record) == "3.00 GiB (38%) rss"
 
@@ -25,7 +25,7 @@ def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     properties = types.SimpleNamespace(total_memory=8 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    record = device_memory(torch.device("cuda"))
+    record = read_device_memory(torch.device("cuda"))
     assert record["memory_active_share"] == 3 / 8
     assert record["memory_reserved_share"] == 1 / 2
     assert record["memory_retries"] == 1
@@ -34,7 +34,7 @@ def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
 
 def test_resident_tensors_count_a_shared_storage_once():
     weight = torch.zeros(256)
-    assert storage_bytes([weight, weight.view(16, 16), torch.zeros(256)]) == 2 * 1024
+    assert count_storage_bytes([weight, weight.view(16, 16), torch.zeros(256)]) == 2 * 1024
 
 
 def test_the_allocators_log_has_the_peak_of_the_counted_tensors():

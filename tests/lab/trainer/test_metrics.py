@@ -9,8 +9,8 @@ from quaver.lab.trainer.metrics import (
     SPIKE_MIN_STEPS,
     SPIKE_WINDOW,
     check_loggers,
+    compute_median_after_warmup,
     is_spike,
-    median_after_warmup,
     remember,
 )
 from quaver.lab.trainer.train import train
@@ -18,8 +18,8 @@ from quaver.lab.trainer.training_run import prepare
 
 
 def test_median_leaves_out_the_warm_up():
-    assert median_after_warmup([9.0, 9.0, 9.0, 1.0, 2.0, 3.0]) == 2.0
-    assert median_after_warmup([5.0]) == 5.0
+    assert compute_median_after_warmup([9.0, 9.0, 9.0, 1.0, 2.0, 3.0]) == 2.0
+    assert compute_median_after_warmup([5.0]) == 5.0
 
 
 def test_a_spike_stands_out_from_the_noise_and_from_a_spike_before_it():

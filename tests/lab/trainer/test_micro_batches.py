@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quaver.lab.data import Batch
-from quaver.lab.recorder.storages import plain_tensors
+from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.trainer.micro_batches import accumulate
 from tests.lab.trainer.runs import changed, on_rank
@@ -33,7 +33,7 @@ def gradients_of(config: TrainConfig, ranks: int, scales: list[float]) -> dict[s
     with accumulate(trained.model, config, scales) as micro_batches:
         for scale in micro_batches:
             (trained.loss_of(Batch(tokens, tokens.roll(-1, 1), None)) * scale).backward()
-    return {name: plain_tensors(each.grad)[0] for name, each in trained.model.named_parameters()}
+    return {name: list_plain_tensors(each.grad)[0] for name, each in trained.model.named_parameters()}
 
 
 def inexact_sums(config: TrainConfig, ranks: int) -> list[str]:

@@ -10,10 +10,10 @@ from quaver import conversion_report, convert_to_float8_training
 from quaver.checkpointing import apply_activation_checkpointing
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Model
-from quaver.lab.trainer.flops import flops_per_token_by_precision, linear_precisions
+from quaver.lab.trainer.flops import count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.mixture import Mixture, Router, balance_experts, modules_of, take_expert_load
-from quaver.lab.trainer.model import meta_llama, training_flops_per_token
+from quaver.lab.trainer.mixture import Mixture, Router, balance_experts, list_modules, take_expert_load
+from quaver.lab.trainer.model import count_training_flops_per_token, make_meta_llama
 from tests.reference import assert_same_bits, sqnr_db
 
 SHAPE = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 48}
@@ -21,7 +21,7 @@ SMALL = Model(**SHAPE, n_experts=4, n_shared_experts=1)
 
 
 def small_model(config=SMALL):
-    model = meta_llama(config)
+    model = make_meta_llama(config)
     allocate(model, torch.device("cpu"))
     initialize(model, seed=0)
     return model
@@ -57,13 +57,13 @@ def test_a_mixture_is_what_its_equations_say():
 
 def test_the_bias_moves_towards_balance_and_weighs_nothing():
     model = small_model().train()
-    routers = modules_of(model, Router)
+    routers = list_modules(model, Router)
     model(tokens()).sum().backward()
     assert all(router.tokens_per_expert.sum() == 2 * 60 for router in routers)
-    load = take_expert_load(modules_of(model, Router), lambda counts: 2 * counts)
+    load = take_expert_load(list_modules(model, Router), lambda counts: 2 * counts)
     assert load.shape == (2, 4)
     torch.testing.assert_close(load.sum(1), torch.ones(2))
-    balance_experts(modules_of(model, Router), load, 0.25)
+    balance_experts(list_modules(model, Router), load, 0.25)
     for router, shares in zip(routers, load, strict=True):
         assert router.e_score_correction_bias.tolist() == (0.25 * torch.sign(0.25 - shares)).tolist()
         assert not router.tokens_per_expert.any()
@@ -79,7 +79,7 @@ def test_counts_are_of_training_steps_only():
     for context in (model.eval(), model.train()):
         with torch.no_grad():
             context(tokens())
-    assert take_expert_load(modules_of(model, Router), lambda counts: counts).isnan().all()
+    assert take_expert_load(list_modules(model, Router), lambda counts: counts).isnan().all()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -92,7 +92,7 @@ def test_float8_experts_are_close_and_balanced_alike(recipe):
     for each in outputs:
         each.square().mean().backward()
     assert sqnr_db(outputs[0].detach(), outputs[1].detach()) > 25
-    loads = [take_expert_load(modules_of(each, Router), lambda counts: counts) for each in (reference, model)]
+    loads = [take_expert_load(list_modules(each, Router), lambda counts: counts) for each in (reference, model)]
     assert_same_bits(loads[1][0], loads[0][0])
     for name, parameter in reference.named_parameters():
         if ".experts." in name:
@@ -107,7 +107,7 @@ def test_checkpointing_repeats_every_bit(mode):
         if checkpointed:
             apply_activation_checkpointing(model.blocks(), mode=mode, preserve_rng_state=False)
         model(tokens()).square().mean().backward()
-        load = take_expert_load(modules_of(model, Router), lambda counts: counts)
+        load = take_expert_load(list_modules(model, Router), lambda counts: counts)
         gradients.append([*(parameter.grad for parameter in model.parameters()), load])
     for one, other in zip(*gradients, strict=True):
         assert_same_bits(one, other)
@@ -121,15 +121,15 @@ def test_bfloat16_parameters_keep_the_balance_in_float32():
 
 def test_flops_are_those_of_the_experts_that_a_token_takes():
     model = convert_to_float8_training(small_model(), config="rowwise")
-    flops = training_flops_per_token(SMALL, seq_len=20)
+    flops = count_training_flops_per_token(SMALL, seq_len=20)
     attention = 4 * 32 * 32
     weights = 2 * (attention + 3 * 3 * 32 * 48 + 32 * 4) + 32 * 64
     assert flops == 6 * weights + 12 * 2 * 32 * 20
-    by_name = {each.name: each for each in linear_precisions(model, "bfloat16", torch.device("cpu"))}
+    by_name = {each.name: each for each in list_linear_precisions(model, "bfloat16", torch.device("cpu"))}
     experts = by_name["model.layers.0.mlp.experts.gate_up_proj"]
     assert (experts.in_features, experts.out_features, experts.matrices_per_token) == (32, 96, 2)
     assert "rowwise" in experts.operands["grad_weight"]
-    total = flops_per_token_by_precision(model, SMALL, 20, "bfloat16", torch.device("cpu"))
+    total = count_flops_per_token_by_precision(model, SMALL, 20, "bfloat16", torch.device("cpu"))
     assert sum(total.values()) == flops
     report = conversion_report(model)
     of_report = {layer.name: layer.flops_per_token for layer in report.layers}

@@ -7,9 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quaver.lab.settings import Model
-from quaver.lab.trainer.huggingface.config import hf_config
-from quaver.lab.trainer.loss import next_token_loss
-from quaver.lab.trainer.model import Llama, scaled_frequencies, training_flops_per_token
+from quaver.lab.trainer.huggingface.config import make_hf_config
+from quaver.lab.trainer.loss import compute_next_token_loss
+from quaver.lab.trainer.model import Llama, count_training_flops_per_token, scale_frequencies
 
 CONFIG = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, rope_theta=10000.0, norm_eps=1e-6)
 TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_word_embeddings=True)
@@ -43,7 +43,7 @@ def test_logits_and_gradients_equal_in_float32(pair):
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert expected.std() > 0.1  # otherwise atol alone would pass
 
-    next_token_loss(logits[:, :-1], tokens[:, 1:]).backward()
+    compute_next_token_loss(logits[:, :-1], tokens[:, 1:]).backward()
     theirs(tokens, labels=tokens).loss.backward()
     for (name, parameter), (_, reference) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -62,17 +62,17 @@ def test_projections_of_one_hidden_state_get_one_tensor_object():
 def test_flops_count_every_linear_and_attention():
     linear_weights = sum(m.weight.numel() for m in Llama(CONFIG).modules() if isinstance(m, nn.Linear))
     attention = 2 * 2 * 3 * CONFIG.n_layers * CONFIG.dim * 128  # q @ k and p @ v, 2 FLOPs each, backward twice
-    assert training_flops_per_token(CONFIG, 128) == 6 * linear_weights + attention
+    assert count_training_flops_per_token(CONFIG, 128) == 6 * linear_weights + attention
 
 
 @pytest.mark.parametrize(("factor", "head_dim"), [(8.0, 128), (32.0, 64)], ids=["llama 3.1 8B", "llama 3.2 1B"])
 def test_scaled_frequencies_are_those_of_transformers(factor, head_dim):
     model = Model(dim=head_dim * 4, rope_scaling_factor=factor)
-    config = LlamaConfig(**hf_config(model, dtype="float32", usage={"max_position_embeddings": 131072}))
+    config = LlamaConfig(**make_hf_config(model, dtype="float32", usage={"max_position_embeddings": 131072}))
     expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     assert attention_factor == 1
     plain = model.rope_theta ** -(torch.arange(0, head_dim, 2) / head_dim)
-    scaled = scaled_frequencies(plain, model.rope_scaling)
+    scaled = scale_frequencies(plain, model.rope_scaling)
     torch.testing.assert_close(scaled, expected, rtol=1e-6, atol=0)
     slowed = plain / scaled
     assert (slowed == 1).any()

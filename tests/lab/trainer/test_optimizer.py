@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.settings.training import OPTIMIZERS
 from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.optimizer import build_optimizer, clip_gradients, squared_norm_share
+from quaver.lab.trainer.optimizer import build_optimizer, clip_gradients, compute_squared_norm_share
 
 SHAPE = Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32)
 EXPLICIT = ("fused", "foreach", "for-loop")
@@ -49,7 +49,7 @@ def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1.0)
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert squared_norm_share(model).item() == pytest.approx(count, rel=1e-6)
+    assert compute_squared_norm_share(model).item() == pytest.approx(count, rel=1e-6)
 
 
 def trained(model: nn.Module, implementation: str, steps: int = 3) -> list[torch.Tensor]:
@@ -96,12 +96,12 @@ def with_gradients() -> nn.Module:
 def test_on_one_rank_it_is_torchs(max_norm):
     ours, theirs = with_gradients(), with_gradients()
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-    norm = squared_norm_share(ours).sqrt()
+    norm = compute_squared_norm_share(ours).sqrt()
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
     clip_gradients(ours, norm, max_norm)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=0)
-    clipped = squared_norm_share(ours).sqrt().item()
+    clipped = compute_squared_norm_share(ours).sqrt().item()
     assert clipped == pytest.approx(min(max_norm, expected.item()), rel=1e-5)
 
 
@@ -118,7 +118,7 @@ def test_what_several_ranks_hold_counts_once_in_all():
             parameter = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, places, run_check=False))
             parameter.grad = DTensor.from_local(torch.full((2, 2), 2.0), mesh, places, run_check=False)
             model[name] = parameter
-        share = squared_norm_share(model)
+        share = compute_squared_norm_share(model)
         clip_gradients(model, torch.tensor(8.0), 4.0)
     finally:
         dist.destroy_process_group()

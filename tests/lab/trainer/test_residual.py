@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.faking.gpu import predict_for
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from tests.lab.trainer.runs import changed, on_rank
@@ -72,7 +72,7 @@ def test_a_checkpoint_recomputes_the_same_bits(tiny_config):
 
 def test_the_bytes_that_it_spares(tiny_config):
     """The stream before each half of a block and before the last norm, which norms save on a GPU."""
-    with predicting_for("cuda"):
+    with predict_for("cuda"):
         saved, fewer = (
             predict_memory(changed(tiny_config, training={"residual_dtype": name})).prediction.saved_by_forward_bytes
             for name in ("float32", "bfloat16")

@@ -14,8 +14,8 @@ from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
-from quaver.lab.trainer.display import Display, stdout_console
-from quaver.lab.trainer.flops import flops_per_token_by_precision
+from quaver.lab.trainer.display import Display, make_stdout_console
+from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, build, prepare
@@ -80,11 +80,11 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
     run = with_outlier(prepare(config))
     assert train(run)["status"] == "finished"
-    flops = flops_per_token_by_precision(
+    flops = count_flops_per_token_by_precision(
         run.models[0].model, config.model, config.training.seq_len, "bfloat16", run.device
     )
     assert run.flops_per_token == {run.models[0].name: flops}
-    record = read_record(run.checkpoints.folder.complete(3))
+    record = read_record(run.checkpoints.folder.find_checkpoint(3))
     assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
     headers = Record.read(run.folder.path).headers
     assert [header["step"] for header in headers] == [1, 3]
@@ -104,7 +104,7 @@ def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
     experts = {"n_experts": 2, "top_k": 1}
     run = prepare(changed(watched_config, model=experts, numerics={"on_alarm": "fallback"}))
     done = run.progress.fallbacks
-    alarms = RunAlarms(run.config.numerics, Display(stdout_console(quiet=True), 1, ""), run.models[0].model, done)
+    alarms = RunAlarms(run.config.numerics, Display(make_stdout_console(quiet=True), 1, ""), run.models[0].model, done)
     for weight in ("gate_up_proj", "down_proj"):
         layer = f"model.layers.0.mlp.experts.{weight}"
         alarms._handle(Alarm(1, 1, "sqnr", layer, "input", None, 0.0, 1.0, "", ()))
@@ -144,7 +144,7 @@ def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(wa
 def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
     run = prepare(changed(watched_config, training={"steps": 1}, numerics={"every": 0, "extras_every": 20}))
     train(run)
-    checkpoint = run.checkpoints.folder.complete(1)
+    checkpoint = run.checkpoints.folder.find_checkpoint(1)
     record = read_record(checkpoint)
     config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})
     for layer, recipe, message in (

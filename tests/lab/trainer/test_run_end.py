@@ -24,7 +24,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Comm, Float8
 from quaver.lab.trainer import train as train_module
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.process import Watchdog, determinism, quiet
+from quaver.lab.trainer.process import Watchdog, silence_other_ranks, use_determinism
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
@@ -208,7 +208,7 @@ def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_config, before_ea
 
 
 def test_operations_without_a_deterministic_algorithm_are_refused():
-    with determinism(True), pytest.raises(RuntimeError, match="deterministic"):
+    with use_determinism(True), pytest.raises(RuntimeError, match="deterministic"):
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
 
@@ -289,7 +289,7 @@ def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
         caplog.clear()
         with warnings.catch_warnings(record=True) as shown:
             warnings.simplefilter("always")
-            with quiet(is_first):
+            with silence_other_ranks(is_first):
                 warnings.warn("of every rank", stacklevel=1)
                 logging.getLogger("torch").warning("of every rank")
                 logging.getLogger("quaver").warning("of this rank")

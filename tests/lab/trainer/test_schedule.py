@@ -5,7 +5,7 @@ import math
 import pytest
 
 from quaver.lab.settings import LRScheduler, Optimizer
-from quaver.lab.trainer.optimizer import learning_rate
+from quaver.lab.trainer.optimizer import compute_learning_rate
 
 LR, STEPS, WARMUP, FLOOR = 0.5, 110, 10, 0.1
 WARMING = {1: LR / 10, 9: LR * 9 / 10, 10: LR}
@@ -37,9 +37,9 @@ def test_rates_at_the_corners(name):
     settings, expected = CASES[name]
     schedule = LRScheduler(warmup_steps=WARMUP, min_lr_factor=FLOOR, **settings)
     expected = WARMING | expected
-    rates = {step: learning_rate(step, STEPS, Optimizer(lr=LR), schedule) for step in expected}
+    rates = {step: compute_learning_rate(step, STEPS, Optimizer(lr=LR), schedule) for step in expected}
     assert rates == pytest.approx(expected, rel=1e-12)
-    falling = [learning_rate(step, STEPS, Optimizer(lr=LR), schedule) for step in range(WARMUP, STEPS + 1)]
+    falling = [compute_learning_rate(step, STEPS, Optimizer(lr=LR), schedule) for step in range(WARMUP, STEPS + 1)]
     assert falling == sorted(falling, reverse=True)
 
 
@@ -47,6 +47,8 @@ def test_rates_at_the_corners(name):
 def test_the_decay_has_whole_steps_and_at_least_one(steps, ratio, expected):
     schedule = LRScheduler(warmup_steps=0, schedule="wsd", decay_ratio=ratio, min_lr_factor=0.0)
     assert schedule.decay_steps(steps) == expected
-    below = [step for step in range(1, steps + 1) if learning_rate(step, steps, Optimizer(lr=LR), schedule) < LR]
+    below = [
+        step for step in range(1, steps + 1) if compute_learning_rate(step, steps, Optimizer(lr=LR), schedule) < LR
+    ]
     assert below == list(range(steps - expected + 1, steps + 1))
-    assert learning_rate(steps, steps, Optimizer(lr=LR), schedule) == 0
+    assert compute_learning_rate(steps, steps, Optimizer(lr=LR), schedule) == 0

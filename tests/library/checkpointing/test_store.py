@@ -22,7 +22,7 @@ from quaver.checkpointing import (
     store_activations_in_float8,
 )
 from quaver.checkpointing import hooks as store_hooks
-from quaver.checkpointing.codes import MemoryLayout, decode, encode
+from quaver.checkpointing.codes import MemoryLayout, dequantize_activation, quantize_activation
 from quaver.checkpointing.partition import StoringPartitioner
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
@@ -103,20 +103,20 @@ def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_o
     tensor = VIEWS[view].to(dtype)
     layout = MemoryLayout(tensor, block_size)
     matrix = layout.to_matrix(tensor)
-    codes, scale, of_scales, *_ = encode(matrix, block_size)
+    codes, scale, of_scales, *_ = quantize_activation(matrix, block_size)
     expected = dynamic_cast_blocks(matrix, torch.float8_e4m3fn, power_of_2=True, block_size=(1, block_size), mode="")
     assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(scale, expected[2])
-    again = layout.from_matrix(decode(codes, scale, of_scales, dtype))
+    again = layout.from_matrix(dequantize_activation(codes, scale, of_scales, dtype))
     assert (again.shape, again.dtype) == (tensor.shape, dtype)
     assert again.stride() == tensor.stride() or not layout.is_dense
     assert sqnr_db(tensor, again) > 28
 
 
 def test_decoding_is_one_operator_of_a_graph():
-    codes, scale, layout, *_ = encode(draw(4, 128), 32)
+    codes, scale, layout, *_ = quantize_activation(draw(4, 128), 32)
     compiled = torch.compile(lambda *args: torch.ops.quaver.decode_blocks(*args), backend="eager", fullgraph=True)
-    assert torch.equal(*(call(codes, scale, layout, torch.float32) for call in (compiled, decode)))
+    assert torch.equal(*(call(codes, scale, layout, torch.float32) for call in (compiled, dequantize_activation)))
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +426,7 @@ def test_views_of_one_tensor_are_lines_that_sum_to_the_total():
 
 def test_one_storage_is_stored_once_until_it_is_written_to():
     x = inputs() * 1
-    pack = store_hooks.Pack(store_hooks.Storage("", 128), [x], None)
+    pack = store_hooks.Pack(store_hooks.ActivationStorage("", 128), [x], None)
     first, view, transposed = pack(x), pack(x.view(-1, 256)), pack(x.transpose(0, 1))
     assert first.codes is view.codes is transposed.codes
     assert torch.equal(first.restore(), transposed.restore().transpose(0, 1))
@@ -436,7 +436,7 @@ def test_one_storage_is_stored_once_until_it_is_written_to():
 
 
 def test_a_new_storage_in_the_place_of_a_freed_one_has_codes_of_its_own():
-    pack = store_hooks.Pack(store_hooks.Storage("", 128), [inputs()], None)
+    pack = store_hooks.Pack(store_hooks.ActivationStorage("", 128), [inputs()], None)
     for seed in range(20):
         x = inputs(seed) * 1
         kept = pack(x)

@@ -22,7 +22,7 @@ from quaver import (
 )
 from quaver.conversion.layer_recipes import convert_layers
 from quaver.recipes.reference import ReferenceLinear
-from quaver.recipes.serving import SERVING, serving_of
+from quaver.recipes.serving import SERVING, find_serving
 from tests.reference import assert_same_bits
 
 ROWS = [name for name in SERVING if SERVING[name].recipe == "rowwise"]
@@ -46,7 +46,7 @@ def test_a_linear_is_the_reference(serving):
     float8 = convert_to_float8_training(copy.deepcopy(linear), serving=serving)
     reference = ReferenceLinear(256, 128, config=float8.config)
     reference.load_state_dict(linear.state_dict())
-    assert serving_of(float8.config) == serving
+    assert find_serving(float8.config) == serving
     results = []
     for each in (float8, reference):
         x = input.clone().requires_grad_()
@@ -126,7 +126,7 @@ def test_casts_of_a_config():
     assert serving_config("vllm-per-tensor", "tensorwise").casts.input.has_equal_casts
     assert serving_config("vllm-block", "rowwise").casts.input.column.is_rowwise
     assert serving_config("vllm-block", config) == config
-    assert serving_of(Float8LinearConfig()) is None
+    assert find_serving(Float8LinearConfig()) is None
     assert "by the rule vllm-group" in str(config)
 
 

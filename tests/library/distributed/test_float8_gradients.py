@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from quaver import reduce_gradients_in_float8
-from quaver.fsdp.gradients import BLOCK, Float8ReduceScatter, decode, encode, sum_over_ranks
+from quaver.fsdp.gradients import BLOCK, Float8ReduceScatter, dequantize_gradients, quantize_gradients, sum_over_ranks
 from quaver.recipes.sqnr import sqnr_db
 from tests.ranks import mesh_of, on_ranks, refusal
 
@@ -79,7 +79,7 @@ def test_the_sum_is_in_float32_in_the_order_of_ranks_and_codes_travel():
 @pytest.mark.parametrize("ranks", [1, 9])
 def test_rows_of_any_length_and_number_are_decoded(ranks):
     rows = torch.randn(ranks, BLOCK + 3, generator=torch.Generator().manual_seed(0))
-    parts = [decode(each, BLOCK + 3) for each in encode(rows).split(8)]
+    parts = [dequantize_gradients(each, BLOCK + 3) for each in quantize_gradients(rows).split(8)]
     assert 30 < sqnr_db(rows, torch.cat(parts)) < 33
 
 

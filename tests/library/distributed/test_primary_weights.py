@@ -17,7 +17,7 @@ import quaver.fsdp.gathered as fsdp
 import quaver.linear.quantize as quantize
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.fsdp.siblings import all_gather_state
+from quaver.fsdp.siblings import get_all_gather_state
 from quaver.recipes.config import ScalingGranularity
 from quaver.weights.primary import Float8PrimaryWeight
 from tests.library.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
@@ -213,8 +213,8 @@ def bytes_of(linear):
     codes = 0
     if linear._prepared_weight is not None:
         codes = linear._prepared_weight.operands.row.data.nbytes
-    elif linear.gathering is not None and all_gather_state(linear).prepared:
-        codes = sum(payload.nbytes for payload in all_gather_state(linear).prepared["weight"]._inputs[0])
+    elif linear.gathering is not None and get_all_gather_state(linear).prepared:
+        codes = sum(payload.nbytes for payload in get_all_gather_state(linear).prepared["weight"]._inputs[0])
     return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]
 
 

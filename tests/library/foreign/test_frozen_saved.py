@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM
 
 from quaver import convert_to_high_precision, freeze_to_float8
-from quaver.runtime.slow_paths import slow_paths
+from quaver.runtime.slow_paths import list_slow_paths
 from tests.library.foreign.llama import not_the_head
 from tests.steps import assert_same
 from tests.thinned import thinned
@@ -136,7 +136,7 @@ def test_accelerate_offloads_a_frozen_base(offload, recipe, kind, tmp_path):
     accelerate.hooks.remove_hook_from_submodules(model)
     assert_same(model(tokens).logits, expected)
     if offload is disk_offloaded:  # it stores values
-        assert any("as Accelerate's disk offload stores them" in each for each in slow_paths())
+        assert any("as Accelerate's disk offload stores them" in each for each in list_slow_paths())
     else:
         assert_same([weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")], codes)
 

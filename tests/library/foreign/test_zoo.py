@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, conversion_report, convert_to_high_precision
-from quaver.experts.module import Float8Experts, weights_of
+from quaver.experts.module import Float8Experts, get_expert_weights
 from quaver.integrations.transformers import prepare_model_for_float8
 from tests.library.foreign.zoo import MODELS, loss_of, make
 from tests.reference import sqnr_db
@@ -46,7 +46,7 @@ def gradients(name, recipe=None):
 
 def weights_in_float8(module):
     if isinstance(module, Float8Experts):
-        return list(weights_of(module))
+        return list(get_expert_weights(module))
     return ["weight"] if isinstance(module, Float8Linear) else []
 
 

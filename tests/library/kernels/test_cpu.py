@@ -14,7 +14,7 @@ from torch import Tensor
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
 from quaver.recipes import scaling
-from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, ScaleLayout, layout_of
+from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, ScaleLayout, infer_layout
 from tests.isolated import isolated
 from tests.reference import assert_same_bits, every_value, reference_amax, reference_cast, reference_scales
 from tests.thinned import thinned
@@ -131,8 +131,8 @@ def test_blocks(dtype: torch.dtype, layout: ScaleLayout, threads: None) -> None:
     """Amaxes, codes and what is widened again; a run of columns ends between blocks, within one and at the last."""
     for shape in [*SHAPES, LARGE, (130, 2048), (33, 2100), (2, 4101)]:
         for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
-            amax = scaling.block_amax(hp, layout)
-            assert_same_bits(cpu.block_amax(hp, layout), amax)
+            amax = scaling.compute_block_amax(hp, layout)
+            assert_same_bits(cpu.compute_block_amax(hp, layout), amax)
             quant, dequant, _ = scaling.compute_scales(amax, E4M3, True, is_blockwise=True)
             codes = scaling.cast_blocks(hp, quant, E4M3, layout)
             assert_same_bits(cpu.cast_with_scale(hp, quant, E4M3, layout), codes)
@@ -145,7 +145,7 @@ def test_products_that_are_subnormal_are_not_truncated() -> None:
     codes = torch.arange(120, dtype=torch.uint8).view(E4M3).repeat(64, 2)
     for scale in (torch.full((64, 2), 2.0**-127), torch.full((2, 240), 2.0**-120), torch.full((2, 2), 2.0**-126)):
         expected = scaling.multiply_scale_(codes.to(torch.bfloat16), scale.to(torch.bfloat16))
-        assert_same_bits(widen(codes, torch.bfloat16, scale, layout_of(scale, codes.shape)), expected)
+        assert_same_bits(widen(codes, torch.bfloat16, scale, infer_layout(scale, codes.shape)), expected)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_widen_some_columns(dtype: torch.dtype, threads: None) -> None:
         for shape in ((1, stop - start), (400, 1)):
             scale = 2.0 ** torch.randint(-40, 40, shape)
             expected = codes.to(dtype) * scale.to(dtype)
-            layout = layout_of(scale, codes.shape)
+            layout = infer_layout(scale, codes.shape)
             assert_same_bits(widen(codes, dtype, scale, layout), expected)
             assert_same_bits(widen(codes.t(), dtype, scale.t(), layout.t()).t(), expected)
 

@@ -63,8 +63,8 @@ OPERATIONS = {
     "cast_with_persistent_scale, unknown": _persistent(0.0),
     "matrix_amax": lambda hp: cast.matrix_amax(hp, 1),
     "group_amax": _by_group,
-    "column_major": cast.column_major,
-    "row_major": lambda codes: cast.row_major(codes.mT),
+    "to_column_major": cast.to_column_major,
+    "to_row_major": lambda codes: cast.to_row_major(codes.mT),
 }
 LAYOUTS = {
     "contiguous": lambda matrix: matrix,
@@ -79,7 +79,10 @@ CASES = [
 ]
 TAKEN = {
     **{name: (HP_DTYPES, ("contiguous", "off 16 bytes")) for name in OPERATIONS},
-    **{name: ((E4M3, E5M2), ("contiguous", "off 16 bytes", "two matrices")) for name in ("column_major", "row_major")},
+    **{
+        name: ((E4M3, E5M2), ("contiguous", "off 16 bytes", "two matrices"))
+        for name in ("to_column_major", "to_row_major")
+    },
 }
 """The dtypes and the layouts that the kernel of an operation takes; the reference computes the others."""
 
@@ -197,4 +200,4 @@ def test_the_grouped_matmul_of_high_precision_is_near_the_sum(interpreter):
 
 
 def test_the_table_has_every_operation_with_a_kernel():
-    assert {name.partition(",")[0] for name in OPERATIONS} >= set(triton_cast.__all__) - {"amax", "supports"}
+    assert {name.partition(",")[0] for name in OPERATIONS} >= set(triton_cast.__all__) - {"compute_amax", "supports"}

@@ -123,13 +123,13 @@ def _copies():
     ):
         codes = (source * 7).view(E5M2)
         with counting_bytes() as counted:
-            copy = triton_cast.column_major(codes)
+            copy = triton_cast.to_column_major(codes)
         assert (copy.dtype, copy.shape, copy.stride()[-2:]) == (E5M2, codes.shape, (1, codes.shape[-2]))
         assert copy.mT.is_contiguous()
         assert torch.equal(copy.mT.view(torch.uint8), codes.view(torch.uint8).mT)
         assert sum(counted.values()) == 2 * codes.numel()
     refused = codes.mT, codes[:0], codes.float(), codes.bfloat16(), codes[0, 0], codes.new_zeros(70_000, 1, 1)
-    assert all(triton_cast.column_major(each) is None for each in refused)
+    assert all(triton_cast.to_column_major(each) is None for each in refused)
 
 
 @np.errstate(all="ignore")

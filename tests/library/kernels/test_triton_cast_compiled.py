@@ -109,7 +109,7 @@ def instructions_of_machine(folder):
 def assert_whole_accesses(asm, hp_dtype, conversions):
     """16 bytes per load; 16 column codes per store; 8 row codes per store, or 4 where a load is of 4 elements."""
     found = instructions(asm)
-    tile = triton_blocks.tile_for(empty(hp_dtype), column_codes=True)
+    tile = triton_blocks.choose_tile(empty(hp_dtype), column_codes=True)
     elements = tile.rows * tile.columns // (32 * tile.warps)  # of a thread
     assert found["ld.global.v4.b32"] >= elements * hp_dtype.itemsize // 16  # and scales of columns
     assert found["st.global.v4.b32"] >= elements // 16  # likewise
@@ -158,7 +158,7 @@ def test_whole_rows(compiled, hp_dtype, width, registers, tmp_path):
 @HP
 def test_amaxes(compiled, hp_dtype, tmp_path):
     for dim in (None, 0, 1):
-        triton_cast.amax(empty(hp_dtype), dim)
+        triton_cast.compute_amax(empty(hp_dtype), dim)
     for asm in compiled["_amax"]:
         found = instructions(asm)
         assert found["ld.global.v4.b32"] == 8
@@ -227,7 +227,7 @@ def test_both_directions_of_blocks(compiled, hp_dtype, length, mode, power_of_2,
 def test_a_transposing_copy(compiled, tmp_path):
     """It converts nothing, so that no assembler can lose a code: [Note: ptxas before 13]."""
     for shape in ((256, 128), (129, 129)):
-        triton_cast.column_major(torch.empty(shape, dtype=E4M3))
+        triton_cast.to_column_major(torch.empty(shape, dtype=E4M3))
     whole, odd = compiled["_column_major"]
     found = instructions(whole)
     assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 8

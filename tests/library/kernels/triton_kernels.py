@@ -68,7 +68,7 @@ def assert_operands(operands, of_rows, of_columns, rows, columns):
         assert (operand is None) == (laid is None)
         if operand is not None:
             assert_equal((operand.data, operand.dequant_scale, operand.quant_scale), (laid, dequant, quant))
-            assert dequant.shape == operand.layout.scale_shape(*laid.shape)
+            assert dequant.shape == operand.layout.get_scale_shape(*laid.shape)
 
 
 @np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted
@@ -81,7 +81,7 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
     )
     if not mode:  # no rule changes the amax
         for dim in (None, 0, 1):
-            assert_equal([triton_cast.amax(hp, dim)], [scaling.amax(host, dim).float()])
+            assert_equal([triton_cast.compute_amax(hp, dim)], [scaling.compute_amax(host, dim).float()])
     for rows, columns in wanted:
         args = (float8_dtype, rows, columns, power_of_2)
         assert_operands(triton_cast.cast_tensorwise(hp, *args, mode), of_matrix, of_matrix, rows, columns)
@@ -91,7 +91,7 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
             row_codes, column_codes = laid_out(codes, codes, rows, columns)
             expected = (row_codes, *rest[:2], column_codes, rest[2])
             assert_equal(triton_cast.cast_with_persistent_scale(hp, *args, scale.to(device)), expected)
-    division = mode if scale_rules.rule_of(mode).divides else ""
+    division = mode if scale_rules.get_rule(mode).divides else ""
     for scales in given:
         expected = [
             scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype, division=division)

@@ -47,7 +47,7 @@ def test_e8m0_scales_of_every_bfloat16_amax(dtype, largest, mode):
     """Of zero, subnormals, infinities and NaNs too."""
     amax = every_value(torch.bfloat16)
     amax = amax[(amax > 0) | amax.isnan() | (amax == 0)].abs()
-    quant, dequant, _ = scaling.e8m0_scales(amax, dtype, mode)
+    quant, dequant, _ = scaling.compute_e8m0_scales(amax, dtype, mode)
     for value, q, d in zip(amax.tolist(), quant.tolist(), dequant.tolist(), strict=True):
         exponent = e8m0_exponent(value, largest, mode)
         if exponent is None:
@@ -75,7 +75,7 @@ def test_codes_and_scales_of_each_block(shape, size, mode, dtype):
     codes, quant, dequant = scaling.dynamic_cast_blocks(hp.t().contiguous().t(), E4M3, **options)
     assert codes.shape == hp.shape
     assert codes.is_contiguous()
-    assert quant.shape == dequant.shape == ScaleLayout(*size).scale_shape(*shape)
+    assert quant.shape == dequant.shape == ScaleLayout(*size).get_scale_shape(*shape)
     for i in range(quant.shape[0]):
         for j in range(quant.shape[1]):
             rows, columns = (slice(k * n, (k + 1) * n) for k, n in zip((i, j), size, strict=True))
@@ -107,7 +107,7 @@ def test_the_matmul_of_blocks_is_exact(sizes, pad, powers_of_2, out_dtype):
     for m, k, n in ((70, 200, 50), (1100, 520, 300), (40, 390, 1200)):
         a, b = (torch.randn(shape).to(E4M3) for shape in ((m, k), (k, n)))
         a_scale, b_scale = (
-            torch.exp2(torch.randint(-6, 7, ScaleLayout(*size).scale_shape(*codes.shape)).float())
+            torch.exp2(torch.randint(-6, 7, ScaleLayout(*size).get_scale_shape(*codes.shape)).float())
             for codes, size in ((a, a_size), (b, b_size))
         )
         if not powers_of_2:

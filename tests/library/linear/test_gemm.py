@@ -12,8 +12,8 @@ from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.native_blocks import native_block_mm
 from quaver.kernels.operands import Operand
 from quaver.linear import gemm
-from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_operands
-from quaver.recipes.scale_layout import TENSORWISE, layout_of
+from quaver.linear.gemm import GemmBackend, ScaleKind, choose_backend, float8_mm, native_operands
+from quaver.recipes.scale_layout import TENSORWISE, infer_layout
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.runtime.devices import simulate_capture
 from quaver.runtime.slow_paths import error_on_slow_path
@@ -78,7 +78,7 @@ def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transpo
     panels = exact_mm.split_panels(a, 0) if m > n else exact_mm.split_panels(b, 1)
     assert [start for start, _ in panels] == [0, 75, 150, 225]
     assert [length for _, length in panels] == [75, 75, 75, 76]
-    layouts = layout_of(a_scale, a.shape), layout_of(b_scale, b.shape)
+    layouts = infer_layout(a_scale, a.shape), infer_layout(b_scale, b.shape)
     out = exact_float8_mm(a, b, a_scale, b_scale, None, out_dtype, power_of_2, *layouts)
     assert_matmul_exact(out, a, b, a_scale, b_scale)
     with_bias = exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, power_of_2, *layouts)
@@ -117,7 +117,7 @@ def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, powe
 
 def of_shape(codes, scale):
     """An operand whose layout is that of its scale."""
-    return Operand(codes, scale, layout_of(scale, codes.shape))
+    return Operand(codes, scale, infer_layout(scale, codes.shape))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_float32_matmul_setting_is_restored():
 def test_the_operation_has_a_faithful_fake():
     for scaling, bias, out_dtype in itertools.product(SCALINGS, (None, torch.ones(8)), DTYPES):
         a, a_scale, b, b_scale = operands(16, 32, 8, scaling)
-        layouts = [*layout_of(a_scale, a.shape)], [*layout_of(b_scale, b.shape)]
+        layouts = [*infer_layout(a_scale, a.shape)], [*infer_layout(b_scale, b.shape)]
         args = (a, b, a_scale, b_scale, bias, out_dtype, False, *layouts)
         # The schema test multiplies every argument, which torch cannot do in float8.
         torch.library.opcheck(torch.ops.quaver.exact_float8_mm, args, test_utils="test_faketensor")
@@ -240,14 +240,14 @@ def test_bad_operands(change, message):
 
 
 def test_a_cpu_never_takes_the_native_path():
-    assert backend_for(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
+    assert choose_backend(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
     assert gemm.native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
 
 
 def test_emulate_never_takes_the_native_path():
     with virtual_gpu("h100"):
-        assert backend_for(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
-        assert backend_for(torch.device("cpu"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
+        assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
+        assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_native_matmuls_obey_the_hardware_and_mean_the_same(scaling, shape, out_
     rounding = 2**-7 * (expected.abs() + (0 if bias is None else bias.abs())) + 2**-24  # subnormal in float16
     expected = expected if bias is None else expected + bias
     with virtual_gpu("h100") as card:
-        assert backend_for(torch.device("cpu"), gemm.find_kind(of_shape(a, a_scale), of_shape(b, b_scale)))
+        assert choose_backend(torch.device("cpu"), gemm.find_kind(of_shape(a, a_scale), of_shape(b, b_scale)))
         card.calls.clear()  # of the probe
         out = float8_mm(a.t().contiguous().t(), b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
     assert list(card.calls) == [("_scaled_mm", "tensorwise" if scaling == "tensorwise" else "rowwise")]
@@ -331,7 +331,7 @@ def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
         return matmuls.scaled_mm_v2(card, a, b, [exchanged], *rest)
 
     monkeypatch.setitem(matmuls.MODELS, "_scaled_mm_v2", exchange_scales_of_a)
-    with virtual_gpu(card), gemm.assuming_native({}):
+    with virtual_gpu(card), gemm.assume_native({}):
         assert "wrong result" in gemm.native_failure(0, kind)
 
 
@@ -388,9 +388,9 @@ def test_a_failure_without_a_message_names_the_error():
 def test_a_verdict_about_the_hardware_is_remembered_and_said_once(device_errors, caplog):
     with virtual_gpu("rtx5090"):
         for _ in range(3):
-            assert backend_for(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.EXACT
+            assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.EXACT
         with error_on_slow_path(), pytest.raises(RuntimeError, match="no row-wise scales on sm_120"):
-            backend_for(torch.device("cpu"), ScaleKind.ROWWISE)
+            choose_backend(torch.device("cpu"), ScaleKind.ROWWISE)
     assert device_errors[1] == ["rtx5090"]
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1

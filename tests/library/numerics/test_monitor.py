@@ -21,7 +21,7 @@ from quaver.numerics.accumulation import HOPPER
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
-from quaver.numerics.statistics import finish, observe_matrix
+from quaver.numerics.statistics import observe_matrix, summarize_slots
 from quaver.optim import CombinedOptimizer
 from quaver.runtime.devices import simulate_capture, simulate_gpu
 from tests import steps as steps_of
@@ -85,7 +85,7 @@ def test_a_sample_is_what_the_linear_computed_with(recipe):
         assert tensor["dtype"] == str(cast.float8_dtype).removeprefix("torch.")
         hp = seen[tensor["operand"]]
         made = Quantizer(operand, hp.dtype)(hp, row=tensor["cast"] != "column", column=tensor["cast"] == "column")
-        expected = finish(observe_matrix(hp, made.row or made.column)[None], [None])
+        expected = summarize_slots(observe_matrix(hp, made.row or made.column)[None], [None])
         for name in header["statistics"]:
             assert sample[name][index] == expected[name][0], (tensor, name)
 

@@ -14,7 +14,7 @@ from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, list_sites
-from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
+from quaver.numerics.statistics import STATISTICS, merge, new_slots, observe_matrix, summarize_slots
 from tests.library.experts.test_grouped_mm import ENDS, RECIPES, operands
 from tests.mixture import make_mixture
 from tests.steps import assert_same, train
@@ -36,7 +36,7 @@ def of_experts(site, casts, matrices):
     for hp in matrices:
         made = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
         merge(expected, observe_matrix(hp, made.row or made.column)[None])
-    return finish(expected, [None])
+    return summarize_slots(expected, [None])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -55,7 +55,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
         "weight": list(b_t.detach().transpose(1, 2).contiguous()),
     }
     for site in list_sites(config, True):
-        got = finish(probe.take(site)[None], [None])
+        got = summarize_slots(probe.take(site)[None], [None])
         if site.cast == "result":
             continue
         expected = of_experts(site, getattr(config.casts, site.operand), hps[site.operand])
@@ -86,7 +86,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
                 linear.weight.copy_(matrix.t())
             linear(a.detach()[start:stop].requires_grad_()).backward(grad_output[start:stop])
     for site in list_sites(config, True):
-        got, expected = (finish(probe.take(site)[None], [None]) for probe in probes.values())
+        got, expected = (summarize_slots(probe.take(site)[None], [None]) for probe in probes.values())
         assert got["sqnr_db"][0] is not None
         if site.operand != "weight":
             assert got["sqnr_db"][0] == pytest.approx(expected["sqnr_db"][0], abs=1e-3), site
@@ -107,7 +107,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
     probe = Probe(sampling.take_number(), config, CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
     site = list_sites(config, True)[0]
-    worst = finish(probe.take(site)[None], [None])["scale_worst"][0]
+    worst = summarize_slots(probe.take(site)[None], [None])["scale_worst"][0]
     assert worst in (range(250, 251) if recipe == "rowwise" else range(250 * 3, 251 * 3))
 
 
@@ -120,7 +120,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
     for site in list_sites(config, True)[-3:]:
-        got, matrix = finish(probe.take(site)[None], [None]), results[site.operand]
+        got, matrix = summarize_slots(probe.take(site)[None], [None]), results[site.operand]
         assert got["numel"] == [matrix.numel()]
         assert got["amax"] == [matrix.abs().max().item()]
         assert got["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]

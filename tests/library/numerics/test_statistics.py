@@ -12,7 +12,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
 from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, compute_extras, describe_extras, what_if
 from quaver.numerics.record import decode_counts
-from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, power_ratio_db
+from quaver.numerics.statistics import SlotIndex, merge, new_slots, observe_matrix, power_ratio_db, summarize_slots
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import decibels, without_inf
 from tests.reference import sqnr_db as reference_sqnr_db
@@ -87,7 +87,7 @@ def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, s
     for operand in ("input", "weight", "grad_output"):
         for column in (False, True):
             made = operand_of(hp, recipe, operand, column)
-            found = finish(observe_matrix(hp, made)[None], [None])
+            found = summarize_slots(observe_matrix(hp, made)[None], [None])
             for name, value in reference(hp, made).items():
                 (got,) = found[name]
                 if name in EXACT or value is None:
@@ -115,7 +115,7 @@ def test_the_worst_scale_is_the_one_with_the_lowest_sqnr():
     hp = torch.randn(64, 64)
     hp[17, 3] = 3e4  # the rest of the row loses its bits
     made = operand_of(hp, "rowwise", "input", False)
-    found = finish(observe_matrix(hp, made)[None], [None])
+    found = summarize_slots(observe_matrix(hp, made)[None], [None])
     error = hp - made.data.float() * made.dequant_scale
     worst = [reference_sqnr_db(hp[row], hp[row] - error[row]) for row in range(64)]
     assert found["scale_worst"] == [int(np.argmin(worst))]
@@ -142,9 +142,9 @@ def test_elements_of_a_weight_count_once():
     slots = new_slots(1, torch.device("cpu"))
     for _ in range(3):  # micro-batches
         merge(slots, observe_matrix(hp, made)[None])
-    once = finish(observe_matrix(hp, made)[None], [None])
-    assert finish(slots, [hp.numel()]) == once
-    assert finish(slots, [None])["numel"] == [3 * hp.numel()]
+    once = summarize_slots(observe_matrix(hp, made)[None], [None])
+    assert summarize_slots(slots, [hp.numel()]) == once
+    assert summarize_slots(slots, [None])["numel"] == [3 * hp.numel()]
 
 
 @pytest.mark.parametrize(

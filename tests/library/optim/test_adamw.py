@@ -13,8 +13,15 @@ from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
 from quaver.optim.blocks import RowRange, make_grid, number_blocks
-from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, step_key
-from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
+from quaver.optim.rounding import (
+    dequantize_moment,
+    draw_random_bits,
+    make_block_keys,
+    make_step_key,
+    quantize_moment,
+    take_low16,
+)
+from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths
 from tests.counting import CollectiveCounter
 from tests.steps import assert_same, by_torch_save, train
 from tests.thinned import at_night
@@ -149,9 +156,11 @@ def decayed(beta2, *, stochastic, root):
         moment *= beta2
         moment[:, 0] = 1.0
         values = moment.sqrt() if root else moment
-        keys = block_keys(torch.full((64,), step_key(0, step, 0) - 2**31, dtype=torch.int32), torch.arange(64).int())
-        noise = low16(random_bits(keys)) if stochastic else torch.full((64, 256), 2**15, dtype=torch.int32)
-        values = decode(*encode(values, values.amax(1), noise, is_root=True))
+        keys = make_block_keys(
+            torch.full((64,), make_step_key(0, step, 0) - 2**31, dtype=torch.int32), torch.arange(64).int()
+        )
+        noise = take_low16(draw_random_bits(keys)) if stochastic else torch.full((64, 256), 2**15, dtype=torch.int32)
+        values = dequantize_moment(*quantize_moment(values, values.amax(1), noise, is_root=True))
         moment = values.square() if root else values
     return (moment[:, 1:].mean() / (0.1 * beta2**steps)).item()
 
@@ -204,7 +213,9 @@ def test_an_ill_conditioned_problem_on_which_nearest_rounding_diverges(in_pytorc
         return
     in_pytorch()
     halves = -0x7FFF8000  # 2^15 in the lower and in the upper 16 bits
-    monkeypatch.setattr(update, "random_bits", lambda keys: torch.full((len(keys), 256), halves, dtype=torch.int32))
+    monkeypatch.setattr(
+        update, "draw_random_bits", lambda keys: torch.full((len(keys), 256), halves, dtype=torch.int32)
+    )
     assert distance("float8", 400, gradient, betas=(0.9, 0.99)) > 5
 
 
@@ -212,14 +223,16 @@ def test_an_ill_conditioned_problem_on_which_nearest_rounding_diverges(in_pytorc
 def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
     exact = torch.arange(127, dtype=torch.uint8)
     values = torch.zeros(1, 256)
-    values[0, :127] = decode(exact[None], torch.ones(1))
+    values[0, :127] = dequantize_moment(exact[None], torch.ones(1))
     for noise in (0, 65535):  # what a code holds is not moved
-        codes, scale = encode(values, values.amax(1), torch.full((1, 256), noise, dtype=torch.int32), is_root)
+        codes, scale = quantize_moment(values, values.amax(1), torch.full((1, 256), noise, dtype=torch.int32), is_root)
         assert scale.item() == 1
         assert torch.equal(codes[0, :127], exact)
     values = torch.logspace(-5, 0, 256).repeat(4096, 1)
-    keys = block_keys(torch.zeros(4096, dtype=torch.int32), torch.arange(4096).int())
-    rounded = decode(*encode(values, values.amax(1), low16(random_bits(keys)), is_root)).mean(0)
+    keys = make_block_keys(torch.zeros(4096, dtype=torch.int32), torch.arange(4096).int())
+    rounded = dequantize_moment(
+        *quantize_moment(values, values.amax(1), take_low16(draw_random_bits(keys)), is_root)
+    ).mean(0)
     normal = values[0] > 2**-9 / 448 if is_root else values[0] > 0
     torch.testing.assert_close(rounded[normal], values[0][normal], rtol=0.01, atol=1e-7)
     assert (
@@ -231,13 +244,13 @@ def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
 def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
     whole = torch.empty(6, 4, 700)
     key, number = number_blocks([RowRange(make_grid(whole), 0, 24, 7)], whole.device)
-    bits = random_bits(block_keys(key, number))
+    bits = draw_random_bits(make_block_keys(key, number))
     assert number.tolist() == list(range(72))
     assert (bits.view(-1).unique().numel() - 72 * 256) > -3
-    assert abs(low16(bits).double().mean() / 65535 - 0.5) < 0.01
+    assert abs(take_low16(bits).double().mean() / 65535 - 0.5) < 0.01
     part = RowRange(make_grid(whole), 5, 9, 7)
     assert torch.equal(number_blocks([part], whole.device)[1], number[15:27])
-    assert len({step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
+    assert len({make_step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
 
 
 # ---- gradients, scaler, hooks ----------------------------------------------------------------------------------------
@@ -346,7 +359,7 @@ def test_large_vectors_are_said_once_to_stay_in_float32():
     """As FSDP1's flat parameters are, and what it makes of parameters with use_orig_params."""
     clear_slow_paths()
     stepped(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
-    (said,) = slow_paths()
+    (said,) = list_slow_paths()
     assert "[65536] stay in float32" in said
     assert "fully_shard" in said
     clear_slow_paths()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quaver.recipes.formats import FLOAT8_FORMATS, format_of
+from quaver.recipes.formats import FLOAT8_FORMATS, get_format
 
 
 @pytest.mark.parametrize("fmt", FLOAT8_FORMATS.values(), ids=lambda fmt: fmt.name)
@@ -25,4 +25,4 @@ def test_table_describes_all_256_codes(fmt):
 
 def test_format_of_a_dtype_that_is_not_float8():
     with pytest.raises(ValueError, match=r"expected a float8 dtype .* got torch.bfloat16"):
-        format_of(torch.bfloat16)
+        get_format(torch.bfloat16)

@@ -155,7 +155,7 @@ def test_casts_are_the_equations(rule, dtype):
             made = table[cast.scaling_granularity](hp, E4M3, True, True, False, *cast.options).row
             assert_same_bits(made.data, codes)
             rows, columns = made.layout.block(hp.shape)
-            scales = made.dequant_scale.view(made.layout.scale_shape(*hp.shape) or (1, 1))
+            scales = made.dequant_scale.view(made.layout.get_scale_shape(*hp.shape) or (1, 1))
             of_elements = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             assert_same_bits(of_elements[: hp.shape[0], : hp.shape[1]], scale)
 

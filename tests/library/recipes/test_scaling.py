@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from quaver.recipes import scaling
 from quaver.recipes.scaling import (
     EPS,
-    amax,
     amax_to_quant_scale,
-    block_amax,
     cast_to_float8,
+    compute_amax,
+    compute_block_amax,
     dequantize,
     dynamic_cast,
     dynamic_cast_blocks,
@@ -119,11 +119,11 @@ def test_rowwise_is_tensorwise_row_by_row(hp_dtype, float8_dtype, shape):
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3)], ids=str)
 def test_empty_tensors(hp_dtype, shape):
     hp = torch.empty(shape, dtype=hp_dtype)
-    assert amax(hp).item() == 0
+    assert compute_amax(hp).item() == 0
     for dim in (None, *range(len(shape))):
         codes, _, dequant_scale = dynamic_cast(hp, E4M3, dim)
         assert codes.shape == hp.shape
-        assert dequant_scale.shape == amax(hp, dim).shape
+        assert dequant_scale.shape == compute_amax(hp, dim).shape
         assert dequant_scale.isfinite().all()
 
 
@@ -143,9 +143,9 @@ def test_amax_is_exact_at_every_size(hp_dtype):
     for size in (1, 2, 7, 8191, 8192, 8193, 100_000):
         hp = torch.randn(size).to(hp_dtype)
         hp[size // 2] = -30.5
-        assert amax(hp).item() == 30.5
+        assert compute_amax(hp).item() == 30.5
         hp[size // 3] = math.nan
-        assert amax(hp).isnan()
+        assert compute_amax(hp).isnan()
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_every_granularity_dequantizes():
 def test_bad_input_says_what_was_expected():
     for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match="expected a tensor of torch.float32"):
-            amax(torch.zeros(4).to(dtype))
+            compute_amax(torch.zeros(4).to(dtype))
     with pytest.raises(ValueError, match="expected a matrix of torch.float32.*got torch.int32"):
-        block_amax(torch.ones(2, 2, dtype=torch.int32))
+        compute_block_amax(torch.ones(2, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"expected a matrix.*of \[2\]"):
         dynamic_cast_blocks(torch.ones(2), E4M3)
     with pytest.raises(ValueError, match=r"\[2, 1\] \(blockwise 128 x 128\).* matrix of \[130, 5\], got \[3, 1\]"):

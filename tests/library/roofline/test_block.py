@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from quaver.roofline.attention import attention_seconds
+from quaver.roofline.attention import predict_attention_seconds
 from quaver.roofline.block import BlockShape, bytes_between_matmuls, seconds_between_matmuls
-from quaver.roofline.cost import linear_cost, recipe_casts
+from quaver.roofline.cost import predict_linear_cost, recipe_casts
 from quaver.roofline.device_specs import find_device_spec
 
 RECORDED = json.loads((Path(__file__).parents[3] / "benchmarks/results/ledger.json").read_text())
@@ -31,10 +31,12 @@ def cast_bytes(recipe):
 def milliseconds(recipe):
     spec = find_device_spec("H200")
     named = recipe or "tensorwise"
-    costs = [linear_cost(TOKENS, k, n, named, spec, input_readers=readers) for k, n, readers in LINEARS]
+    costs = [predict_linear_cost(TOKENS, k, n, named, spec, input_readers=readers) for k, n, readers in LINEARS]
     linears = sum((each.float8 if recipe else each.bfloat16).total_s for each in costs)
     return 1e3 * (
-        linears + sum(seconds_between_matmuls(SHAPE, TOKENS, spec)) + sum(attention_seconds(Q, TOKENS, SEQ_LEN, spec))
+        linears
+        + sum(seconds_between_matmuls(SHAPE, TOKENS, spec))
+        + sum(predict_attention_seconds(Q, TOKENS, SEQ_LEN, spec))
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import astuple, replace
 import pytest
 
 from quaver.linear.gemm import ScaleKind
-from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost, recipe_casts
+from quaver.roofline.cost import KERNEL_LAUNCH_S, predict_linear_cost, recipe_casts
 from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 from quaver.roofline.scaled_matmul import share_of_scales
@@ -16,13 +16,13 @@ H100 = find_device_spec("NVIDIA H100 80GB HBM3")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_larger_layers_gain_more_and_never_more_than_the_hardware(recipe):
-    speedups = [linear_cost(16384, size, size, recipe, H100).speedup for size in (256, 1024, 4096, 16384)]
+    speedups = [predict_linear_cost(16384, size, size, recipe, H100).speedup for size in (256, 1024, 4096, 16384)]
     assert speedups == sorted(speedups)
     assert speedups[0] < 1 < speedups[-1] < 2
 
 
 def speedup(recipe, **options):
-    return linear_cost(16384, 4096, 14336, recipe, H100, **options).speedup
+    return predict_linear_cost(16384, 4096, 14336, recipe, H100, **options).speedup
 
 
 def test_recipes_rank_by_what_they_read_and_multiply():
@@ -67,7 +67,7 @@ def test_the_parts_by_hand():
     round_numbers = replace(H100, bfloat16_tflops=1.0, float8_tflops=2.0, memory_gb_per_s=1000.0)
     shares = MATMUL_SHARES["H100"]
     m, k, n = 1024, 512, 256
-    cost = linear_cost(m, k, n, "delayed", round_numbers)
+    cost = predict_linear_cost(m, k, n, "delayed", round_numbers)
     bytes_per_s = 1e12 * MEMORY_SHARE
     flops = 2 * m * k * n
     for part in ("output_s", "grad_input_s", "grad_weight_s"):
@@ -81,7 +81,9 @@ def test_the_parts_by_hand():
     bfloat16_casts = (cost.bfloat16.input_casts_s, cost.bfloat16.weight_casts_s, cost.bfloat16.widening_s)
     assert bfloat16_casts == (0, 0, 0)
     assert cost.float8.total_s == pytest.approx(sum(astuple(cost.float8)))
-    rowwise, half = (linear_cost(m, k, n, "rowwise", round_numbers, shares=each) for each in (None, {"output": 0.5}))
+    rowwise, half = (
+        predict_linear_cost(m, k, n, "rowwise", round_numbers, shares=each) for each in (None, {"output": 0.5})
+    )
     assert rowwise.float8.output_s == pytest.approx(1.07 * cost.float8.output_s)
     assert astuple(half.float8)[:2] == pytest.approx((2 * cost.float8.output_s, cost.float8.grad_input_s))
 
@@ -106,13 +108,13 @@ def test_the_rate_by_scales(device, kind, share):
 
 def test_a_matmul_of_few_tokens_is_limited_by_memory():
     """It reads the weight: 2 bytes per element in bfloat16, 1 in float8."""
-    cost = linear_cost(16, 8192, 8192, "tensorwise", H100)
+    cost = predict_linear_cost(16, 8192, 8192, "tensorwise", H100)
     assert cost.bfloat16.output_s == pytest.approx(2 * cost.float8.output_s, rel=0.01)
     assert cost.bfloat16.output_s > 2 * 8192**2 / (H100.memory_gb_per_s * 1e9)
 
 
 def test_grad_weight_in_high_precision_takes_bfloat16_time():
-    cost = linear_cost(16384, 4096, 4096, "rowwise_with_gw_hp", H100)
+    cost = predict_linear_cost(16384, 4096, 4096, "rowwise_with_gw_hp", H100)
     assert cost.float8.grad_weight_s == cost.bfloat16.grad_weight_s
     assert cost.float8.grad_input_s < cost.bfloat16.grad_input_s
 
@@ -121,11 +123,11 @@ def test_grad_weight_in_high_precision_takes_bfloat16_time():
 def test_without_float8_hardware_everything_is_slower(recipe):
     a100 = find_device_spec("A100")
     for size in (1024, 4096, 16384):
-        cost = linear_cost(16384, size, size, recipe, a100)
+        cost = predict_linear_cost(16384, size, size, recipe, a100)
         assert cost.speedup < 1
         assert cost.float8.output_s == cost.bfloat16.output_s
         assert cost.float8.widening_s > 0
-    assert linear_cost(16384, 4096, 4096, recipe, H100).float8.widening_s == 0
+    assert predict_linear_cost(16384, 4096, 4096, recipe, H100).float8.widening_s == 0
 
 
 def test_every_device_has_its_shares():
@@ -137,4 +139,4 @@ def test_every_device_has_its_shares():
 def test_a_number_below_1_is_refused(name):
     numbers = {"tokens": 16, "in_features": 16, "out_features": 16, name: 0}
     with pytest.raises(ValueError, match=f"{name}: expected 1 or more, got 0"):
-        linear_cost(**numbers, recipe="tensorwise", spec=H100)
+        predict_linear_cost(**numbers, recipe="tensorwise", spec=H100)

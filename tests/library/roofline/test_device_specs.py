@@ -56,7 +56,7 @@ def test_the_rate_of_a_cpu_is_that_of_a_linears_matmuls_and_its_source_says_so(m
     """Two row-major bfloat16 operands take a CPU 10 times as long, and a model then reached 643% of such a rate."""
     monkeypatch.setattr(device_specs, "time", SimpleNamespace(perf_counter=count().__next__))  # 1 s between two calls
     with RecordMatmuls() as recorded:
-        peak = device_specs.peak_flops.__wrapped__(torch.device("cpu"))  # bypasses the cache
+        peak = device_specs.get_peak_flops.__wrapped__(torch.device("cpu"))  # bypasses the cache
     assert recorded.row_major == {(True, False), (False, True)}
     assert peak.flops_per_s == peak.float32_flops_per_s == 2 * 1024**3
     assert peak.float8_flops_per_s is None

@@ -1,20 +1,26 @@
 import torch
 from torch import nn
 
-from quaver.runtime.names import enclosing_modules, listed, owners_of_parameters, owners_of_weights, plain_name
+from quaver.runtime.names import (
+    find_parameter_names,
+    find_weight_modules,
+    join_names,
+    list_enclosing_modules,
+    strip_wrappers,
+)
 
 
 def test_names_lose_what_wrappers_added_and_nothing_else() -> None:
-    assert plain_name("_orig_mod.a._checkpoint_wrapped_module.b._fsdp_wrapped_module.c") == "a.b.c"
-    assert plain_name("my_orig_mod.a") == "my_orig_mod.a"
+    assert strip_wrappers("_orig_mod.a._checkpoint_wrapped_module.b._fsdp_wrapped_module.c") == "a.b.c"
+    assert strip_wrappers("my_orig_mod.a") == "my_orig_mod.a"
 
 
 def test_containers_are_not_modules_around() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]))
     modules = dict(model.named_modules())
-    assert list(enclosing_modules("0.0.0", modules)) == ["0.0", ""]
-    assert list(enclosing_modules("0", modules)) == [""]
-    assert list(enclosing_modules("", modules)) == []
+    assert list(list_enclosing_modules("0.0.0", modules)) == ["0.0", ""]
+    assert list(list_enclosing_modules("0", modules)) == [""]
+    assert list(list_enclosing_modules("", modules)) == []
 
 
 def test_owners_name_a_tied_parameter_and_a_shared_module_each_time() -> None:
@@ -22,13 +28,13 @@ def test_owners_name_a_tied_parameter_and_a_shared_module_each_time() -> None:
     model["b"].weight = model["a"].weight
     model["again"] = model["a"]
     weight, bias = model["a"].weight, model["a"].bias
-    owners = owners_of_parameters(model)
+    owners = find_parameter_names(model)
     assert owners[id(weight)] == ["a.weight", "b.weight", "again.weight"]
     assert owners[id(bias)] == ["a.bias", "again.bias"]
-    assert owners_of_weights(model) == {id(weight): ["a", "b", "again"]}
-    assert owners_of_weights(model["a"]) == {id(weight): [""]}
+    assert find_weight_modules(model) == {id(weight): ["a", "b", "again"]}
+    assert find_weight_modules(model["a"]) == {id(weight): [""]}
 
 
 def test_a_list_names_three() -> None:
-    assert listed(["a", "b", "c"]) == "a, b, c"
-    assert listed(["a", "b", "c", "d", "e"], "; ") == "a; b; c and 2 more"
+    assert join_names(["a", "b", "c"]) == "a, b, c"
+    assert join_names(["a", "b", "c", "d", "e"], "; ") == "a; b; c and 2 more"

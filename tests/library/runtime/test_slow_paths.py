@@ -21,7 +21,7 @@ from quaver import (
 from quaver.kernels import cast, cpu, operation
 from quaver.lab.cli import main
 from quaver.runtime.devices import simulate_gpu
-from quaver.runtime.slow_paths import clear_slow_paths, slow_paths, warn_once
+from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths, warn_once
 from tests.isolated import isolated
 
 
@@ -33,9 +33,9 @@ def test_each_is_said_once_until_it_is_cleared(caplog):
         ("quaver", logging.WARNING, "slow on cuda:0: 100%"),
         ("quaver", logging.WARNING, "slow on cuda:1"),
     ]
-    assert slow_paths() == ["slow on cuda:0: 100%", "slow on cuda:1"]
+    assert list_slow_paths() == ["slow on cuda:0: 100%", "slow on cuda:1"]
     clear_slow_paths()
-    assert slow_paths() == []
+    assert list_slow_paths() == []
     warn_once("matmul cuda:0", "slow on cuda:0")
     assert len(caplog.records) == 3
 
@@ -87,12 +87,12 @@ NO_EXTENSION = "float8 casts on the CPU run in PyTorch, up to 10 times slower: q
 
 def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    assert slow_paths() == []
+    assert list_slow_paths() == []
     with FakeTensorMode(allow_non_fake_inputs=True):
         cast.cast_tensorwise(torch.ones(16, 16), torch.float8_e4m3fn, True, False, False)
-    assert slow_paths() == []  # nothing was cast
+    assert list_slow_paths() == []  # nothing was cast
     model(torch.randn(4, 16)).sum().backward()
-    assert slow_paths() == [NO_EXTENSION]
+    assert list_slow_paths() == [NO_EXTENSION]
     assert caplog.text.count(NO_EXTENSION) == 1
     with error_on_slow_path(), pytest.raises(RuntimeError, match="not built at install"):
         model(torch.randn(4, 16))
@@ -107,8 +107,8 @@ def test_scales_that_are_computed_for_no_all_gather(gathers):
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
     precompute_float8_dynamic_scale_for_fsdp(convert_to_float8_training(nn.Linear(16, 16), config=config))
     precompute_float8_dynamic_scale_for_fsdp(nn.Linear(16, 16))
-    assert bool(slow_paths()) is not gathers
-    assert all("so FSDP2 gathers its weights in high precision" in each for each in slow_paths())
+    assert bool(list_slow_paths()) is not gathers
+    assert all("so FSDP2 gathers its weights in high precision" in each for each in list_slow_paths())
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
@@ -125,9 +125,9 @@ def test_casts_without_triton(monkeypatch, caplog):
     with simulate_gpu((9, 0)):
         for _ in range(2):
             assert operation.triton_kernels(torch.ones(4, 4)) is None
-        assert len(caplog.records) == len(slow_paths()) == 1
-        assert "casts on cpu run in PyTorch" in slow_paths()[0]
-        assert "import of triton halted" in slow_paths()[0]
+        assert len(caplog.records) == len(list_slow_paths()) == 1
+        assert "casts on cpu run in PyTorch" in list_slow_paths()[0]
+        assert "import of triton halted" in list_slow_paths()[0]
         with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
             operation.triton_kernels(torch.ones(4, 4))
 
@@ -141,8 +141,8 @@ def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     with simulate_gpu(capability):
         assert operation.triton_kernels(torch.ones(4, 4)) is None
-    assert len(slow_paths()) == 1
-    assert because in slow_paths()[0]
+    assert len(list_slow_paths()) == 1
+    assert because in list_slow_paths()[0]
 
 
 def frozen():
@@ -155,7 +155,7 @@ def test_an_op_that_dequantizes_a_frozen_weight(caplog):
     for _ in range(2):
         assert torch.mm(torch.randn(2, 32), linear.weight).shape == (2, 16)
         assert (linear.weight + torch.zeros(32, 16)).equal(linear.weight.to_high_precision())
-    assert [message.partition(":")[0] for message in slow_paths()] == [
+    assert [message.partition(":")[0] for message in list_slow_paths()] == [
         "aten.mm.default dequantizes a whole frozen float8 weight, [32, 16], to torch.float32",
         "aten.add.Tensor dequantizes a whole frozen float8 weight, [32, 16], to torch.float32",
     ]
@@ -180,7 +180,7 @@ def test_what_is_meant_to_read_or_write_a_frozen_weight_is_no_slow_path():
         weight.data = values
         linear.load_state_dict(linear.state_dict())
         linear.to(torch.bfloat16)
-    assert slow_paths() == []
+    assert list_slow_paths() == []
 
 
 def test_doctor_lists_them_and_does_not_raise(without_extension, capsys):

@@ -11,7 +11,7 @@ from quaver.kernels.cast import cast_blockwise
 from quaver.kernels.operands import Operand
 from quaver.linear import gemm
 from quaver.linear.gemm import float8_mm
-from quaver.recipes.scale_layout import layout_of
+from quaver.recipes.scale_layout import infer_layout
 from tests.reference import assert_same_bits
 from tests.virtual_gpu import virtual_gpu
 
@@ -48,7 +48,7 @@ def test_codes_lie_along_the_contracted_dim_where_the_hardware_multiplies():
 )
 def test_the_scales_say_who_multiplies(card, scales, powers_of_2, calls):
     a, b, (a_scale, b_scale) = CODES, CODES.t(), (torch.full(shape, 2.0) for shape in scales)
-    operands = (Operand(each, s, layout_of(s, each.shape)) for each, s in ((a, a_scale), (b, b_scale)))
+    operands = (Operand(each, s, infer_layout(s, each.shape)) for each, s in ((a, a_scale), (b, b_scale)))
     with virtual_gpu(card) as gpu:
         gemm.native_failure(0, gemm.find_kind(*operands) or gemm.ScaleKind.TENSORWISE)  # multiplies, too
         gpu.calls.clear()

@@ -13,7 +13,7 @@ from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.runtime.devices import has_cuda
-from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
+from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
@@ -69,7 +69,7 @@ def on_card(name, make, *args):
     with virtual_gpu(name) as card:
         made = make(*args)
     torch.compiler.reset()
-    return made, expected, dict(card.calls), slow_paths()
+    return made, expected, dict(card.calls), list_slow_paths()
 
 
 def assert_results(made, expected, floor):

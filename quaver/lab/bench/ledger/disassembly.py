@@ -63,7 +63,7 @@ class MachineCode:
     def float64_instructions(self) -> int:
         return sum(count for name, count in self.instructions.items() if _FLOAT64.match(name))
 
-    def instructions_per_element(self, element_bytes: int) -> float:
+    def count_instructions_per_element(self, element_bytes: int) -> float:
         """Return the instructions of a thread for each element of `element_bytes` that it loads; 0 if it loads nothing.
 
         If the kernel has loops that load, only their instructions count.

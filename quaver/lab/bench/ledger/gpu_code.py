@@ -37,8 +37,8 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 
 from quaver.lab.bench.ledger.launches import CompiledGraph, TritonKernel, read_graph
-from quaver.lab.memory.compiling.inductor import settings_without_caches
-from quaver.roofline.attention import CUDNN, kernel_of
+from quaver.lab.memory.compiling.inductor import disable_caches
+from quaver.roofline.attention import CUDNN, choose_kernel
 
 _DEVICE = torch.device("cuda", 0)
 
@@ -93,7 +93,7 @@ def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[Comp
     """
     torch.compiler.reset()
     try:
-        with _recording(gpu) as graphs, suppress(_CompilationRecorded):
+        with _record_graphs(gpu) as graphs, suppress(_CompilationRecorded):
             call()
     finally:
         torch.compiler.reset()
@@ -104,7 +104,7 @@ def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[Comp
 
 
 @contextmanager
-def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
+def _record_graphs(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
     graphs: list[CompiledGraph] = []
     kernels: list[TritonKernel] = []
     define = TritonScheduling.define_kernel
@@ -132,7 +132,7 @@ def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
         return module
 
     with ExitStack() as stack:
-        stack.enter_context(settings_without_caches())
+        stack.enter_context(disable_caches())
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         stack.enter_context(_as_gpu(gpu))
         stack.enter_context(patch.object(TritonScheduling, "define_kernel", define_kernel))
@@ -166,7 +166,7 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
         replace(
             F,
             "scaled_dot_product_attention",
-            _make_attention(kernel_of(gpu.capability)),
+            _make_attention(choose_kernel(gpu.capability)),
         )
         _forget_devices()
         try:

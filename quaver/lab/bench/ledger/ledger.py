@@ -30,7 +30,7 @@ class Ledger:
         """The number of launched kernels."""
         return sum(entry.launches for entry in self.entries)
 
-    def bytes_of(self, *categories: str) -> int:
+    def count_bytes(self, *categories: str) -> int:
         """Return the bytes that entries of these categories read and write."""
         return sum(entry.moved_bytes for entry in self.of(*categories))
 
@@ -41,7 +41,7 @@ class Ledger:
     @property
     def overhead_bytes(self) -> int:
         """Bytes of launches that are neither matmuls nor attention."""
-        return self.bytes_of(*OVERHEAD)
+        return self.count_bytes(*OVERHEAD)
 
     @property
     def copies(self) -> int:
@@ -121,7 +121,7 @@ class Ledger:
             "launches": self.launches,
             "copies": self.copies,
             "strided_copies": self.strided_copies,
-            **{f"{category}_bytes": self.bytes_of(category) for category in OVERHEAD},
+            **{f"{category}_bytes": self.count_bytes(category) for category in OVERHEAD},
             "saved_bytes": self.saved_bytes,
             "surplus_stores": self.surplus_stores,
             "float64_per_element": round(self.float64_per_element, 2),

@@ -63,7 +63,7 @@ def iter_machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
                     f"{kernel.name}\n{config}",
                     str(code.registers),
                     str(code.spilled_bytes),
-                    f"{code.instructions_per_element(element_bytes):.1f}",
+                    f"{code.count_instructions_per_element(element_bytes):.1f}",
                     f"{code.issued / 1e6:,.1f}",
                     str(code.float64_instructions),
                 ]

@@ -34,7 +34,7 @@ def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
     times = [sum_milliseconds(ledger, spec) for ledger in ledgers]
     _draw_stack(left, ledgers, {name: [categories[name] for categories in times] for name in reversed(CATEGORIES)})
     left.set_xlabel("ms, modeled")
-    gigabytes = {name: [ledger.bytes_of(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD)}
+    gigabytes = {name: [ledger.count_bytes(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD)}
     _draw_stack(right, ledgers, gigabytes)
     right.set_xlabel("GB outside of matmuls and attention")
     left.invert_yaxis()

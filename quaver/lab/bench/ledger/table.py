@@ -31,7 +31,7 @@ def iter_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]
     for ledger in ledgers:
         total = sum(sum_milliseconds(ledger, spec).values())
         cells = [ledger.name.removeprefix("quaver "), str(ledger.launches)]
-        cells += [_format_gigabytes(ledger.bytes_of(category)) for category in OVERHEAD]
+        cells += [_format_gigabytes(ledger.count_bytes(category)) for category in OVERHEAD]
         if ledger.copies:
             cells[2 + OVERHEAD.index("copies")] += f" ({ledger.copies})"
         cells += [_format_gigabytes(ledger.overhead_bytes), f"{ledger.saved_bytes / 1e6:,.0f}", f"{total:.1f}"]

@@ -15,10 +15,10 @@ from quaver.lab.bench.ledger.entries import CATEGORIES, LedgerEntry, find_matric
 from quaver.lab.bench.ledger.gpu_code import GPUS
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.linear.gemm import ScaleKind
-from quaver.roofline.attention import CUDNN, FLASH, kernel_of, rates_of
+from quaver.roofline.attention import CUDNN, FLASH, choose_kernel, get_rates
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE, best_tflops, matmul_seconds, moved_s
+from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE, best_tflops, matmul_seconds, predict_move_seconds
 from quaver.roofline.scaled_matmul import share_of_scales
 
 STRIDED_COPY_S = 7.4e-12
@@ -38,7 +38,7 @@ def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, 
     """
     multiplied_s = _time_flops(entry, spec, by_shape=by_shape) / sustained if entry.flops else 0.0
     strided_s = entry.strided_elements * STRIDED_COPY_S
-    seconds = max(moved_s(entry.moved_bytes, spec), multiplied_s, time_issue(entry, spec), strided_s)
+    seconds = max(predict_move_seconds(entry.moved_bytes, spec), multiplied_s, time_issue(entry, spec), strided_s)
     return seconds + entry.launches * KERNEL_LAUNCH_S
 
 
@@ -62,7 +62,7 @@ def _time_flops(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> floa
     """Return the time of an entry's FLOPs: attention at the rate of its kernel and length, or a matmul."""
     if entry.category == "attention":
         query, _ = find_query_and_key(entry)
-        rate = rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
+        rate = get_rates(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
         return entry.flops / (rate.tflops(query.size[2]) * 1e12)
     in_float8 = entry.category == "float8 matmul"
     share = share_of_scales(find_scale_kind(entry), spec) if in_float8 else 1.0
@@ -77,12 +77,12 @@ def list_constants(spec: DeviceSpec) -> dict[str, str]:
     """Return the constants of the model with their sources, as text that is printed and saved with a result."""
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
-    kernel = kernel_of(spec.compute_capability)
+    kernel = choose_kernel(spec.compute_capability)
     kinds = (ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128 if spec.block_length == 128 else ScaleKind.BLOCKS_OF_32)
     scaled = ", ".join(f"{kind.value} {share_of_scales(kind, spec):.2f}" for kind in kinds)
     gpu = GPUS[spec.name]
     times = f"{gpu.multi_processor_count} at {gpu.clock_hz / 1e9:g} GHz"
-    rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in rates_of(spec)]
+    rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in get_rates(spec)]
     return {
         "bandwidth": f"{spec.memory_gb_per_s:g} GB/s (data sheet) x {MEMORY_SHARE:g} (quaver/roofline/matmul.py)",
         "bfloat16 matmuls": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {shares.bfloat16:.2f} ({measured})",

@@ -11,7 +11,7 @@ from quaver.lab.bench.options import BenchOptions
 from quaver.lab.bench.results import Result, format_table, format_title, group_cases, save
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.dispatch import find_verb
-from quaver.lab.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, bad_input, print_error
+from quaver.lab.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, print_error, report_bad_input
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import parse_options, split_options
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
         return verb
     if verb in ("roofline", "ledger"):
         return importlib.import_module(f"{__name__}.{verb}").run(argv[1:])
-    with bad_input():
+    with report_bad_input():
         options, measure = _prepare(verb, argv[1:])
     try:
         result = measure()
@@ -49,11 +49,11 @@ def run(argv: list[str]) -> int:
         print_error(error)
         return EXIT_NONFINITE
     save(result, options.result_file)
-    show(views_of(options, result))
+    show(iter_views(options, result))
     return 0 if result["complete"] else EXIT_INTERRUPTED
 
 
-def views_of(options: BenchOptions, result: Result) -> Iterator[str | Table]:
+def iter_views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
     """Yield the tables of a result, what they say, and where it was saved."""
     yield format_title(result)
     for case, case_rows in group_cases(result["rows"], options.case_fields):

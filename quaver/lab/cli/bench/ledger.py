@@ -35,14 +35,14 @@ from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.results import BFLOAT16, check_writable, describe_environment
 from quaver.lab.bench.shapes import MODEL_NAMES, make_model
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
-from quaver.recipes.recipe_name import canonical_recipe
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 
 _PEERS = ("none", "torchao")
@@ -82,7 +82,7 @@ class LedgerOptions(Settings):
         super().check()
         self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPUS)}")
         for recipe in self.recipe:
-            check_recipe(canonical_recipe(recipe), self.device)
+            check_recipe(canonicalize_recipe(recipe), self.device)
         self.require(self.peer == "none" or find_spec("torchao") is not None, "peer", "a library that is installed")
         check_triton()
 
@@ -100,7 +100,7 @@ class LedgerOptions(Settings):
 
     def contestants(self) -> list[str]:
         """Return bfloat16, quaver's recipes, then the peer's."""
-        named = [canonical_recipe(recipe) for recipe in self.recipe]
+        named = [canonicalize_recipe(recipe) for recipe in self.recipe]
         recipes = named or [recipe for recipe in COUNTED if is_multiplied(recipe, self.device)]
         recipes = list(dict.fromkeys(recipes))
         peers = [f"{self.peer} {recipe}" for recipe in recipes if self.peer != "none" and is_peer_recipe(recipe)]
@@ -109,13 +109,13 @@ class LedgerOptions(Settings):
 
 def run(argv: list[str]) -> int:
     """Count, print the tables, save the JSON and the picture; returns 0 when done, 2 for bad input."""
-    with bad_input():
+    with report_bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
         work, output = options.work(), Path(options.output)
         check_writable(output)
         spec = require_device_spec(options.device, "--gpu")
     ledgers, codes = [], Codes()
-    with working("compiling") as tell:
+    with show_progress("compiling") as tell:
         for name in options.contestants():
             tell(f"compiling {name} for {options.device}")
             ledger = count_launches(work, name, options.device)
@@ -134,10 +134,10 @@ def run(argv: list[str]) -> int:
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": list_constants(spec),
         "table": [dict(zip(map(_join_lines, COLUMNS), row, strict=True)) for row in rows],
-        "ledgers": [_json_of(ledger, spec, kernels=options.kernels) for ledger in ledgers],
+        "ledgers": [_make_json_row(ledger, spec, kernels=options.kernels) for ledger in ledgers],
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
-    show(views_of(options, ledgers, codes, spec, work))
+    show(iter_views(options, ledgers, codes, spec, work))
     print(f"saved {output}, {output.with_suffix('.png')}")
     return 0
 
@@ -146,11 +146,11 @@ def _join_lines(title: str) -> str:
     return title.replace("-\n", "").replace("\n", " ")
 
 
-def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, Any]:
+def _make_json_row(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, Any]:
     return {**ledger.to_json(kernels=kernels), "milliseconds": sum_milliseconds(ledger, spec)}
 
 
-def views_of(
+def iter_views(
     options: LedgerOptions, ledgers: list[Ledger], codes: Codes, spec: DeviceSpec, work: Work
 ) -> Iterator[str | Table]:
     """Yield the table of the ledgers, what they say, and their kernels and machine code if asked for."""

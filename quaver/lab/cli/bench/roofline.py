@@ -19,9 +19,9 @@ from quaver.lab.bench.roofline import (
 from quaver.lab.bench.roofline_layers import list_config_layers, list_model_layers
 from quaver.lab.bench.roofline_map import draw_map
 from quaver.lab.bench.shapes import MODELS
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
@@ -67,7 +67,7 @@ class RooflineOptions(Settings):
 
 def run(argv: list[str]) -> int:
     """Predict, print the tables, save CSV, JSON and pictures; returns 0 when done, 2 for bad input."""
-    with bad_input():
+    with report_bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
         settings, output = options.settings(), Path(options.output)
         pictured = settings.devices if options.pictures is None else find_specs(options.pictures)
@@ -75,19 +75,19 @@ def run(argv: list[str]) -> int:
         if missing:
             raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
         output.mkdir(parents=True, exist_ok=True)
-        with working("predicting"):
+        with show_progress("predicting"):
             roofline = predict(settings)
         files = roofline.write(output)
     for spec in pictured:
         files.append(output / f"roofline_{spec.name.lower()}.png")
-        with working(f"drawing {files[-1]}"):
+        with show_progress(f"drawing {files[-1]}"):
             draw_map(roofline, spec, files[-1])
-    show(views_of(roofline))
+    show(iter_views(roofline))
     print(f"saved {', '.join(map(str, files))}")
     return 0
 
 
-def views_of(roofline: Roofline) -> Iterator[str | Table]:
+def iter_views(roofline: Roofline) -> Iterator[str | Table]:
     """Yield two tables per device and model: one of its linears, one of their totals."""
     settings = roofline.settings
     for spec, model in product(settings.devices, settings.models):

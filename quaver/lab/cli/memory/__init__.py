@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from quaver.lab.bench.results import check_writable, save
-from quaver.lab.bench.working import working
+from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import show
-from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.memory.views import (
-    advice_summary,
-    advice_table,
-    comparison_views,
-    links_views,
-    prediction_views,
-    side_by_side_table,
+    iter_comparison_views,
+    iter_link_views,
+    iter_prediction_views,
+    make_advice_table,
+    make_side_by_side_table,
+    summarize_advice,
 )
 from quaver.lab.cli.run_config import load_run
-from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.faking.gpu import predict_for
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links
@@ -100,7 +100,7 @@ class MemoryOptions(Settings):
 
 def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; returns 0 when done, 2 for bad input."""
-    with bad_input():
+    with report_bad_input():
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
         config_path, flags = parse_arguments(run_flags, MemoryOptions)
         config = load_run(config_path, flags)
@@ -111,13 +111,15 @@ def run(argv: list[str]) -> int:
         if options.quick:
             return _print_estimate(options, config)
         memory, results = _predict(options, run_flags, config, device)
-    views = [*prediction_views(memory, device, options.top)]
+    views = [*iter_prediction_views(memory, device, options.top)]
     if "comparison" in results:
-        views += comparison_views(results["comparison"], memory.prediction, results["other"].prediction, options.top)
+        views += iter_comparison_views(
+            results["comparison"], memory.prediction, results["other"].prediction, options.top
+        )
     if "advice" in results:
-        views += [advice_table(results["advice"]), *advice_summary(results["advice"])]
+        views += [make_advice_table(results["advice"]), *summarize_advice(results["advice"])]
     if "measured" in results:
-        views.append(side_by_side_table(tabulate_side_by_side(memory, results["measured"])))
+        views.append(make_side_by_side_table(tabulate_side_by_side(memory, results["measured"])))
     show(views)
     name = config_path.stem if config_path else "defaults"
     title = f"{name} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
@@ -129,9 +131,9 @@ def run(argv: list[str]) -> int:
 def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> int:
     bandwidth = options.checkpoint_bandwidth
     per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
-    with predicting_for(device), working("counting the collectives of a step"):
+    with predict_for(device), show_progress("counting the collectives of a step"):
         links = predict_links(config, options.ranks)
-    show(links_views(links, per_s))
+    show(iter_link_views(links, per_s))
     save(links.to_dict(), Path(options.output))
     print(f"saved {options.output}")
     return 0
@@ -141,13 +143,13 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     estimate, advice = estimate_peak(config, options.ranks), None
     if options.advise or options.fit is not None:
         fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
-        with predicting_for("cuda"), working("estimating") as tell:
+        with predict_for("cuda"), show_progress("estimating") as tell:
             advice = advise(
                 config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, quick=True, progress=tell
             )
     show([f"about {estimate / 2**30:.1f} GiB at the peak of one of {options.ranks} ranks, estimated within 10%"])
     if advice is not None:
-        show([advice_table(advice), *advice_summary(advice)])
+        show([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
     save(result, Path(options.output))
     print(f"saved {options.output}")
@@ -164,7 +166,7 @@ def _predict(
         is_over = not other_flags or other_flags[0].startswith("--")
         other_config = load_run(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
     results: dict[str, Any] = {}
-    with predicting_for(device), working("predicting a step") as tell:
+    with predict_for(device), show_progress("predicting a step") as tell:
         memory = predict_memory(config, options.ranks)
         if options.vs is not None:
             tell("predicting a step of the other run")
@@ -176,7 +178,7 @@ def _predict(
                 config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=tell
             )
     if options.measure:
-        with working("training to measure"):
+        with show_progress("training to measure"):
             results["measured"] = measure_memory(config, options.ranks)
     return memory, results
 

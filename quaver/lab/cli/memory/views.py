@@ -15,13 +15,13 @@ from quaver.lab.memory.reports.pitfalls import format_decimal_bytes, strip_phase
 from quaver.lab.memory.runs.links import Links
 from quaver.lab.memory.runs.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
-from quaver.lab.recorder.byte_sizes import format_bytes, unit_of
-from quaver.lab.recorder.report import merged_layers
+from quaver.lab.recorder.byte_sizes import choose_unit, format_bytes
+from quaver.lab.recorder.report import merge_layers
 
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 
 
-def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str | Table]:
+def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str | Table]:
     """Yield where and when the peak is, a table of categories, and one of the `top` largest tensors."""
     training, prediction = memory.config.training, memory.prediction
     batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"
@@ -34,24 +34,29 @@ def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str |
         ("ranks", f"{memory.layout}; what follows is of one"),
         ("device", _DEVICES[device]),
         ("step", f"{batch} tokens"),
-        ("peak", f"{_long_size(prediction.peak_bytes)}, in the {moment}"),
-        ("between", f"{_long_size(prediction.resident_bytes)} stay between steps"),
-        ("saved", f"{_long_size(prediction.saved_by_forward_bytes)} are saved by the first forward for its backward"),
+        ("peak", f"{_format_long_size(prediction.peak_bytes)}, in the {moment}"),
+        ("between", f"{_format_long_size(prediction.resident_bytes)} stay between steps"),
+        (
+            "saved",
+            f"{_format_long_size(prediction.saved_by_forward_bytes)} are saved by the first forward for its backward",
+        ),
         *(("note", note) for note in (*memory.notes, *prediction.notes)),
     ]
-    yield from (_line(name, text) for name, text in lines)
-    yield category_table(prediction)
+    yield from (_format_line(name, text) for name, text in lines)
+    yield make_category_table(prediction)
     if top:
-        yield tensor_table(prediction, top)
+        yield make_tensor_table(prediction, top)
 
 
-def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
+def iter_link_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
     """Yield a table of the collectives of a step by link, its sums, and the size and seconds of a checkpoint.
 
     The sizes are rounded; the JSON has bytes.
     """
-    yield _line("model", f"{links.parameters:,} parameters, trained in {links.name}")
-    yield _line("ranks", f"{links.layout}; what follows is of one, in a step of {links.micro_batches} micro-batches")
+    yield _format_line("model", f"{links.parameters:,} parameters, trained in {links.name}")
+    yield _format_line(
+        "ranks", f"{links.layout}; what follows is of one, in a step of {links.micro_batches} micro-batches"
+    )
     columns, numbers = ("link", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
     rows: list[tuple[str, ...]] = []
     for collective in links.traffic:
@@ -61,64 +66,72 @@ def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[st
     for link, (number, sent_bytes) in links.sums.items():
         rows.append((link, "", "all", "", f"{number:,}", "", format_bytes(sent_bytes)))
     yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
-    size = _long_size(links.checkpoint_bytes)
+    size = _format_long_size(links.checkpoint_bytes)
     if checkpoint_bytes_per_s is not None:
         size += f", {links.checkpoint_bytes / checkpoint_bytes_per_s:.3g} s at {checkpoint_bytes_per_s:,} bytes/s"
-    yield _line("checkpoint", f"{size}, of all ranks")
+    yield _format_line("checkpoint", f"{size}, of all ranks")
 
 
-def _line(name: str, text: str) -> str:
+def _format_line(name: str, text: str) -> str:
     return f"{name:<11}{text}"
 
 
-def category_table(prediction: Prediction) -> Table:
+def make_category_table(prediction: Prediction) -> Table:
     """Return the bytes alive at the peak by category."""
     sizes = {**prediction.by_category, "sum": prediction.peak_bytes}
-    rows = [(_spaced(name), *_peak_numbers(prediction, size)) for name, size in sizes.items()]
-    numbers = _peak_columns(prediction)
+    rows = [(_replace_underscores(name), *_format_peak_numbers(prediction, size)) for name, size in sizes.items()]
+    numbers = _name_peak_columns(prediction)
     return make_table("Alive at the peak", ("what", *numbers), rows=rows, right=numbers)
 
 
-def tensor_table(prediction: Prediction, top: int) -> Table:
+def make_tensor_table(prediction: Prediction, top: int) -> Table:
     """Return the `top` largest tensors alive at the peak, equal ones of all layers in one row."""
     rows = []
-    for row in merged_layers(prediction.at_peak)[:top]:
+    for row in merge_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
         made_by = f"{strip_phase(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
         places = [place for place in (row["module"], row["source"]) if place]
-        description = f"{_spaced(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
-        rows.append((*_peak_numbers(prediction, row["bytes"])[1:], description))
-    title, numbers = f"The largest {top} of it; * is the number of a layer", _peak_columns(prediction)[1:]
+        description = f"{_replace_underscores(row['category'])}: {tensors}, {made_by}" + "".join(
+            f"\n  {place}" for place in places
+        )
+        rows.append((*_format_peak_numbers(prediction, row["bytes"])[1:], description))
+    title, numbers = f"The largest {top} of it; * is the number of a layer", _name_peak_columns(prediction)[1:]
     return make_table(title, (*numbers, "what, and where"), rows=rows, right=numbers, wrapped=("what, and where",))
 
 
-def _peak_columns(prediction: Prediction) -> tuple[str, str, str]:
-    return "bytes", unit_of(prediction.peak_bytes)[1], "share"
+def _name_peak_columns(prediction: Prediction) -> tuple[str, str, str]:
+    return "bytes", choose_unit(prediction.peak_bytes)[1], "share"
 
 
-def _peak_numbers(prediction: Prediction, size_bytes: int) -> tuple[str, str, str]:
+def _format_peak_numbers(prediction: Prediction, size_bytes: int) -> tuple[str, str, str]:
     peak_bytes = prediction.peak_bytes
-    return f"{size_bytes:,}", f"{size_bytes / unit_of(peak_bytes)[0]:.3f}", f"{size_bytes / peak_bytes:.1%}"
+    return f"{size_bytes:,}", f"{size_bytes / choose_unit(peak_bytes)[0]:.3f}", f"{size_bytes / peak_bytes:.1%}"
 
 
-def comparison_views(
+def iter_comparison_views(
     comparison: Comparison, prediction: Prediction, other: Prediction, top: int
 ) -> Iterator[str | Table]:
-    """Yield the categories at both peaks, then the lines of `comparison_lines`."""
+    """Yield the categories at both peaks, then the lines of `iter_comparison_lines`."""
     here, there = prediction.by_category, other.by_category
     sizes = {name: (here.get(name, 0), there.get(name, 0)) for name in CATEGORIES if name in here or name in there}
     sizes["sum"] = prediction.peak_bytes, other.peak_bytes
     sizes["saved for backward"] = prediction.saved_by_forward_bytes, other.saved_by_forward_bytes
     rows = [
-        (_spaced(name), f"{ours:,}", f"{theirs:,}", f"{theirs - ours:+,}", f"{theirs / ours:.3f}" if ours else "")
+        (
+            _replace_underscores(name),
+            f"{ours:,}",
+            f"{theirs:,}",
+            f"{theirs - ours:+,}",
+            f"{theirs / ours:.3f}" if ours else "",
+        )
         for name, (ours, theirs) in sizes.items()
     ]
     numbers = ("bytes", "bytes there", "difference", "ratio")
     yield make_table("Compared with the other run, at the peaks", ("what", *numbers), rows=rows, right=numbers)
-    yield from comparison_lines(comparison, top)
+    yield from iter_comparison_lines(comparison, top)
 
 
-def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
+def iter_comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
     """Yield the lines of both runs, and at most `top` differences in saved and in live tensors."""
     c = comparison
     runs = (
@@ -126,15 +139,17 @@ def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
         ("other", c.label_b, c.peak_b, c.peak_at_b, c.saved_b),
     )
     for name, label, peak, where, saved in runs:
-        yield _line(name, label)
-        yield _line("", f"peak {format_decimal_bytes(peak)} ({peak:,} bytes), in the {where}")
-        yield _line("", f"saved {format_decimal_bytes(saved)} ({saved:,} bytes), by the first forward for its backward")
-    yield _line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
-    yield from ("", *_differences("Differences in what is saved for backward", c.at("saved"), top))
-    yield from ("", *_differences("Differences in what is alive at the peaks", c.at("peak"), top))
+        yield _format_line(name, label)
+        yield _format_line("", f"peak {format_decimal_bytes(peak)} ({peak:,} bytes), in the {where}")
+        yield _format_line(
+            "", f"saved {format_decimal_bytes(saved)} ({saved:,} bytes), by the first forward for its backward"
+        )
+    yield _format_line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
+    yield from ("", *_iter_differences("Differences in what is saved for backward", c.at("saved"), top))
+    yield from ("", *_iter_differences("Differences in what is alive at the peaks", c.at("peak"), top))
 
 
-def _differences(title: str, rows: tuple[TensorDifference, ...], top: int) -> Iterator[str]:
+def _iter_differences(title: str, rows: tuple[TensorDifference, ...], top: int) -> Iterator[str]:
     if not rows:
         yield f"{title}: nothing"
         return
@@ -145,20 +160,20 @@ def _differences(title: str, rows: tuple[TensorDifference, ...], top: int) -> It
         yield f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all"
 
 
-def advice_table(advice: Advice) -> Table:
+def make_advice_table(advice: Advice) -> Table:
     """Return the settings that were tried and are possible, in that order; the best one is marked by a star."""
     asks_fit = advice.fit_bytes is not None
     rows = []
     for index, row in enumerate(advice.rows):
         if row.peak_bytes is not None:
             fits = [{True: "yes", False: "no", None: ""}[row.fits]] if asks_fit else []
-            rows.append(("*" if index == advice.best else "", row.change, *_advice_numbers(row), *fits))
+            rows.append(("*" if index == advice.best else "", row.change, *_format_advice_numbers(row), *fits))
     columns = ("", "setting", "peak", "difference", "computed\nagain", "step", *(["fits"] if asks_fit else []))
     title = "What changing a setting would do to the peak"
     return make_table(title, columns, rows=rows, wrapped=("setting",), right=columns[2:6])
 
 
-def _advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
+def _format_advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
     peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
     more = row.difference_bytes
     difference = f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}" if more else ""
@@ -168,7 +183,7 @@ def _advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
     return peak, difference, again, step
 
 
-def advice_summary(advice: Advice) -> list[str]:
+def summarize_advice(advice: Advice) -> list[str]:
     """Return the flags of the best setting, or of the nearest one; then why others are not possible, and the notes."""
 
     def setting(index: int) -> str:
@@ -188,7 +203,7 @@ def advice_summary(advice: Advice) -> list[str]:
     return lines + notes
 
 
-def side_by_side_table(compared: list[dict[str, Any]]) -> Table:
+def make_side_by_side_table(compared: list[dict[str, Any]]) -> Table:
     """Return the rows of `quaver.lab.memory.runs.measure.tabulate_side_by_side`; what was not measured stays empty."""
     rows = []
     for row in compared:
@@ -199,9 +214,9 @@ def side_by_side_table(compared: list[dict[str, Any]]) -> Table:
     return make_table("Predicted and measured, at the peak", ("what", *numbers), rows=rows, right=numbers)
 
 
-def _spaced(category: str) -> str:
+def _replace_underscores(category: str) -> str:
     return category.replace("_", " ")
 
 
-def _long_size(size_bytes: int) -> str:
+def _format_long_size(size_bytes: int) -> str:
     return f"{size_bytes:,} bytes = {format_bytes(size_bytes)}"

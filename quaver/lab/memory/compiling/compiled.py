@@ -38,7 +38,7 @@ _kernels_left_out = False
 
 
 @contextmanager
-def kernels_left_out() -> Iterator[None]:
+def leave_out_kernels() -> Iterator[None]:
     """Let torch.compile generate code without kernels inside the block ([Note: reset]).
 
     Raises:

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.lab.memory.compiling.makers import follow
-from quaver.lab.recorder.modules import ModuleTracker, visible_modules
+from quaver.lab.recorder.modules import ModuleTracker, iter_visible_modules
 from quaver.lab.recorder.recorder import Allocation, Recorder
-from quaver.lab.recorder.storages import plain_parts
+from quaver.lab.recorder.storages import iter_plain_parts
 
 
 class CompiledTracker(ModuleTracker):
@@ -31,7 +31,7 @@ class CompiledTracker(ModuleTracker):
     def __enter__(self) -> CompiledTracker:
         super().__enter__()
         paths = {id(module): path for path, module in self.model.named_modules()}
-        for name, module in visible_modules(self.model):
+        for name, module in iter_visible_modules(self.model):
             if module._compiled_call_impl is not None:
                 self._follow(name, module)
                 self._paths[name] = paths[id(module)]
@@ -94,7 +94,7 @@ class CompiledRows:
         """Record the tensors that a compiled backward receives. A forward saved some of them."""
         received = []
         for part in _iter_parts(tensors):
-            allocation = self._recorder.allocation_of(part)
+            allocation = self._recorder.find_allocation(part)
             if allocation is not None and self._saved[allocation]:
                 self._saved[allocation] -= 1
                 received.append(allocation)
@@ -107,4 +107,4 @@ class CompiledRows:
 
 
 def _iter_parts(tensors: Sequence[Any]) -> Iterator[Tensor]:
-    return (part for tensor in tensors if isinstance(tensor, Tensor) for part in plain_parts(tensor))
+    return (part for tensor in tensors if isinstance(tensor, Tensor) for part in iter_plain_parts(tensor))

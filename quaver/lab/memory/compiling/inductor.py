@@ -40,7 +40,7 @@ _REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm
 
 
 @contextmanager
-def settings_without_caches() -> Iterator[None]:
+def disable_caches() -> Iterator[None]:
     """Turn off the caches of Dynamo, AOTAutograd and Inductor inside the block."""
     with ExitStack() as stack:
         stack.enter_context(torch._inductor.config.patch(_INDUCTOR))
@@ -59,7 +59,7 @@ def write_no_kernels() -> Iterator[None]:
         NotImplementedError: settings or devices that cannot be followed. It is wrapped in Inductor's error.
     """
     with ExitStack() as stack:
-        stack.enter_context(settings_without_caches())
+        stack.enter_context(disable_caches())
         stack.enter_context(patch.object(GraphLowering, "run", _wrap_run(GraphLowering.run)))
         if is_for_a_gpu():  # `is_cpu` decides which results are materialized and which are inlined
             stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))
@@ -87,7 +87,7 @@ def _make_module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
     readers = find_readers(graph)
-    names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _layout_of, **_make_reporters(graph)}
+    names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _get_layout, **_make_reporters(graph)}
 
     def maker_of(buffer: str, operator: str) -> str:
         name = f"maker_{len(names)}"
@@ -142,7 +142,7 @@ def _wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:
     return checked_run
 
 
-def _layout_of(view: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+def _get_layout(view: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return view.shape, view.stride(), view.dtype
 
 

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
-from quaver.lab.memory.compiling.compiled import kernels_left_out
+from quaver.lab.memory.compiling.compiled import leave_out_kernels
 from quaver.lab.memory.faking.gpu import as_on_a_gpu, is_for_a_gpu
 from quaver.lab.memory.faking.values import Assumptions, find_place, make_dependence_error, make_refusal
 from quaver.lab.recorder.storages import StorageWatch
@@ -86,8 +86,8 @@ class Fakes(FakeTensorMode):
             return None
         with self:
             if isinstance(error, UnsupportedOperatorException):
-                return self.assumptions.like_first_tensor(func, args, kwargs)
-            return self.assumptions.largest_result(func, args, kwargs)
+                return self.assumptions.make_like_first_tensor(func, args, kwargs)
+            return self.assumptions.make_largest_result(func, args, kwargs)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
             implementation, or the block fails after it has read an integer.
     """
     with ExitStack() as stack:
-        stack.enter_context(kernels_left_out() if compiled else torch.compiler.set_stance("force_eager"))
+        stack.enter_context(leave_out_kernels() if compiled else torch.compiler.set_stance("force_eager"))
         if is_for_a_gpu():
             stack.enter_context(as_on_a_gpu())
         fakes = stack.enter_context(Fakes())

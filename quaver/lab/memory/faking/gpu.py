@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.linear.gemm import ScaleKind, assuming_native
+from quaver.linear.gemm import ScaleKind, assume_native
 from quaver.runtime.devices import simulate_gpu
 
 DEVICES = ("cpu", "cuda")
@@ -29,7 +29,7 @@ _target = "cpu"
 
 
 @contextmanager
-def predicting_for(device: str) -> Iterator[None]:
+def predict_for(device: str) -> Iterator[None]:
     """Predict for `device` inside the block. The default is a CPU.
 
     Raises:
@@ -55,7 +55,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Treat fake tensors inside the block as tensors on a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
         stack.enter_context(simulate_gpu(_CAPABILITY))
-        stack.enter_context(assuming_native(dict.fromkeys(ScaleKind)))
+        stack.enter_context(assume_native(dict.fromkeys(ScaleKind)))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         # compiled code calls this overload, and torch has a fake implementation only for the default one

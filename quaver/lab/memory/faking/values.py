@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
-from quaver.lab.recorder.callers import NOT_THE_MODELS, end_of_path, module_of
+from quaver.lab.recorder.callers import NOT_THE_MODELS, get_module_name, shorten_path
 
 
 def make_refusal(error: Exception) -> NotImplementedError:
@@ -54,7 +54,7 @@ class Assumptions:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def make_largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the largest possible results of `operator`, or None if no bound is known."""
         if operator not in _LARGEST:
             return None
@@ -62,7 +62,7 @@ class Assumptions:
         self._note(f"{operator} gives its largest possible result, {list(result.shape)}")
         return result
 
-    def like_first_tensor(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def make_like_first_tensor(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return results like the first tensor, for an operator without a fake implementation.
 
         None if the operator takes no tensor or returns anything but tensors.
@@ -106,11 +106,11 @@ def find_place() -> str:
 
 
 def _describe_place(frames: list[tuple[FrameType, int]]) -> str:
-    model_frames = [(frame, line) for frame, line in frames if not module_of(frame).startswith(NOT_THE_MODELS)]
+    model_frames = [(frame, line) for frame, line in frames if not get_module_name(frame).startswith(NOT_THE_MODELS)]
     if not model_frames:
         return ""
     innermost, line = model_frames[-1]
-    source = f"{end_of_path(innermost.f_code.co_filename, module_of(innermost))}:{line}"
+    source = f"{shorten_path(innermost.f_code.co_filename, get_module_name(innermost))}:{line}"
     module = _name_module([frame.f_locals.get("self") for frame, _ in frames if frame.f_code.co_name == "forward"])
     return f"module {module} ({source})" if module else source
 

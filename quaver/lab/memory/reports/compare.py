@@ -24,7 +24,7 @@ from quaver.lab.memory.reports.pitfalls import (
     is_operator,
     shorten_operator,
 )
-from quaver.lab.recorder.report import NOT_FOR_BACKWARD, merged_layers
+from quaver.lab.recorder.report import NOT_FOR_BACKWARD, merge_layers
 
 _NOT_A_NAME = ("selective policy", "checkpoint", "compiled graph")
 
@@ -180,7 +180,7 @@ def _sum_bytes(rows: list[Row]) -> int:
 
 
 def _fold(row: Row) -> Row:
-    return merged_layers([row])[0]
+    return merge_layers([row])[0]
 
 
 def _iter_differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.runs.predict import fake_run
-from quaver.lab.recorder.storages import plain_tensors
+from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.linear.tensor import Float8Tensor
@@ -175,4 +175,4 @@ def _find_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
 def _count_whole_bytes(value: Any) -> int:
     if isinstance(value, DTensor):
         return value.nbytes
-    return sum(tensor.nbytes for tensor in plain_tensors(value)) if isinstance(value, Tensor) else 0
+    return sum(tensor.nbytes for tensor in list_plain_tensors(value)) if isinstance(value, Tensor) else 0

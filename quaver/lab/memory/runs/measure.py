@@ -27,7 +27,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.parallelize import make_mesh
-from quaver.lab.trainer.profiling import persistent_scales
+from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.devices import is_cuda_device, resolve_device
@@ -136,7 +136,7 @@ def measure_rank(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device
     step, micro_batches = make_train_step(trained, config, layout)
     for _ in range(WARM_UP_STEPS):
         step()
-    recorded = record_step(step, model, trained.optimizer, persistent_scales=persistent_scales(model))
+    recorded = record_step(step, model, trained.optimizer, persistent_scales=list_persistent_scales(model))
     with measure_usage(device, may_leave=True) as measured:
         trained.mark = measured.mark
         step()

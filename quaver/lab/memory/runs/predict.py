@@ -26,8 +26,8 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.initialize import allocate
-from quaver.lab.trainer.parallelize import parallelize, pretended_mesh
-from quaver.lab.trainer.profiling import persistent_scales
+from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
+from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 
@@ -92,7 +92,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
             model,
             run.trained.optimizer,
             run.fakes,
-            persistent_scales=persistent_scales(model),
+            persistent_scales=list_persistent_scales(model),
             first_step=partial(run.step, micro_batches=1),
         )
     return RunMemory(run.config, run.layout, run.trained.name, run.parameters, run.micro_batches, prediction)
@@ -122,7 +122,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
     """
     device = torch.device("cpu")
     config, layout = resolve(config, rank=0, world_size=ranks)
-    with pretended_mesh(layout) as mesh:
+    with pretend_mesh(layout) as mesh:
         name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors

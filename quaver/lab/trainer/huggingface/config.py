@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quaver.lab.settings import Model
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
 """model_type and architecture."""
@@ -64,7 +64,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def model_from_hf(config: dict[str, Any]) -> Model:
+def read_hf_config(config: dict[str, Any]) -> Model:
     """Return the [model] settings of a config.json.
 
     Raises:
@@ -99,7 +99,7 @@ def model_from_hf(config: dict[str, Any]) -> Model:
         raise ValueError(f"config.json does not make a model: {error}") from error
 
 
-def hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[str, Any]:
+def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of `model`, readable by transformers 4 and 5.
 
     Args:
@@ -172,7 +172,7 @@ def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, An
         raise ValueError(f"rope_scaling must be an object, got {rope!r}")
     unknown = sorted(name for name, value in rope.items() if name not in _ROPE_KEYS and value is not None)
     if unknown:
-        raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {listed(unknown)}")
+        raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {join_names(unknown)}")
     _check_fixed(config | rope, _PARTIAL, 1.0, absent_factor)
     theta = _get(rope if "rope_theta" in rope else config, "rope_theta", "a number", 10000.0)
     settings = {"rope_theta": float(theta)}

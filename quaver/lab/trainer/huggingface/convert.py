@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from quaver.export.bundle import tokenizer_files
+from quaver.export.bundle import list_tokenizer_files
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32
 from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
@@ -35,23 +35,23 @@ from quaver.lab.runs.checkpoint_folder import (
     write_record,
 )
 from quaver.lab.runs.manifest import check_manifest
-from quaver.lab.runs.run_folder import CONFIG, provenance
+from quaver.lab.runs.run_folder import CONFIG, collect_provenance
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import build_config, load_config
-from quaver.lab.settings.float8 import file_name
-from quaver.lab.trainer.huggingface.config import USAGE_KEYS, hf_config, model_from_hf
+from quaver.lab.settings.float8 import make_file_name
+from quaver.lab.trainer.huggingface.config import USAGE_KEYS, make_hf_config, read_hf_config
 from quaver.lab.trainer.huggingface.weights import (
     EMBEDDING,
     HEAD,
     CheckpointWeights,
-    file_state,
-    meta_state,
-    stored_state,
-    without_width,
+    make_empty_shared_experts,
+    make_file_state,
+    make_meta_state,
+    make_stored_state,
     write_weights,
 )
-from quaver.runtime.names import listed
+from quaver.runtime.names import join_names
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The supported dtypes of imported weights, by their names in a safetensors file."""
@@ -87,7 +87,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     """
     check_new(out)
     config = read_config(folder)
-    model = model_from_hf(config)
+    model = read_hf_config(config)
     weights = StoredTensors(folder)
     _check_tensors(weights, model, folder)
     record = {
@@ -97,7 +97,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         "world_size": 1,
         "progress": asdict(RunProgress()),
         "config": {"model": asdict(model)},
-        "provenance": provenance(torch.device("cpu")),
+        "provenance": collect_provenance(torch.device("cpu")),
         "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_select_usage(config)},
     }
     with new_folder(out) as partial:
@@ -132,24 +132,24 @@ def export_hf(
         NotWrittenError: the weights cannot be written.
     """
     check_new(out)
-    copied = tokenizer_files(tokenizer) if tokenizer else []
-    checked = open_checkpoint(checkpoint_of(checkpoint) or checkpoint, name)
-    config = hf_config(checked.model, dtype=dtype, usage=usage_of(checked))
+    copied = list_tokenizer_files(tokenizer) if tokenizer else []
+    checked = open_checkpoint(find_checkpoint(checkpoint) or checkpoint, name)
+    config = make_hf_config(checked.model, dtype=dtype, usage=find_usage(checked))
     with new_folder(out) as partial:
         rounded = (
             (key, tensor if key.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
-            for key, tensor in chain(checked.tensors().items(), without_width(checked.model).items())
+            for key, tensor in chain(checked.tensors().items(), make_empty_shared_experts(checked.model).items())
         )
         write_model(partial, rounded, config, copied, max_shard_bytes)
     return checked
 
 
 def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
-    expected = file_state(model)
-    known = expected | {HEAD: meta_state(model)[HEAD]} | without_width(model)
+    expected = make_file_state(model)
+    known = expected | {HEAD: make_meta_state(model)[HEAD]} | make_empty_shared_experts(model)
     unexpected = sorted(name for name in stored if name not in known and not _DERIVED.fullmatch(name))
     if unexpected:
-        raise ValueError(f"{str(folder)!r} has tensors that a Llama does not have: {listed(unexpected)}")
+        raise ValueError(f"{str(folder)!r} has tensors that a Llama does not have: {join_names(unexpected)}")
     if HEAD in stored:
         expected[HEAD] = known[HEAD]
     _check_shapes({name: stored.shape(name) for name in stored}, expected, folder)
@@ -170,20 +170,22 @@ def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor
         if stored.get(name) != list(tensor.shape)
     ]
     if wrong:
-        raise ValueError(f"{str(folder)!r} does not have the tensors that its config requires: {listed(wrong)}")
+        raise ValueError(f"{str(folder)!r} does not have the tensors that its config requires: {join_names(wrong)}")
 
 
 def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     """Read the record of a checkpoint and the list of its tensors, and compare the tensors with its config."""
     record = read_record(checkpoint)
     check_manifest(checkpoint)
-    names, name = record["models"], file_name(name) if name else name
+    names, name = record["models"], make_file_name(name) if name else name
     if name is not None and name not in names:
         raise ValueError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
     settings = record.get("config", {}).get("model", {})
     unknown = sorted(settings.keys() - asdict(Model()).keys())
     if unknown:
-        raise ValueError(f"{str(checkpoint)!r} has model settings that this version does not know: {listed(unknown)}")
+        raise ValueError(
+            f"{str(checkpoint)!r} has model settings that this version does not know: {join_names(unknown)}"
+        )
     checked = CheckedModel(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
     stored = read_metadata(CheckpointReader(checked.weights)).state_dict_metadata
     shapes = {
@@ -191,11 +193,11 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
         for name, tensor in stored.items()
         if isinstance(tensor, TensorStorageMetadata)
     }
-    _check_shapes(shapes, stored_state(checked.model), checked.weights)
+    _check_shapes(shapes, make_stored_state(checked.model), checked.weights)
     return checked
 
 
-def checkpoint_of(path: Path) -> Path | None:
+def find_checkpoint(path: Path) -> Path | None:
     """Return `path` if it is a checkpoint, the last checkpoint if it is a run, or else None.
 
     Raises:
@@ -211,14 +213,14 @@ def checkpoint_of(path: Path) -> Path | None:
         raise FileNotFoundError(
             f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
         )
-    return folder.complete(steps[-1])
+    return folder.find_checkpoint(steps[-1])
 
 
 def _select_usage(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in USAGE_KEYS if name in config}
 
 
-def usage_of(checked: CheckedModel) -> dict[str, Any]:
+def find_usage(checked: CheckedModel) -> dict[str, Any]:
     """Return the token ids and the longest context, of the imported model or of the run's training."""
     if "huggingface" in checked.record:
         return _select_usage(checked.record["huggingface"])

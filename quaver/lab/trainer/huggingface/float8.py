@@ -20,11 +20,11 @@ from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
 from quaver.lab.settings.fields import Settings
 from quaver.lab.trainer.float8 import convert_chosen
-from quaver.lab.trainer.huggingface.config import hf_config
-from quaver.lab.trainer.huggingface.convert import CheckedModel, open_checkpoint, usage_of
-from quaver.lab.trainer.huggingface.weights import stored_state, without_width
-from quaver.lab.trainer.model import Llama, meta_llama
-from quaver.runtime.names import listed
+from quaver.lab.trainer.huggingface.config import make_hf_config
+from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage, open_checkpoint
+from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
+from quaver.lab.trainer.model import Llama, make_meta_llama
+from quaver.runtime.names import join_names
 
 S = TypeVar("S", bound=Settings)
 
@@ -41,7 +41,7 @@ def run_source(
         OSError, ValueError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.
     """
     checked = open_checkpoint(checkpoint, name)
-    config, converted = _section(checked, Float8), _decisions(checked)
+    config, converted = _get_section(checked, Float8), _list_decisions(checked)
     if recipe is None and not converted:
         raise ValueError(
             f"the model {checked.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
@@ -52,7 +52,7 @@ def run_source(
             f"--filter-fqns must be its default, {list(DEFAULT_FILTER)}, for a float8 run, which chose its linears; "
             f"got {list(filter_fqns)}"
         )
-    model = meta_llama(checked.model)
+    model = make_meta_llama(checked.model)
     decide = partial(_decide_as_run, converted) if converted else skip_names(filter_fqns)
     if recipe is None:
         convert_chosen(model, config, decide)
@@ -64,30 +64,32 @@ def run_source(
 
     def high_precision_model() -> nn.Module:
         loaded, tensors = Llama(checked.model), checked.tensors()
-        state = {name: tensors.stored(name) for name in stored_state(checked.model)}
+        state = {name: tensors.stored(name) for name in make_stored_state(checked.model)}
         loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
         return loaded
 
     return ExportSource(
         model=model,
-        weights=ChainMap(without_width(checked.model), typing.cast(Any, checked.tensors())),
-        config=hf_config(checked.model, dtype="bfloat16", usage=usage_of(checked)),
+        weights=ChainMap(make_empty_shared_experts(checked.model), typing.cast(Any, checked.tensors())),
+        config=make_hf_config(checked.model, dtype="bfloat16", usage=find_usage(checked)),
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
-        rounded_from=_forward_dtype(checked, config),
+        rounded_from=_choose_forward_dtype(checked, config),
     )
 
 
-def _section(checked: CheckedModel, kind: type[S]) -> S:
+def _get_section(checked: CheckedModel, kind: type[S]) -> S:
     """Return a section of the run's settings, or its defaults for a converted checkpoint, which has no run."""
     settings = checked.record["config"].get(kind.section, {})
     unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
     if unknown:
-        raise ValueError(f"this version does not know the {kind.section} settings of the checkpoint: {listed(unknown)}")
+        raise ValueError(
+            f"this version does not know the {kind.section} settings of the checkpoint: {join_names(unknown)}"
+        )
     return kind(**settings)
 
 
-def _decisions(checked: CheckedModel) -> dict[str, FilterDecision]:
+def _list_decisions(checked: CheckedModel) -> dict[str, FilterDecision]:
     """Return the run's decision about each linear; empty for a model that it did not convert."""
     report = checked.record.get("conversion_report")
     if not report or checked.weights.name in ("bfloat16", "float32", "float16"):
@@ -109,13 +111,13 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
         scaling.load_state_dict(state)
 
 
-def _forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype | None:
+def _choose_forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype | None:
     """Return the dtype in which FSDP2 gathered weights, or None if it did not change the dtype.
 
     See [Note: precision under FSDP2] in parallelize.py.
     """
-    tensor_parallel = _section(checked, Parallelism).tensor_parallel_degree
+    tensor_parallel = _get_section(checked, Parallelism).tensor_parallel_degree
     if checked.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None
-    dtype: torch.dtype = getattr(torch, _section(checked, Training).mixed_precision_param)
+    dtype: torch.dtype = getattr(torch, _get_section(checked, Training).mixed_precision_param)
     return dtype

@@ -16,41 +16,41 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
+from quaver.export.checkpoint_names import CheckpointNames, make_checkpoint_names
 from quaver.export.folders import NotWrittenError
-from quaver.lab.runs.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
+from quaver.lab.runs.checkpoint import find_innermost_cause, ignore_single_process_warning, load_state, read_metadata
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
-from quaver.lab.trainer.model import meta_llama
+from quaver.lab.trainer.model import make_meta_llama
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The two weights that may be tied."""
 
 
-def meta_state(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def make_meta_state(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Return the model's state dict without storage. A tied weight has both names."""
-    return meta_llama(model).to(dtype).state_dict()
+    return make_meta_llama(model).to(dtype).state_dict()
 
 
-def stored_state(model: Model) -> dict[str, Tensor]:
-    """Return `meta_state` as a checkpoint stores it: a tied weight once, as the embedding."""
-    state = meta_state(model)
+def make_stored_state(model: Model) -> dict[str, Tensor]:
+    """Return `make_meta_state` as a checkpoint stores it: a tied weight once, as the embedding."""
+    state = make_meta_state(model)
     if model.tie_word_embeddings:
         del state[HEAD]
     return state
 
 
-def file_state(model: Model) -> dict[str, Tensor]:
-    """Return `stored_state` as Hugging Face's files store it, with a matrix per expert."""
-    names = _names(model)
+def make_file_state(model: Model) -> dict[str, Tensor]:
+    """Return `make_stored_state` as Hugging Face's files store it, with a matrix per expert."""
+    names = _make_checkpoint_names(model)
     return {
         part: view
-        for name, tensor in stored_state(model).items()
+        for name, tensor in make_stored_state(model).items()
         for part, view in names.matrices(name, tensor).items()
     }
 
 
-def without_width(model: Model) -> dict[str, Tensor]:
+def make_empty_shared_experts(model: Model) -> dict[str, Tensor]:
     """Return shared experts of width 0, which GLM-4.5's files need for a mixture without shared experts."""
     if not model.n_experts or model.n_shared_experts:
         return {}
@@ -59,8 +59,8 @@ def without_width(model: Model) -> dict[str, Tensor]:
     return {f"{prefix}.{name}.weight": torch.empty(shape) for prefix in prefixes for name, shape in shapes.items()}
 
 
-def _names(model: Model) -> CheckpointNames:
-    return checkpoint_names(meta_llama(model))
+def _make_checkpoint_names(model: Model) -> CheckpointNames:
+    return make_checkpoint_names(make_meta_llama(model))
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
@@ -74,9 +74,10 @@ class CheckpointWeights(Mapping[str, Tensor]):
         self._reader = CheckpointReader(folder)
         stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
         self._meta = {
-            name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in stored_state(model).items()
+            name: tensor.to(stored[f"model.{name}"].properties.dtype)
+            for name, tensor in make_stored_state(model).items()
         }
-        self._names = _names(model)
+        self._names = _make_checkpoint_names(model)
         self._owners = {part: name for name in self._meta for part in self._names.stored_names(name)}
         """Maps the name of a tensor in the files to the tensor of the checkpoint that contains it."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
@@ -110,12 +111,12 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dty
     # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
     writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
     try:
-        save({"model": meta_state(model, dtype)}, storage_writer=writer, planner=_LazyPlanner(weights, model))
+        save({"model": make_meta_state(model, dtype)}, storage_writer=writer, planner=_LazyPlanner(weights, model))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         if not isinstance(cause, Exception):  # Ctrl-C
             raise cause from None
-        raise NotWrittenError(f"cannot write the weights to {str(folder)!r}: {reason(error)}") from error
+        raise NotWrittenError(f"cannot write the weights to {str(folder)!r}: {find_innermost_cause(error)}") from error
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -123,7 +124,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
     def __init__(self, weights: Mapping[str, Tensor], model: Model) -> None:
         super().__init__()
-        self._weights, self._tied, self._names = weights, model.tie_word_embeddings, _names(model)
+        self._weights, self._tied, self._names = weights, model.tie_word_embeddings, _make_checkpoint_names(model)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         target = self.lookup_object(write_item.index)
