@@ -490,6 +490,7 @@ DOCUMENTED = re.compile(
 """Operators and modules that are private in name only, and an attribute of quaver's own."""
 
 ELSEWHERE = {
+    "lab/bench/ledger": "replaces parts of Inductor, and reads its kernels",
     "lab/memory/compiling": "replaces parts of Inductor",
     "lab/memory/faking": "replaces parts of fake tensors",
 }

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from quaver.lab.cli.console import show
 from quaver.lab.cli.dry_run import DryRunOptions, iter_views, plan_run
@@ -16,10 +17,10 @@ from quaver.lab.cli.errors import (
     print_error,
     report_bad_input,
 )
-from quaver.lab.cli.run_config import load_run
+from quaver.lab.cli.run_config import print_turned_off
 from quaver.lab.runs.errors import CheckpointError, OutputError
 from quaver.lab.runs.ranks import Ranks, read_ranks
-from quaver.lab.settings.config_file import TrainFlags, parse_arguments
+from quaver.lab.settings.config_file import Sections, TrainFlags, load_config, parse_arguments
 from quaver.lab.settings.flags import exit_after_help, split_options
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
@@ -57,13 +58,13 @@ def run(argv: list[str]) -> int:
         return 0
     with _agree_on_input(ranks) as told:
         config_path, flags = parse_arguments(run_flags, Train)
-        plan = set_up_run(load_run(config_path, flags, is_quiet=not ranks.is_first), ranks)
+        plan = set_up_run(load_config(config_path, flags), ranks)
         told.append(plan.fingerprint)
     try:
         with _agree_on_input(ranks):
             open_folder(plan)
         with ranks.process_group(plan.device, plan.config.comm.train_timeout_seconds):
-            return _train(plan)
+            return _train(plan, config_path, flags)
     except KeyboardInterrupt:
         if ranks.is_first:
             raise
@@ -91,11 +92,13 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         raise SystemExit(EXIT_BAD_INPUT) from error
 
 
-def _train(plan: RunSetup) -> int:
+def _train(plan: RunSetup, config_path: Path | None, flags: Sections) -> int:
     exit_code = EXIT_BAD_INPUT  # for a checkpoint that cannot be resumed
     try:
         training_run = build(plan)
         exit_code = EXIT_NOT_WRITTEN
+        if plan.ranks.is_first:
+            print_turned_off(config_path, flags)
         summary = train(training_run)
     except (NonFiniteError, CheckpointError, OutputError) as error:
         if plan.ranks.is_first:

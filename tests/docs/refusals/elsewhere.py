@@ -150,7 +150,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "monitor.md": {
         "end in one line that names the file": f"{REPORT}::test_a_damaged_file_is_named_in_one_line "
-        f"{REPORT}::test_runs_without_statistics {REPORT}::test_bad_words",
+        f"{REPORT}::test_bad_words",
         "ends in exit code 4": f"{REPORT}::test_a_disk_that_is_full",
         "CUDA graphs": f"{MONITOR}::test_a_sample_in_a_cuda_graph_is_refused",
         "A sink that raises ends the monitor": f"{MONITOR}"

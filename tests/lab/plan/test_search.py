@@ -114,8 +114,8 @@ def test_the_share_of_the_peak_counts_causal_attention(search_result):
     assert share == pytest.approx(flops / row.seconds / 1e12 / CLUSTER.spec.bfloat16_tflops)
 
 
-def test_the_bound_of_the_gain_has_the_rates_of_the_gpu(found):
-    row = next(row for row in found.rows if row.candidate.precision == "tensorwise")
+def test_the_bound_of_the_gain_has_the_rates_of_the_gpu(search_result):
+    row = next(row for row in search_result.rows if row.candidate.precision == "tensorwise")
     share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
     for ratio in (2, 8):
         spec = replace(CLUSTER.spec, float8_tflops=ratio * CLUSTER.spec.bfloat16_tflops)

@@ -108,5 +108,5 @@ def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path, lines: list
 
 
 def test_a_run_without_statistics(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="train with --numerics.every"):
+    with pytest.raises(ValueError, match="record them with quaver.monitor"):
         Record.read(tmp_path)
