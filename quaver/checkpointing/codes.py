@@ -58,7 +58,7 @@ def quantize_activation(matrix: Tensor, block_size: int) -> Operand:
     return row
 
 
-def _decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _dequantize_activation(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Dequantize the codes and scales of `quantize_activation` to `dtype`.
 
     Raises:
@@ -71,7 +71,7 @@ def _decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: t
     return (codes.to(wide_dtype) * scale.to(wide_dtype)).to(dtype)
 
 
-def _cpu_decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _cpu_dequantize_activation(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
     scale_layout = _check_scale(codes, scale, layout)
     return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale, scale_layout).to(dtype)
 
@@ -83,12 +83,12 @@ def _check_scale(codes: Tensor, scale: Tensor, layout: Sequence[int]) -> ScaleLa
     return scale_layout
 
 
-dequantize_activation = register_operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
+dequantize_activation = register_operation(_dequantize_activation, results=1, cpu=_cpu_dequantize_activation)
 
 
 def dequantize_in_graph(codes: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
-    """Call `dequantize_activation` on a CPU.
+    """Dequantize a stored activation in a compiled graph.
 
-    On a GPU, run its PyTorch ops, which Inductor fuses into the ops that read the result.
+    On a GPU this runs PyTorch ops, which Inductor fuses into the ops that read the result.
     """
-    return (dequantize_activation if is_cpu(codes) else _decode_blocks)(codes, scale, layout, dtype)
+    return (dequantize_activation if is_cpu(codes) else _dequantize_activation)(codes, scale, layout, dtype)

@@ -18,8 +18,8 @@ in memory, while they are alive and the tensor's version is unchanged. A write t
 `.data`) between two saves in one forward is missed here too.
 
 Autograd runs the innermost hooks only. So these hooks call the ones around the block, with the codes and scales or with
-the tensor that is not converted. Inside an activation checkpoint nothing is stored: almost
-nothing is saved there, and the recomputation is in high precision.
+the tensor that is not converted. Inside an activation checkpoint nothing is stored: almost nothing is saved there, and
+the recomputation is in high precision.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Pack(PackHook):
         if not self.is_skipped(tensor):
             local = wait_for_local_tensor(tensor)
             layout = MemoryLayout(local, self.storage.block_size)
-            stored = StoredTensor(tensor, self._encode_once(local, layout), layout)
+            stored = StoredTensor(tensor, self._quantize_once(local, layout), layout)
         if observer.report is not None:
             observer.report(self.storage.name, tensor, stored)
         if stored is not None:
@@ -191,7 +191,7 @@ class Pack(PackHook):
             or storage_key(local.untyped_storage()) in self.unconverted
         )
 
-    def _encode_once(self, tensor: Tensor, layout: MemoryLayout) -> StoredCodes:
+    def _quantize_once(self, tensor: Tensor, layout: MemoryLayout) -> StoredCodes:
         with torch.no_grad():
             matrix = layout.to_matrix(tensor.detach())
         block_size = self.storage.block_size

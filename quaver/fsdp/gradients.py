@@ -8,7 +8,7 @@ A rank sends and rounds:
     FSDP2    (n - 1) / n * 1.016         0.51                    one, before the sum
     DDP      2 * (n - 1) / n * 1.016     0.51                    two: the sum is all-gathered as codes too
 
-Under DDP every rank decodes the same codes of the sum, including its own part, so replicas stay bit-identical.
+Under DDP every rank dequantizes the same codes of the sum, including its own part, so replicas stay bit-identical.
 A block with an inf or a NaN has a non-finite scale and arrives as NaN in all its elements. Under HSDP, FSDP2
 all-reduces over the replicas in high precision as before.
 
@@ -42,8 +42,8 @@ BLOCK = 256
 LEAST_ELEMENTS = 16 * BLOCK
 """The fewest gradients of one rank in one reduction. Below it, the extra message costs more than the bytes save."""
 _SCALE_BYTES = 4
-_DECODED_ROWS = 8
-"""Rows that are decoded at once, which bounds the float32 memory to as many chunks."""
+_DEQUANTIZED_ROWS = 8
+"""Rows that are dequantized at once, which bounds the float32 memory to as many chunks."""
 
 
 def reduce_gradients_in_float8(model: nn.Module) -> None:
@@ -171,7 +171,7 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
     payload = quantize_gradients(own.unsqueeze(0))
     gathered = payload.new_empty(ranks, payload.shape[1])
     dist.all_gather_into_tensor(gathered, payload, group=group)
-    parts = gathered.split(_DECODED_ROWS)
+    parts = gathered.split(_DEQUANTIZED_ROWS)
     flat = torch.cat([dequantize_gradients(part, rows.shape[1]).to(buffer.dtype) for part in parts])
     buffer.copy_(flat.view(-1)[:elements])
 
@@ -191,9 +191,9 @@ def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(payload)
     dist.all_to_all_single(received, payload, group=group)
     total = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
-    for part in received.split(_DECODED_ROWS):
-        for decoded in dequantize_gradients(part, rows.shape[1]):
-            total += decoded
+    for part in received.split(_DEQUANTIZED_ROWS):
+        for values in dequantize_gradients(part, rows.shape[1]):
+            total += values
     return total
 
 

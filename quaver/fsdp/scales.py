@@ -68,7 +68,7 @@ def compute_whole_scales(shards: Sequence[WeightShard], weights: Sequence[Module
 
     Args:
         shards: shards of weights over the same groups, in the same order on every rank.
-        weights: the weights of the shards, in the same order, with one `get_rounding_rule`.
+        weights: the weights of the shards, in the same order. `get_rounding_rule` returns one rule for all of them.
     """
 
     def is_over_tp(cast: WeightCast) -> bool:

@@ -236,12 +236,12 @@ def lay_out_codes(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None
     return codes.contiguous() if row else None, to_column_major(codes) if column else None
 
 
-def _column_major(codes: Tensor) -> Tensor:
+def _to_column_major(codes: Tensor) -> Tensor:
     """Copy `codes` [..., R, C] so that each matrix has strides (1, R)."""
     return codes.new_empty(codes.mT.shape).copy_(codes.mT).mT
 
 
-to_column_major = register_operation(_column_major, results=1, gpu="to_column_major", in_graphs=True)
+to_column_major = register_operation(_to_column_major, results=1, gpu="to_column_major", in_graphs=True)
 
 
 def to_row_major(codes: Tensor) -> Tensor:
@@ -463,7 +463,7 @@ def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
     return scaling.compute_amax(hp, dim).float() if amax is None else amax
 
 
-def _column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
+def _to_column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
     """Run `to_column_major` in the backward, on codes that an all-gather or `cast_weights_once` made before the graph.
 
     A compiler may copy a graph's input in the forward and save the copy for backward. Reading a gradient prevents it.
@@ -472,4 +472,4 @@ def _column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
     return copy
 
 
-column_major_after = register_operation(_column_major_after, results=1, in_graphs=True)
+to_column_major_after = register_operation(_to_column_major_after, results=1, in_graphs=True)

@@ -50,13 +50,13 @@ class FrozenState(FrozenFloat8Weight):
 
     def find_codes(self, values: Tensor) -> Tensor | None:
         """Return codes of `values` with the scales of this tensor, or None if they are not exact."""
-        encoded = self.with_codes(torch.empty_like(self.data_fp8))
+        quantized = self.with_codes(torch.empty_like(self.data_fp8))
         largest = FLOAT8_FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
-            for matrix, own in encoded.zip_matrices(values):
+            for matrix, own in quantized.zip_matrices(values):
                 units = dequantize(torch.ones_like(own.data), expect(own.dequant_scale), layout=own.layout)
                 own.data.copy_((matrix.float() / units).clamp(-largest, largest).to(own.data.dtype))
-            return encoded.data_fp8 if torch.equal(encoded.dequantized(), values) else None
+            return quantized.data_fp8 if torch.equal(quantized.dequantized(), values) else None
 
     def memory(self) -> Tensor:
         if self.values_hp is None:

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.kernels.cast import column_major_after, to_row_major
+from quaver.kernels.cast import to_column_major_after, to_row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.native_blocks import ALIGNMENT, native_block_mm, pad_codes
@@ -412,7 +412,7 @@ def lay_out_saved_columns(codes: Tensor, gradient: Tensor, *, emulate: bool = Fa
         return codes
     if not reads_along_contracted(codes.device, emulate):
         return codes
-    laid_out: Tensor = column_major_after(codes, gradient)
+    laid_out: Tensor = to_column_major_after(codes, gradient)
     return laid_out
 
 

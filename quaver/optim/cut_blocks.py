@@ -2,7 +2,7 @@
 
     1. each rank     computes the amaxes of the new moments of its shard
     2. all ranks     take the maximum over the ranks that share a block: an all-reduce of 4 bytes per block and moment
-    3. each rank     encodes its shard with these amaxes, and stores the new scales of whole rows
+    3. each rank     quantizes its shard with these amaxes, and stores the new scales of whole rows
 
 States are therefore bit-identical to those on one rank. A rank without columns joins the collective.
 """

@@ -71,13 +71,13 @@ def make_block_keys(key: Tensor, block: Tensor) -> Tensor:
 
 
 def draw_random_bits(keys: Tensor) -> Tensor:
-    """Return random int32 [B, 256] for `make_block_keys` [B]."""
+    """Return random int32 [B, 256] for the keys [B] of blocks."""
     lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _as_int32(_LANE_MULTIPLIER)
     return mix(keys[:, None] + lanes)
 
 
 def draw_more_random_bits(bits: Tensor) -> Tensor:
-    """Return another random int32 for each of `draw_random_bits`."""
+    """Return a second random int32 for each of `bits`."""
     return mix(bits ^ _as_int32(_SECOND))
 
 
@@ -101,7 +101,7 @@ def compute_moment_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[Tensor, Tensor]:
-    """Encode float32 [B, 256] in e4m3.
+    """Quantize float32 [B, 256] to e4m3.
 
     Args:
         amax: the largest magnitude of each block, float32 [B], finite.
@@ -123,5 +123,5 @@ def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) 
 
 
 def dequantize_moment(codes: Tensor, dequant_scale: Tensor) -> Tensor:
-    """Decode codes, uint8 [B, 256], with scales, float32 [B], to float32 [B, 256]."""
+    """Dequantize codes, uint8 [B, 256], with scales, float32 [B], to float32 [B, 256]."""
     return codes.view(E4M3.dtype).float() * dequant_scale[:, None]

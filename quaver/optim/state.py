@@ -7,9 +7,9 @@
 
 The table shows the keys of Float8AdamW. Float8Muon stores its momentum_buffer like exp_avg.
 
-Codes are e4m3 in uint8 tensors of the parameter's shape: every backend communicates uint8, and no tool casts it. Scales
-are float32 of `get_scale_shape`. The state of a DTensor consists of DTensors with its placements. Scales are replicated
-along mesh axes that cut blocks.
+Codes are e4m3 in uint8 tensors of the parameter's shape: every backend communicates uint8, and no tool casts it.
+Scales are float32, in the shape that `get_scale_shape` returns. The state of a DTensor consists of DTensors with its
+placements. Scales are replicated along mesh axes that cut blocks.
 """
 
 from __future__ import annotations

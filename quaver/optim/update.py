@@ -100,7 +100,7 @@ def update_blocks(
     Args:
         blocks: parameters in float32, or in bfloat16 with stochastic rounding, and their moments.
         grad: [B, 256], float32, bfloat16 or float16.
-        keys: int32 [B], `make_block_keys`.
+        keys: int32 [B], from `make_block_keys`.
         scalars: `Scalars`, float32 (8,), on any device.
         amaxes: the results of `compute_amaxes`, reduced over all ranks that share the blocks.
     Returns:

@@ -15,7 +15,7 @@ EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
-"""Exceptions for bad input. Catch them only around parsing and validation. Elsewhere they are bugs."""
+"""Exceptions for bad input. In the block of `report_bad_input` a bug that raises one is reported as bad input too."""
 
 
 def print_error(message: object) -> None:

@@ -65,9 +65,9 @@ def iter_views(runs: Sequence[RunData], top: int) -> Iterator[str | Table]:
         yield f"{run_data.label}: {describe_health(run_data)}"
         yield from (f"{run_data.label}: {note}" for note in run_data.notes)
     facts = [dict(list_facts(run_data)) for run_data in runs]
-    names = dict.fromkeys(name for facts_of_run in facts for name in facts_of_run)
+    names = dict.fromkeys(name for run_facts in facts for name in run_facts)
     labels = [run_data.label for run_data in runs]
-    rows = ([name, *(facts_of_run.get(name, "") for facts_of_run in facts)] for name in names)
+    rows = ([name, *(run_facts.get(name, "") for run_facts in facts)] for name in names)
     yield make_table(None, ("", *labels), rows=rows, wrapped=labels)
     yield from (_make_alarm_table(run_data, top) for run_data in runs if run_data.alarms and top)
 

@@ -198,8 +198,7 @@ class TensorBytes(StorageWatch):
 def iter_plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors with a storage inside `tensor`: itself, or the parts of a wrapper subclass.
 
-    Unlike `list_plain_tensors`, this does not wait for collectives: a storage exists before its
-    values do.
+    Unlike `list_plain_tensors`, this does not wait for collectives: a storage exists before its values do.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:

@@ -35,7 +35,7 @@ def make_maps(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, 
     """Return the heat maps of a run, ready for JSON.
 
     Args:
-        alarms: from `alarms_of`. The histograms of the steps at which they began are included.
+        alarms: from `read_alarms`. The histograms of the steps at which they began are included.
         limits: from `find_limits` for all runs of the page.
         share: the run's share of the page's bytes.
     """

@@ -4,8 +4,7 @@ DCP pickles `.metadata` and every value that is not a tensor, and unpickles both
 call any function. `CheckpointReader` unpickles `.metadata` to plain values, and to records in place of DCP's classes:
 no class is imported, nothing is called, and no opcode is run that DCP does not write. So a stranger's checkpoint cannot
 run code, allocate more than a small multiple of its size, or crash the interpreter. Names, sizes and paths are checked
-before DCP gets them. `CheckpointPlanner` loads the other values with weights_only=True, as DCP does with
-tensors.
+before DCP gets them. `CheckpointPlanner` loads the other values with weights_only=True, as DCP does with tensors.
 
 DCP has no setting for this in torch 2.13. A public reader with one would replace this file.
 """

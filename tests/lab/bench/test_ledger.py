@@ -164,7 +164,7 @@ def launches_in_triton():
             hp, torch.float8_e4m3fn, True, True, False, 128, 128, ""
         ),
         "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
-        "quaver.column_major": lambda: triton_copy.to_column_major(hp.to(torch.float8_e4m3fn)),
+        "quaver.to_column_major": lambda: triton_copy.to_column_major(hp.to(torch.float8_e4m3fn)),
     }
     found = {}
     for name, call in calls.items():
@@ -220,9 +220,9 @@ def ledger_of(operator, reads, write, is_backward=False):
 @pytest.mark.parametrize(
     ("operator", "codes", "is_strided"),
     [
-        ("quaver.column_major", ROWS, False),
-        ("quaver.column_major_after", ROWS, False),
-        ("quaver.column_major", PART, True),
+        ("quaver.to_column_major", ROWS, False),
+        ("quaver.to_column_major_after", ROWS, False),
+        ("quaver.to_column_major", PART, True),
         ("aten.clone", ROWS, True),
     ],
 )

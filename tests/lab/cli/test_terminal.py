@@ -227,7 +227,7 @@ def survey_of_a_model():
 
 def ledger_views():
     access = Access("codes", (16384, 28672), (28672, 1), torch.float8_e4m3fn, 80 * GIB)
-    launch = Launch("quaver.column_major", (), (access,), (access,), (), "", {}, False)
+    launch = Launch("quaver.to_column_major", (), (access,), (access,), (), "", {}, False)
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
     ledgers = [Ledger(f"torchao {LONGEST}", "H200", list_entries(graphs, 0), graphs)]
     options = ledger.LedgerOptions(kernels=True)
@@ -257,7 +257,7 @@ TABLES = {
         ["model.layers.*.self_attn.q_proj", "4,096 -> 14,336", "(2)"],
     ),
     "bench roofline": (all_of_a_roofline, [LONGEST, "28,672", "60%"]),
-    "bench ledger": (ledger_views, [LONGEST, "(20)", "quaver.column_major"]),
+    "bench ledger": (ledger_views, [LONGEST, "(20)", "quaver.to_column_major"]),
 }
 TABLES |= {
     f"bench {verb}": (lambda verb=verb: bench_views(verb), []) for verb in bench.VERBS if f"bench {verb}" not in TABLES

@@ -241,15 +241,15 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
                 patch.setattr(name, deadly(call))
             try:
                 again.begin(3)
-                shutil.copytree(original / "step-00000003" / "bfloat16", again.partial(3) / "bfloat16")
+                shutil.copytree(original / "step-00000003" / "bfloat16", again.get_partial_path(3) / "bfloat16")
                 again.publish(3, record, discard_after=2)
                 again.prune(2)
             except KeyboardInterrupt:
                 died += 1
         assert again.steps() in ([1, 2, 3, 4], [1, 2, 3], [2, 3]), fatal
         for step in again.steps():
-            check_manifest(again.complete(step))
-        is_new = read_record(again.complete(3))["saved_at"] == "again"
+            check_manifest(again.find_checkpoint(step))
+        is_new = read_record(again.find_checkpoint(3))["saved_at"] == "again"
         assert is_new == (4 not in again.steps())
         again.remove_partials()
         assert {path.name for path in again.path.iterdir()} == {f"step-{step:08d}" for step in again.steps()}

@@ -115,7 +115,9 @@ def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_o
 
 def test_decoding_is_one_operator_of_a_graph():
     codes, scale, layout, *_ = quantize_activation(draw(4, 128), 32)
-    compiled = torch.compile(lambda *args: torch.ops.quaver.decode_blocks(*args), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda *args: torch.ops.quaver.dequantize_activation(*args), backend="eager", fullgraph=True
+    )
     assert torch.equal(*(call(codes, scale, layout, torch.float32) for call in (compiled, dequantize_activation)))
 
 

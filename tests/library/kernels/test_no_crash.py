@@ -35,7 +35,7 @@ def calls(hp=ones, codes=codes, scale=scale, observed=observed):
     for dim in (None, 0, 1):
         yield lambda: cpu.dynamic_cast(hp, E4M3, dim)
     yield lambda: cpu.dynamic_cast_axes(hp, E4M3)
-    yield lambda: cpu.block_amax(hp, ScaleLayout(1, 128))
+    yield lambda: cpu.compute_block_amax(hp, ScaleLayout(1, 128))
     yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
     yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, observed)
     yield lambda: cpu.widen(codes, torch.bfloat16, scale)
@@ -311,7 +311,7 @@ TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized", "ends", "gr
 negated groups are no indices."""
 ADAMW_REFUSES = {"param", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "skipped"}
 """adamw_ writes into contiguous memory alone."""
-UNREAD = {("column_major_after", "gradient"), ("wait_for", "waiting"), ("wait_for", "computed")}
+UNREAD = {("to_column_major_after", "gradient"), ("wait_for", "waiting"), ("wait_for", "computed")}
 
 
 def hand_to_every_operation(kind: str) -> None:

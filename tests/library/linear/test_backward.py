@@ -42,7 +42,7 @@ def made(config, dtype=torch.bfloat16):
 
 
 def expected(model, input, grad_output, dtype=None):
-    """The gradients of input, weight and bias of plain PyTorch, on dequantized operands or those in high precision."""
+    """Return the gradients of input and weight of plain PyTorch, on dequantized operands or those in high precision."""
     linear, dtype = model[0], dtype or input.dtype
     operands = []
     for hp, casts in ((input, linear.config.casts.input), (linear.weight, linear.config.casts.weight)):

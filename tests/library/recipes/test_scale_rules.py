@@ -1,6 +1,6 @@
 """The rules of serving engines beside their equations in NumPy, and the casts that compute them.
 
-Foreign oracles are in tests/library/foreign/test_serving_rules.py.
+Foreign oracles are in tests/library/foreign/test_serving.py.
 """
 
 import itertools

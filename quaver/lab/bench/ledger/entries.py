@@ -302,7 +302,7 @@ Operation = Callable[[LedgerEntry], list[LedgerEntry]]
 OPERATIONS: dict[str, Operation] = {
     "quaver.native_block_mm": _count_block_matmul,
     "quaver.exact_float8_mm": _count_matmul,
-    "quaver.column_major": _count_copy_of_codes,
+    "quaver.to_column_major": _count_copy_of_codes,
     "quaver.cast_rowwise": _count_cast_of_two_reads,
     "quaver.cast_blockwise": _count_cast_of_blocks,
     "quaver.group_amax": _count_group_amaxes,
