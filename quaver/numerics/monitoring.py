@@ -120,6 +120,7 @@ class Monitor:
         self._mismatch: Mismatch | None = None
         self._hook: RemovableHandle | None = None
         self._is_in_hook = False
+        self._is_writing = False
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         parameters = [weight.parameter for _, weight in weights_under(model)] or list(model.parameters())
@@ -279,9 +280,9 @@ class Monitor:
             raise error or RuntimeError("a callback of an alarm ended the step on the first rank")
         if worst:
             if error is not None:
-                logger.warning(
-                    "the monitor ends after step %s: %s", f"{self.completed_steps:,}", _describe_error(error)
-                )
+                step, of_sink = f"{self.completed_steps:,}", self._is_writing
+                text = _describe_error(error) if of_sink else "the sample could not be made"
+                logger.warning("the monitor ends after step %s: %s", step, text, exc_info=None if of_sink else error)
             self.close()
 
     def _make_sample(self, gathered: Gathered) -> dict[str, Any]:
@@ -320,7 +321,9 @@ class Monitor:
             if not gathered.slots.equal(new_slots(len(self._rows), CPU)):
                 sample = self._make_sample(gathered)
                 if self._sink is not None:
+                    self._is_writing = True
                     self._sink.write(sample)
+                    self._is_writing = False
         except BaseException as error:  # noqa: BLE001 - raised, or logged, in `_sample`
             return error
         return None

@@ -385,6 +385,16 @@ def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand,
         pass
 
 
+def test_a_sample_that_cannot_be_made_is_not_blamed_on_the_sink(monkeypatch, caplog):
+    monkeypatch.setattr("quaver.numerics.monitoring.find_disagreements", lambda *_: 1 // 0)
+    model, lines = make(), []
+    with monitor(model, every=1, sink=lines.append, steps_by_hand=True) as watching:
+        model(torch.randn(4, 48).bfloat16()).sum().backward()
+        watching.step()
+    assert caplog.messages == ["the monitor ends after step 1: the sample could not be made"]
+    assert caplog.records[0].exc_info[0] is ZeroDivisionError
+
+
 @pytest.mark.parametrize("sink", ["missing/numerics.jsonl", "damaged.jsonl", Failing(RuntimeError("mine"), lines=0)])
 def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sink):
     (tmp_path / "damaged.jsonl").write_text("hello\n")
