@@ -32,7 +32,7 @@ _MOST_COMPILED_VARIANTS = 64
 """Limit on torch.compile's variants of one block. Every precision is a variant, and torch's default limit is 8."""
 
 RecipeModels = tuple[TrainConfig, dict[str, Llama]]
-TrainSetup = tuple[RunSetup, list[RecipeModels]]
+ComparedRuns = tuple[RunSetup, list[RecipeModels]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         if self.warmup < MEMORY_STEP:
             raise ValueError(f"--warmup: expected {MEMORY_STEP} or more, got {self.warmup}: memory is measured in it")
 
-    def set_up(self, config: TrainConfig) -> TrainSetup:
+    def set_up(self, config: TrainConfig) -> ComparedRuns:
         """Check that every recipe can train with `config`, and read the data.
 
         Returns:
@@ -64,9 +64,9 @@ class TrainBenchmark(Recipes, BenchOptions):
         """
         configs = [self._make_config(config, recipe) for recipe in self.recipe_names]
         configs[0] = replace(configs[0], job=replace(config.job, compare=True))
-        plan = set_up_run(configs[0], Ranks())
-        compared = [(recipe_config, make_models(recipe_config, plan.device).by_name) for recipe_config in configs[1:]]
-        return plan, [(plan.config, plan.models.by_name), *compared]
+        setup = set_up_run(configs[0], Ranks())
+        compared = [(recipe_config, make_models(recipe_config, setup.device).by_name) for recipe_config in configs[1:]]
+        return setup, [(setup.config, setup.models.by_name), *compared]
 
     def _make_config(self, config: TrainConfig, recipe: str) -> TrainConfig:
         float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe, high_precision_schedule=())
@@ -74,22 +74,22 @@ class TrainBenchmark(Recipes, BenchOptions):
         training = replace(config.training, steps=max(steps, config.training.steps))
         return replace(config, float8=float8, training=training, job=replace(config.job, compare=False))
 
-    def measure_steps(self, setup: TrainSetup) -> Result:
+    def measure_steps(self, compared: ComparedRuns) -> Result:
         """Train, and return a row for each precision, with ratios to the high-precision dtype.
 
         Raises:
             NonFiniteError: as `quaver train` does.
         """
-        plan, recipe_models = setup
-        config, tokens = plan.config, plan.config.training.step_tokens
+        setup, recipe_models = compared
+        config, tokens = setup.config, setup.config.training.step_tokens
         recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
         with recompiles, use_determinism(config.training.deterministic), show_progress("making the models") as tell:
-            models = _make_models(plan, recipe_models)
+            models = _make_models(setup, recipe_models)
             steps = self.warmup + self.rounds
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
             is_complete = True
             try:
-                for step, model, step_s in _train(models, plan, steps):
+                for step, model, step_s in _train(models, setup, steps):
                     tell(f"step {step} of {steps}, {model.name}")
                     if step > self.warmup:
                         seconds[model.name].append(step_s)
@@ -101,7 +101,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         rows = [_make_row(model, timings, models[0], tokens) for model in models]
         parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
         fields = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
-        return replace(self, device=plan.device.type).result(rows, is_complete, **fields)
+        return replace(self, device=setup.device.type).result(rows, is_complete, **fields)
 
     def note(self, result: Result) -> str:
         sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))
@@ -109,21 +109,21 @@ class TrainBenchmark(Recipes, BenchOptions):
         return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}{eager}"
 
 
-def _make_models(plan: RunSetup, recipe_models: list[RecipeModels]) -> list[TrainedModel]:
+def _make_models(setup: RunSetup, recipe_models: list[RecipeModels]) -> list[TrainedModel]:
     """Return the models with storage, the high-precision model first."""
     models = []
     for config, by_name in recipe_models:
         for name, model in by_name.items():
-            models.append(TrainedModel.build(name, model, config, plan.device, plan.ranks, None))
-    return sorted(models, key=lambda model: model.name != plan.config.training.mixed_precision_param)
+            models.append(TrainedModel.build(name, model, config, setup.device, setup.ranks, None))
+    return sorted(models, key=lambda model: model.name != setup.config.training.mixed_precision_param)
 
 
-def _train(models: list[TrainedModel], plan: RunSetup, steps: int) -> Iterator[tuple[int, TrainedModel, float]]:
+def _train(models: list[TrainedModel], setup: RunSetup, steps: int) -> Iterator[tuple[int, TrainedModel, float]]:
     """Yield each step of each model, and its seconds."""
-    training = plan.config.training
+    training = setup.config.training
     for step in range(1, steps + 1):
-        batches = plan.data.step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
-        batches = [batch.to(plan.device) for batch in batches]
+        batches = setup.data.step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
+        batches = [batch.to(setup.device) for batch in batches]
         first = step % len(models)
         for model in (*models[first:], *models[:first]):
             yield step, model, model.train_step(step, batches, measure_memory=step == MEMORY_STEP).seconds

@@ -58,19 +58,19 @@ def run(argv: list[str]) -> int:
         return 0
     with _agree_on_input(ranks) as told:
         config_path, flags = parse_arguments(run_flags, Train)
-        plan = set_up_run(load_config(config_path, flags), ranks)
-        told.append(plan.fingerprint)
+        setup = set_up_run(load_config(config_path, flags), ranks)
+        told.append(setup.fingerprint)
     try:
         with _agree_on_input(ranks):
-            open_folder(plan)
-        with ranks.process_group(plan.device, plan.config.comm.train_timeout_seconds):
-            return _train(plan, config_path, flags)
+            open_folder(setup)
+        with ranks.process_group(setup.device, setup.config.comm.train_timeout_seconds):
+            return _train(setup, config_path, flags)
     except KeyboardInterrupt:
         if ranks.is_first:
             raise
         return EXIT_INTERRUPTED
     finally:
-        plan.release()
+        setup.release()
 
 
 @contextmanager
@@ -92,16 +92,16 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         raise SystemExit(EXIT_BAD_INPUT) from error
 
 
-def _train(plan: RunSetup, config_path: Path | None, flags: Sections) -> int:
+def _train(setup: RunSetup, config_path: Path | None, flags: Sections) -> int:
     exit_code = EXIT_BAD_INPUT  # for a checkpoint that cannot be resumed
     try:
-        training_run = build(plan)
+        training_run = build(setup)
         exit_code = EXIT_NOT_WRITTEN
-        if plan.ranks.is_first:
+        if setup.ranks.is_first:
             print_turned_off(config_path, flags)
         summary = train(training_run)
     except (NonFiniteError, CheckpointError, OutputError) as error:
-        if plan.ranks.is_first:
+        if setup.ranks.is_first:
             print_error(error)
         if isinstance(error, NonFiniteError):
             return EXIT_NONFINITE
