@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quaver.conversion.report import NOT_CONVERTED, conversion_report, explain_unfinished
-from quaver.conversion.runs import find_idle_modules, missing_weight, replaced_forward
+from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
-from quaver.recipes.torchao_forms import why_inference_only
+from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.names import join_names
 from quaver.runtime.slow_paths import list_slow_paths
 
@@ -78,11 +78,11 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
                 "before the optimizer is made"
             )
         else:
-            yield f"no linear is in float8 ({report.why_nothing()})"
+            yield f"no linear is in float8 ({report.explain_nothing()})"
         return
     yield from _problems_of_the_run(model)
     for name, linear in _float8_linears(model):
-        for obstacle in filter(None, [why_inference_only(linear.weight), *explain_unfinished(linear)]):
+        for obstacle in filter(None, [explain_inference_only(linear.weight), *explain_unfinished(linear)]):
             yield f"{name}: {obstacle}"
     scalings = [linear.scaling for _, linear in _float8_linears(model)]
     if any(isinstance(scaling, LinearScales) and scaling.state.is_sync_forgotten for scaling in scalings):
@@ -105,9 +105,9 @@ def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if not isinstance(module, Float8Linear | Float8Grouped):
             continue
-        if isinstance(module, Float8Linear) and (deleted := missing_weight(module)):
+        if isinstance(module, Float8Linear) and (deleted := find_missing_weight(module)):
             yield f"{name}: {deleted}"
-        elif (replaced := replaced_forward(module)) and module.backend != "not run yet":
+        elif (replaced := find_replaced_forward(module)) and module.backend != "not run yet":
             yield f"{name}: {replaced}"
         elif replaced and name not in idle:
             logger.warning("%s: %s", name, replaced)
@@ -155,4 +155,4 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
 
 def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
-    return ((name, linear) for name, linear in linears if not missing_weight(linear))
+    return ((name, linear) for name, linear in linears if not find_missing_weight(linear))

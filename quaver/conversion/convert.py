@@ -279,7 +279,7 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
             "call convert_to_high_precision first"
         )
     for weight in [module.weight] if isinstance(module, nn.Linear) else get_expert_weights(module).values():
-        mismatch = weight.cast_mismatch(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
+        mismatch = weight.find_cast_mismatch(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
         if mismatch:
             raise ValueError(f"{name or 'the module'}: {mismatch}")
     if tied and config.enable_fsdp_float8_all_gather:
@@ -359,7 +359,7 @@ def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[s
     for obstacle, names in missed.items():
         logger.warning("%d layers stay in high precision (%s): %s", len(names), join_names(names), obstacle)
     if not has_converted:
-        warnings.warn(report.why_nothing(), stacklevel=3)
+        warnings.warn(report.explain_nothing(), stacklevel=3)
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Ite
             "added, or filter out what trains (module_filter_fn)"
         )
     for name, weight in weights.items():
-        if problem := obstacle_to_storing(name, weight, owners):
+        if problem := find_storing_obstacle(name, weight, owners):
             yield problem
         elif weight.is_meta:
             yield f"the weight of {name} is on the meta device; load it first"
@@ -219,7 +219,7 @@ def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Ite
             yield f"the weight of {name} holds NaN or inf"
 
 
-def obstacle_to_storing(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
+def find_storing_obstacle(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
     """Return why a weight cannot be replaced with float8 codes, or "".
 
     `name`: the name of a linear, or of a weight of experts. `owners`: see `find_parameter_names`.

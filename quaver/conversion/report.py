@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.runs import find_idle_modules, missing_weight, replaced_forward
+from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
@@ -22,7 +22,7 @@ from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
-from quaver.recipes.torchao_forms import why_inference_only
+from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.names import find_weight_modules, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.torch_private.dtensor import get_local_tensor
@@ -100,7 +100,7 @@ class ConversionReport:
         total = sum(layer.flops_per_token for layer in self.layers)
         return sum(layer.flops_per_token for layer in self.converted) / total if total else 0.0
 
-    def why_nothing(self) -> str:
+    def explain_nothing(self) -> str:
         """Return why nothing was converted, in one line."""
         if not self.layers:
             return "nothing to convert: the module has no nn.Linear"
@@ -150,8 +150,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
                     notes[child.dispatcher.note(child)] = None
             layers += _other_matmul_weights(child, name, owners, experts, idle.get(name, ""))
             continue
-        quantized = why_inference_only(child._parameters.get("weight"))
-        obstacle = quantized or missing_weight(child) or idle.get(name, "")
+        quantized = explain_inference_only(child._parameters.get("weight"))
+        obstacle = quantized or find_missing_weight(child) or idle.get(name, "")
         converted, filtered = isinstance(child, Float8Linear) and not obstacle, vars(child).get(FILTER_REASON, "")
         if quantized or isinstance(child, Float8Linear) and obstacle:
             reason = obstacle
@@ -162,7 +162,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
             frozen = _describe_frozen(get_local_tensor(child.weight))
-            reasons = [filtered, ties, shares, frozen, replaced_forward(child), *explain_unfinished(child)]
+            reasons = [filtered, ties, shares, frozen, find_replaced_forward(child), *explain_unfinished(child)]
             reason = "; ".join(filter(None, reasons))
         else:
             reason = filtered or find_conversion_obstacle(child, False) or NOT_CONVERTED
@@ -181,7 +181,7 @@ def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str
     """Return why `linear` cannot be converted, or ""."""
     cls = get_class_parts(linear).original
     if isinstance(linear, Float8Linear):
-        return missing_weight(linear)
+        return find_missing_weight(linear)
     weight = linear._parameters.get("weight")
     if weight is not None and weight.dtype.itemsize == 1:
         if not any("scale" in name for name in (*linear._parameters, *linear._buffers)):
@@ -301,7 +301,7 @@ def _other_matmul_weights(
                 float8, reason = False, idle
             elif isinstance(module, Float8Grouped):
                 frozen = _describe_frozen(get_local_tensor(parameter))
-                reasons = [filtered, frozen, replaced_forward(module), *explain_unfinished_experts(module)]
+                reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished_experts(module)]
                 reason, backend = "; ".join(filter(None, reasons)), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0

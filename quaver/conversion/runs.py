@@ -35,7 +35,7 @@ def _why_idle(module: Float8Linear | Float8Grouped) -> str:
     return "nothing called it; its parent may read its weight instead, for example in F.linear"
 
 
-def replaced_forward(module: Float8Linear | Float8Grouped) -> str:
+def find_replaced_forward(module: Float8Linear | Float8Grouped) -> str:
     """Return a warning that the forward of a float8 module was replaced, or "".
 
     A module that ran since gives no warning, because its new forward calls the original. Neither do experts whose
@@ -50,7 +50,7 @@ def replaced_forward(module: Float8Linear | Float8Grouped) -> str:
     )
 
 
-def missing_weight(linear: nn.Linear) -> str:
+def find_missing_weight(linear: nn.Linear) -> str:
     """Return an error if `linear` is a Float8Linear without a weight, else ""."""
     if not isinstance(linear, Float8Linear) or getattr(linear, "weight", None) is not None:
         return ""

@@ -36,12 +36,12 @@ from quaver.kernels.operation import register_operation
 from quaver.linear.gemm import (
     GemmBackend,
     ScaleKind,
-    check_native,
     choose_backend,
     describe_backends,
     describe_hardware_failure,
     find_cast_kind,
     mm,
+    multiplies_natively,
 )
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
@@ -120,7 +120,7 @@ def _has_native(device: torch.device, emulate: bool) -> bool:
 
 @assume_constant_result
 def _native_works(device_index: int, kind: ScaleKind) -> bool:
-    return check_native(device_index, kind, probe_native_grouped_mm)
+    return multiplies_natively(device_index, kind, probe_native_grouped_mm)
 
 
 def _multiply_groups(

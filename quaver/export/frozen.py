@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
-from quaver.conversion.freeze import blockwise_config, obstacle_to_storing, store_float8_weight
+from quaver.conversion.freeze import blockwise_config, find_storing_obstacle, store_float8_weight
 from quaver.conversion.report import find_conversion_obstacle
 from quaver.experts.module import Float8Experts, find_experts_obstacle, get_expert_weights, is_experts, is_transposed
 from quaver.export.checkpoint_names import PartNames
@@ -337,9 +337,9 @@ def _problems(
         module, label = modules[_owner(name)], linear_of(name)
         if isinstance(module, Float8Linear | Float8Experts):
             yield f"{label} is converted to float8 already; call convert_to_high_precision first"
-        elif obstacle := obstacle_to_frozen(module):
+        elif obstacle := find_frozen_obstacle(module):
             yield f"{label} cannot be stored in float8: {obstacle}"
-        elif obstacle := obstacle_to_storing(label, tensors[name], owners):
+        elif obstacle := find_storing_obstacle(label, tensors[name], owners):
             yield obstacle
         for stored in itertools.chain(*stack):
             frozen.add(stored)
@@ -351,7 +351,7 @@ def _problems(
         checkpoint.codes(stored)  # raises ValueError for a NaN, for example in an embedding
 
 
-def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> str:
+def find_frozen_obstacle(module: nn.Module, include_subclasses: bool = False) -> str:
     """Return why a linear, or experts, cannot hold codes of a checkpoint, or ""."""
     if isinstance(module, nn.Linear):
         return find_conversion_obstacle(module, include_subclasses)

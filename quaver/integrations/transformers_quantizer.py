@@ -40,7 +40,7 @@ from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, configs_of
 from quaver.experts.module import is_experts
 from quaver.export.files import CONFIG, SUFFIX, read_config
-from quaver.export.frozen import StoredWeights, obstacle_to_frozen
+from quaver.export.frozen import StoredWeights, find_frozen_obstacle
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.layouts import CODES, quantization_of
 from quaver.export.load import Float8Checkpoint, ModelTensors
@@ -295,7 +295,7 @@ class QuaverQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) or is_experts(module):
                 decision = decide(admits, module, name)
-                obstacle = obstacle_to_frozen(module, include_subclasses)
+                obstacle = find_frozen_obstacle(module, include_subclasses)
                 if not decision or obstacle:
                     decisions[name] = FilterDecision(False, decision.reason or obstacle)
         return decisions

@@ -218,12 +218,12 @@ def _find_block_kind(a: ScaleLayout, b: ScaleLayout) -> ScaleKind | None:
 
 @assume_constant_result
 def _native_works(device_index: int, kind: ScaleKind) -> bool:
-    return check_native(device_index, kind)
+    return multiplies_natively(device_index, kind)
 
 
-def check_native(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> bool:
+def multiplies_natively(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> bool:
     """Return whether the device multiplies natively, and report a failure once."""
-    failure = native_failure(device_index, kind, probe)
+    failure = find_native_failure(device_index, kind, probe)
     if failure is not None:
         warn_once(
             f"exact matmuls on cuda:{device_index}, {kind.value}",
@@ -240,7 +240,7 @@ _native_failures: dict[tuple[int, ScaleKind], str | None] = {}
 """The result of each probe, by device and kind of scales: why the hardware failed, or None."""
 
 
-def native_failure(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> str | None:
+def find_native_failure(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> str | None:
     """Probe whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
 
     `probe` is for kinds that `mm` does not multiply; None for `probe_native_mm`. Results are cached.

@@ -116,10 +116,10 @@ class Float8Tensor(TensorForm):
 
     def check_casts(self, casts: OperandCasts) -> None:
         """Raise RuntimeError if this tensor was not quantized with `casts`."""
-        if mismatch := self.cast_mismatch(casts):
+        if mismatch := self.find_cast_mismatch(casts):
             raise RuntimeError(mismatch)
 
-    def cast_mismatch(self, casts: OperandCasts) -> str:
+    def find_cast_mismatch(self, casts: OperandCasts) -> str:
         """Return how this differs from a tensor quantized with `casts` and what to do, or "" if it does not."""
         return ""
 

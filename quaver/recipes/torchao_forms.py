@@ -89,7 +89,7 @@ def is_torchao_tensor(weight: object) -> bool:
     return type(weight).__module__.partition(".")[0] == "torchao"
 
 
-def why_inference_only(weight: object) -> str:
+def explain_inference_only(weight: object) -> str:
     """Return why a linear with this weight cannot train in float8, or "" for a weight that is not torchao's."""
     kind = type(weight).__name__
     return f"its weight is torchao's {kind}, which is quantized for inference" if is_torchao_tensor(weight) else ""

@@ -194,10 +194,10 @@ def _divide(casts: CastCosts, sharers: int) -> CastCosts:
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """Return the kinds of scales in a recipe's float8 matmuls that `spec` does not multiply; None: no hardware does."""
     kinds = set(kinds_of_matmuls(canonicalize_recipe(recipe)).values())
-    return {kind for kind in kinds if kind is None or obstacle_to(spec, kind)}
+    return {kind for kind in kinds if kind is None or find_native_obstacle(spec, kind)}
 
 
-def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
+def find_native_obstacle(spec: DeviceSpec, kind: ScaleKind) -> str | None:
     """Return why `spec` does not multiply float8 with this kind of scales, or None if it does."""
     if spec.float8_tflops is None:
         return f"{spec.name} does not multiply float8"

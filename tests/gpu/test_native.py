@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
-from quaver.linear.gemm import GemmBackend, ScaleKind, choose_backend, float8_mm, native_failure
+from quaver.linear.gemm import GemmBackend, ScaleKind, choose_backend, find_native_failure, float8_mm
 from quaver.recipes.scaling import dynamic_cast
 from quaver.runtime.devices import compute_capability
 from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, smaller, waiting_refused
@@ -22,7 +22,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def test_the_probe_finds_native_float8(kind):
     if compute_capability(None) < (8, 9):
         pytest.skip("this GPU multiplies no float8")
-    assert native_failure(0, kind) is None
+    assert find_native_failure(0, kind) is None
     assert choose_backend(torch.device(DEVICE), kind) is GemmBackend.NATIVE
 
 
@@ -34,7 +34,7 @@ def test_the_probe_finds_native_float8(kind):
 def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, compiled, record_property):
     """Native where the probe says so, which it may do on Hopper for 128 and on Blackwell for 32; exact elsewhere."""
     tokens, k, n = shape
-    record_property("failure", str(native_failure(0, kind)))
+    record_property("failure", str(find_native_failure(0, kind)))
     linear = Float8Linear(k, n, config=recipe, device=DEVICE, dtype=torch.bfloat16)
     if compiled:
         linear.compile(fullgraph=True, backend=BACKEND)

@@ -17,7 +17,7 @@ from quaver.linear.gemm import ScaleKind, find_cast_kind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
-from quaver.roofline.cost import obstacle_to
+from quaver.roofline.cost import find_native_obstacle
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.runtime.names import mask_layer_numbers
 
@@ -134,7 +134,7 @@ def _describe_linear_matmul(matmul: str, left: CastConfig, right: CastConfig, sp
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch.mm")
     kind = find_cast_kind(left, right)
-    obstacle = "no hardware multiplies such scales" if kind is None else obstacle_to(spec, kind)
+    obstacle = "no hardware multiplies such scales" if kind is None else find_native_obstacle(spec, kind)
     if kind is None or obstacle is not None:
         return MatmulOnGpu(matmul, "exact", f"codes widened to bfloat16: {obstacle}")
     name = "torch.nn.functional.scaled_mm" if kind.block_length else "torch._scaled_mm"
@@ -148,7 +148,7 @@ def _describe_expert_matmul(
     alone = "experts one by one, after a wait for the sizes of their groups"
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch._grouped_mm" if grouped else alone)
-    if fits_grouped_matmul(left, right) and obstacle_to(spec, ScaleKind.GROUPS) is None:
+    if fits_grouped_matmul(left, right) and find_native_obstacle(spec, ScaleKind.GROUPS) is None:
         return MatmulOnGpu(matmul, "native", "torch._scaled_grouped_mm")
     if scales_are_powers_of_2 and grouped:
         return MatmulOnGpu(matmul, "exact", "codes widened to bfloat16: torch._grouped_mm")
@@ -180,7 +180,7 @@ def _describe_difference(config: Float8LinearConfig, recipe: Float8LinearConfig)
 def _find_multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
     """Return the number whose multiples native matmuls need the dims of a weight to be; 1 without native matmuls."""
     kinds = [find_cast_kind(left, right) for left, right in _pair_casts(config).values() if not left.is_disabled]
-    native = [kind for kind in kinds if kind is not None and obstacle_to(spec, kind) is None]
+    native = [kind for kind in kinds if kind is not None and find_native_obstacle(spec, kind) is None]
     return max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
 
 

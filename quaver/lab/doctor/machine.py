@@ -13,7 +13,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.delayed import sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
-from quaver.linear.gemm import find_cast_kind, list_matmul_casts, native_failure
+from quaver.linear.gemm import find_cast_kind, find_native_failure, list_matmul_casts
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import sqnr_db
@@ -91,7 +91,8 @@ def _name_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str
     if is_cuda_device(device):
         kinds = {find_cast_kind(*pair) for pair in list_matmul_casts(config)}
         failures = {
-            native_failure(device.index or 0, kind) if kind else "no hardware multiplies such scales" for kind in kinds
+            find_native_failure(device.index or 0, kind) if kind else "no hardware multiplies such scales"
+            for kind in kinds
         }
         reasons = failures - {None}
         if not reasons:

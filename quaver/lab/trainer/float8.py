@@ -65,7 +65,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     convert_chosen(model, config, decide)
     report = conversion_report(model)
     if not report.converted:
-        raise ValueError(report.why_nothing())
+        raise ValueError(report.explain_nothing())
     model.fuses_producers = config.fused_producers
     if config.fused_producers:
         fuse_producers(model)

@@ -241,7 +241,7 @@ def test_bad_operands(change, message):
 
 def test_a_cpu_never_takes_the_native_path():
     assert choose_backend(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
-    assert gemm.native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
+    assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
 
 
 def test_emulate_never_takes_the_native_path():
@@ -332,7 +332,7 @@ def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
 
     monkeypatch.setitem(matmuls.MODELS, "_scaled_mm_v2", exchange_scales_of_a)
     with virtual_gpu(card), gemm.assume_native({}):
-        assert "wrong result" in gemm.native_failure(0, kind)
+        assert "wrong result" in gemm.find_native_failure(0, kind)
 
 
 @pytest.mark.parametrize(
@@ -375,9 +375,9 @@ def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error
     errors.append(error)
     with virtual_gpu("h100"):
         with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
-            gemm.native_failure(0, ScaleKind.TENSORWISE)
-        assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
-        assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
+            gemm.find_native_failure(0, ScaleKind.TENSORWISE)
+        assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) is None
+        assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) is None
     assert len(called) == 1 + 2  # of two formats, once
 
 
@@ -401,5 +401,5 @@ def test_a_verdict_about_the_hardware_is_remembered_and_said_once(device_errors,
 def test_no_probe_runs_while_a_graph_is_captured():
     with virtual_gpu("h100") as card, simulate_capture():
         with pytest.raises(RuntimeError, match="run a step before the capture"):
-            gemm.native_failure(0, ScaleKind.TENSORWISE)
+            gemm.find_native_failure(0, ScaleKind.TENSORWISE)
         assert not card.calls

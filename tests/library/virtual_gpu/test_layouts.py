@@ -50,7 +50,7 @@ def test_the_scales_say_who_multiplies(card, scales, powers_of_2, calls):
     a, b, (a_scale, b_scale) = CODES, CODES.t(), (torch.full(shape, 2.0) for shape in scales)
     operands = (Operand(each, s, infer_layout(s, each.shape)) for each, s in ((a, a_scale), (b, b_scale)))
     with virtual_gpu(card) as gpu:
-        gemm.native_failure(0, gemm.find_kind(*operands) or gemm.ScaleKind.TENSORWISE)  # multiplies, too
+        gemm.find_native_failure(0, gemm.find_kind(*operands) or gemm.ScaleKind.TENSORWISE)  # multiplies, too
         gpu.calls.clear()
         out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, scales_are_powers_of_2=powers_of_2)
     assert {kind for _, kind in gpu.calls} == calls
