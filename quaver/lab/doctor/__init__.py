@@ -1,1 +1,1 @@
-"""What `quaver doctor` finds out: what a machine, a GPU and a model's layers gain from float8."""
+"""Finds out what float8 brings a machine, a GPU and the layers of a model, for `quaver doctor`."""
