@@ -120,7 +120,6 @@ class Monitor:
         self._mismatch: Mismatch | None = None
         self._hook: RemovableHandle | None = None
         self._is_in_hook = False
-        self._is_writing = False
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         parameters = [weight.parameter for _, weight in weights_under(model)] or list(model.parameters())
@@ -273,16 +272,15 @@ class Monitor:
             extras = torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
         gathered = gather_slots(slots, extras, self._group)
         self._clear()
-        error = None if gathered is None else self._write(gathered)
-        is_stop = error is not None and self._is_stop(error)
-        worst = self._max_over_ranks(2 * is_stop or int(error is not None))
+        error, of_sink = (None, False) if gathered is None else self._write(gathered)
+        worst = self._max_over_ranks(0 if error is None else 2 if self._is_stop(error) else 1)
         if worst == 2:
             raise error or RuntimeError("a callback of an alarm ended the step on the first rank")
         if worst:
             if error is not None:
-                step, of_sink = f"{self.completed_steps:,}", self._is_writing
                 text = _describe_error(error) if of_sink else "the sample could not be made"
-                logger.warning("the monitor ends after step %s: %s", step, text, exc_info=None if of_sink else error)
+                step, traceback = f"{self.completed_steps:,}", None if of_sink else error
+                logger.warning("the monitor ends after step %s: %s", step, text, exc_info=traceback)
             self.close()
 
     def _make_sample(self, gathered: Gathered) -> dict[str, Any]:
@@ -315,18 +313,21 @@ class Monitor:
         for probe in {row.probe for row in self._rows}:
             probe.clear()
 
-    def _write(self, gathered: Gathered) -> BaseException | None:
-        """Write the line of this step, unless nothing ran. Returns an error, so that the ranks can agree on it."""
+    def _write(self, gathered: Gathered) -> tuple[BaseException | None, bool]:
+        """Write the line of this step, unless nothing ran.
+
+        Returns an error, so that the ranks can agree on it, and whether the sink raised it.
+        """
+        is_writing = False
         try:
             if not gathered.slots.equal(new_slots(len(self._rows), CPU)):
                 sample = self._make_sample(gathered)
                 if self._sink is not None:
-                    self._is_writing = True
+                    is_writing = True
                     self._sink.write(sample)
-                    self._is_writing = False
         except BaseException as error:  # noqa: BLE001 - raised, or logged, in `_sample`
-            return error
-        return None
+            return error, is_writing
+        return None, False
 
     def _is_stop(self, error: BaseException) -> bool:
         """Return whether an error ends the step, not the monitor: an alarm's callback raised it, or the user quits."""

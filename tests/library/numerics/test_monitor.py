@@ -395,6 +395,23 @@ def test_a_sample_that_cannot_be_made_is_not_blamed_on_the_sink(monkeypatch, cap
     assert caplog.records[0].exc_info[0] is ZeroDivisionError
 
 
+def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
+    def stop(line):
+        if line["kind"] == "sample":
+            raise KeyboardInterrupt
+
+    model = make()
+    with monitor(model, every=1, sink=stop, steps_by_hand=True) as watching:
+        model(torch.randn(4, 48).bfloat16()).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            watching.step()
+        monkeypatch.setattr("quaver.numerics.monitoring.find_disagreements", lambda *_: 1 // 0)
+        watching.step()  # ends the step that was stopped
+        model(torch.randn(4, 48).bfloat16()).sum().backward()
+        watching.step()
+    assert [message.partition(": ")[2] for message in caplog.messages] == ["the sample could not be made"]
+
+
 @pytest.mark.parametrize("sink", ["missing/numerics.jsonl", "damaged.jsonl", Failing(RuntimeError("mine"), lines=0)])
 def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sink):
     (tmp_path / "damaged.jsonl").write_text("hello\n")
