@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quaver.checkpointing.hooks import StoredCodes, StoredTensor, observer, skip_conversion
-from quaver.recipes.sqnr import decibels
-from quaver.recipes.sqnr import sqnr_db as cast_sqnr_db
+from quaver.recipes.sqnr import compute_sqnr_db, decibels
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 from quaver.torch_private.memory import storage_key
 
@@ -137,7 +136,7 @@ def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter])
         if stored is not None:
             bytes_after = 0 if stored.codes in counted_codes else stored.codes.bytes
             counted_codes.add(stored.codes)
-            sqnr_db = cast_sqnr_db(get_local_tensor(tensor), get_local_tensor(stored.restore()))
+            sqnr_db = compute_sqnr_db(get_local_tensor(tensor), get_local_tensor(stored.restore()))
         saved.append(SavedActivation(module, tuple(tensor.shape), tensor.dtype, bytes_before, bytes_after, sqnr_db))
 
     observer.report = report

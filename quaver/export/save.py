@@ -26,7 +26,7 @@ from quaver.export.load import load_float8
 from quaver.export.plan import Plan, frozen_weights
 from quaver.export.unconverted import Recipe
 from quaver.export.weights import Float8Weights, iter_float8_weights
-from quaver.recipes.sqnr import sqnr_db, without_inf
+from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
 from quaver.runtime.names import join_names
 
@@ -168,9 +168,9 @@ def _new_bundle(
 
 def _costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
     """Return the SQNR of weights that the format, or a write to a frozen weight, quantized again."""
-    requantized = {name: without_inf(cost._asdict()) for name, cost in tensors.requantized.items()}
+    requantized = {name: replace_inf(cost._asdict()) for name, cost in tensors.requantized.items()}
     written = {name: weight.requantized_sqnr_db for name, weight in frozen_weights(model).items()}
-    written = without_inf({name: decibels for name, decibels in written.items() if decibels is not None})
+    written = replace_inf({name: decibels for name, decibels in written.items() if decibels is not None})
     return {"requantized": requantized, "written": written}
 
 
@@ -236,7 +236,7 @@ def _measure(make_model: Callable[[], nn.Module], count: int, folder: Path) -> d
     after = _logits(model, tokens)
     return {
         "tokens": count,
-        **without_inf({"sqnr_db": sqnr_db(before, after)}),
+        **replace_inf({"sqnr_db": compute_sqnr_db(before, after)}),
         "max_difference": (before - after).abs().max().item(),
         "same_argmax": (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
     }

@@ -45,7 +45,7 @@ from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import Scales, dequantize, to_dequant_scale
-from quaver.recipes.sqnr import sqnr_db
+from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.runtime.names import strip_wrappers
 from quaver.torch_private.dtensor import get_local_tensor
 
@@ -436,7 +436,7 @@ def _dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _sqnr_db(hp: Tensor, *operands: Operand) -> float:
-    return sqnr_db(hp, torch.cat([_dequantize(operand) for operand in operands]))
+    return compute_sqnr_db(hp, torch.cat([_dequantize(operand) for operand in operands]))
 
 
 def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quaver.recipes.sqnr import sqnr_db
+from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.runtime.names import strip_wrappers
 
 HEALTHY = (1.03, 1.05)
@@ -105,7 +105,7 @@ def first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwargs: 
         if name not in held or _are_equal(held[name][1], outputs):
             return
         pairs = [pair for pair in zip(held[name][1], outputs, strict=False) if pair[0].shape == pair[1].shape]
-        worst = min((sqnr_db(*pair) for pair in pairs if pair[0].is_floating_point()), default=float("nan"))
+        worst = min((compute_sqnr_db(*pair) for pair in pairs if pair[0].is_floating_point()), default=float("nan"))
         differences[name] = Difference(name, worst, _are_equal(held[name][0], inputs))
 
     _run(model, hold, args, kwargs)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
-def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
+def compute_sqnr_db(exact: Tensor, rounded: Tensor) -> float:
     """Return the signal to quantization noise ratio, 20 log10(norm(exact) / norm(exact - rounded)); inf if equal."""
     exact = exact.detach().double()
     return decibels(exact.norm().item(), (exact - rounded.detach().double()).norm().item())
@@ -21,6 +21,6 @@ def decibels(signal: float, noise: float) -> float:
     return 20 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
-def without_inf(values: Mapping[str, float]) -> dict[str, float | None]:
+def replace_inf(values: Mapping[str, float]) -> dict[str, float | None]:
     """Replace infinite decibels, such as the SQNR of exact codes, by None for JSON."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

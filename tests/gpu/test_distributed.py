@@ -20,7 +20,7 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from quaver.fsdp.gradients import BLOCK, dequantize_gradients, quantize_gradients, sum_over_ranks
-from quaver.recipes.sqnr import sqnr_db
+from quaver.recipes.sqnr import compute_sqnr_db
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
 from tests.library.distributed.models import config_of
 from tests.reference import RECIPES
@@ -123,4 +123,4 @@ def test_gradients_in_float8_have_the_bits_of_a_cpu_and_wait_for_their_stream(me
             reduce_gradients_in_float8(model)
         model(torch.ones(16, 64, device=DEVICE)).square().mean().backward()
         grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    assert 28 < sqnr_db(*grads) < 40
+    assert 28 < compute_sqnr_db(*grads) < 40

@@ -29,7 +29,7 @@ from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import RECIPES
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.sqnr import without_inf
+from quaver.recipes.sqnr import replace_inf
 
 SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """The recipes with a column of the table; --json has all."""
@@ -162,7 +162,7 @@ def _to_dict(result: Survey) -> dict[str, Any]:
                 "name": linear.name,
                 "recipe": result.get_recipe(linear.name),
                 "flops_share": linear.products / total,
-                "db": {recipe: without_inf(decibels) for recipe, decibels in linear.db.items()},
+                "db": {recipe: replace_inf(decibels) for recipe, decibels in linear.db.items()},
             }
             for linear in result.surveyed
         ],

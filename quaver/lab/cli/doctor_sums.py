@@ -7,7 +7,7 @@ from rich.table import Table
 
 from quaver.lab.cli.console import make_table
 from quaver.lab.doctor.survey_sums import MatmulSums
-from quaver.recipes.sqnr import without_inf
+from quaver.recipes.sqnr import replace_inf
 
 MATMULS_SHOWN, MATMULS_NAMED = 12, 4
 """The numbers of matmuls in the table and in the sentence below it. --json has all."""
@@ -47,5 +47,5 @@ def _describe_verdict(sums: list[MatmulSums], hardware: str) -> str:
 
 def make_sums_dict(matmul: MatmulSums) -> dict[str, Any]:
     """Return the numbers of one matmul for JSON."""
-    decibels = without_inf(matmul.sums._asdict())
+    decibels = replace_inf(matmul.sums._asdict())
     return {"name": matmul.name, "matmul": matmul.matmul, "use_fast_accum": matmul.use_fast_accum, **decibels}

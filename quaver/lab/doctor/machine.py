@@ -16,7 +16,7 @@ from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.linear.gemm import find_cast_kind, find_native_failure, list_matmul_casts
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.sqnr import sqnr_db
+from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.runtime.devices import compute_capability, has_cuda, is_cuda_device
 from quaver.runtime.slow_paths import error_on_slow_path, list_slow_paths
 
@@ -110,7 +110,7 @@ def _measure_worst_sqnr(module: Float8Linear) -> float:
         output.backward(grad_output)
     x, w, g = (tensor.detach().double().cpu() for tensor in (input, module.weight, grad_output))
     pairs = ((x @ w.t(), output), (g @ w, input.grad), (g.t() @ x, module.weight.grad))
-    return min(sqnr_db(reference, result.cpu()) for reference, result in pairs if result is not None)
+    return min(compute_sqnr_db(reference, result.cpu()) for reference, result in pairs if result is not None)
 
 
 def _try_compile() -> str:

@@ -32,7 +32,7 @@ def test_a_recipe_that_raises_or_is_wrong_is_impossible(capsys):
     with mock.patch.object(doctor, "Float8Linear", side_effect=RuntimeError("no such kernel\nmore")):
         finding = doctor.try_recipe(Float8LinearRecipeName.ROWWISE, torch.device("cpu"))
     assert (finding["verdict"], finding["detail"]) == ("impossible", "no such kernel")
-    with mock.patch.object(doctor, "sqnr_db", return_value=3.0):
+    with mock.patch.object(doctor, "compute_sqnr_db", return_value=3.0):
         assert main(["doctor", "--no-compile"]) == 1
     assert "wrong results (3.0 dB)" in capsys.readouterr().out
 

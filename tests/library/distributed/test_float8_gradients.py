@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import reduce_gradients_in_float8
 from quaver.fsdp.gradients import BLOCK, Float8ReduceScatter, dequantize_gradients, quantize_gradients, sum_over_ranks
-from quaver.recipes.sqnr import sqnr_db
+from quaver.recipes.sqnr import compute_sqnr_db
 from tests.ranks import mesh_of, on_ranks, refusal
 
 FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -48,8 +48,8 @@ def test_gradients_are_those_of_high_precision_but_for_a_cast():
     replicated = DistributedDataParallel(make_model())
     reduce_gradients_in_float8(replicated)
     twice = gradients_of(replicated)
-    assert 31.0 < sqnr_db(exact, once) < 36.0
-    assert 28.0 < sqnr_db(exact, twice) < sqnr_db(exact, once)
+    assert 31.0 < compute_sqnr_db(exact, once) < 36.0
+    assert 28.0 < compute_sqnr_db(exact, twice) < compute_sqnr_db(exact, once)
     everyones = [torch.empty_like(twice) for _ in range(2)]
     dist.all_gather(everyones, twice)
     assert torch.equal(*everyones)
@@ -80,7 +80,7 @@ def test_the_sum_is_in_float32_in_the_order_of_ranks_and_codes_travel():
 def test_rows_of_any_length_and_number_are_decoded(ranks):
     rows = torch.randn(ranks, BLOCK + 3, generator=torch.Generator().manual_seed(0))
     parts = [dequantize_gradients(each, BLOCK + 3) for each in quantize_gradients(rows).split(8)]
-    assert 30 < sqnr_db(rows, torch.cat(parts)) < 33
+    assert 30 < compute_sqnr_db(rows, torch.cat(parts)) < 33
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

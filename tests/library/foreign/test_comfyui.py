@@ -24,7 +24,7 @@ from quaver import (
     convert_to_float8_training,
 )
 from quaver.export import load_float8, load_frozen, save_float8
-from quaver.recipes.sqnr import sqnr_db
+from quaver.recipes.sqnr import compute_sqnr_db
 
 if "COMFYUI" not in os.environ:
     pytest.skip("COMFYUI names no checkout of ComfyUI", allow_module_level=True)
@@ -171,14 +171,14 @@ def test_a_file_of_ours(recipe, width, tmp_path):
     theirs = by_comfyui(file, width)
     for name, tensor in values(theirs).items():
         assert torch.equal(loaded[name], tensor), name
-    assert sqnr_db(dequantized(inputs), theirs(inputs)) > 100
+    assert compute_sqnr_db(dequantized(inputs), theirs(inputs)) > 100
     quantized = by_comfyui(file, width, disabled=())  # as on hardware that multiplies the format
     layer = quantized.transformer_blocks[0]["to_q"]
     assert layer._full_precision_mm == (recipe in ("tensorwise", "rowwise"))
     assert (getattr(layer, "input_scale", None) is not None) == (recipe == "static")
     if recipe != "mxfp8":  # comfy-kitchen has no MXFP8 matmul on a CPU
         expected = dequantized.transformer_blocks[0]["to_q"](inputs)
-        assert sqnr_db(expected, layer(inputs)) > (100 if layer._full_precision_mm else 28)
+        assert compute_sqnr_db(expected, layer(inputs)) > (100 if layer._full_precision_mm else 28)
 
 
 @pytest.mark.parametrize("size", [None, 32, 64])

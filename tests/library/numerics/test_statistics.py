@@ -14,7 +14,7 @@ from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, compute_ext
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import SlotIndex, merge, new_slots, observe_matrix, power_ratio_db, summarize_slots
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.sqnr import decibels, without_inf
+from quaver.recipes.sqnr import decibels, replace_inf
 from tests.reference import sqnr_db as reference_sqnr_db
 from tests.thinned import thinned
 
@@ -229,5 +229,5 @@ def test_decibels_of_norms_and_of_squares_agree():
     of_norms = {name: decibels(*pair) for name, pair in norms.items()}
     signal, noise = np.square(list(norms.values())).T
     assert power_ratio_db(signal, noise) == pytest.approx(list(of_norms.values()))
-    assert without_inf(of_norms) == {"a": pytest.approx(20 * math.log10(16)), **dict.fromkeys(list(norms)[1:])}
+    assert replace_inf(of_norms) == {"a": pytest.approx(20 * math.log10(16)), **dict.fromkeys(list(norms)[1:])}
     assert [of_norms[name] for name in ("exact", "zeros", "inf", "nan")] == [math.inf, *[-math.inf] * 3]
