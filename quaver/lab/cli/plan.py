@@ -325,7 +325,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
             costs = count_costs(row.candidate.config, row.run.ranks, row.run, cluster)
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
-    seconds, _ = simulate_step(row.run, cluster, costs)
+    seconds = simulate_step(row.run, cluster, costs).seconds
     both = zip(("forward", "backward"), costs.block, Costs.of(row.run, cluster).block, strict=False)
     blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * modeled:.2f})" for name, counted, modeled in both]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks

@@ -35,9 +35,13 @@ class FittingLayout:
     candidate: Candidate
     run: PlannedRun
     peak_bytes: int
-    seconds: float
     timeline: SimulatedTimeline
     """Its spans are those of the first micro-batches if the step has very many tasks; its sums are the whole step's."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.timeline.seconds
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,7 +115,7 @@ def search(
     rows = []
     for number, layout in enumerate({id(layout): layout for layout in chosen}.values(), 1):
         progress(f"simulating step {number}")
-        rows.append(FittingLayout(layout.candidate, layout.run, layout.peak_bytes, *simulate_step(layout.run, cluster)))
+        rows.append(FittingLayout(layout.candidate, layout.run, layout.peak_bytes, simulate_step(layout.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
     return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
 
@@ -162,8 +166,8 @@ def _skip_similar(layouts: Iterable[Timed]) -> Iterator[Timed]:
             yield timed_layout
 
 
-def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> tuple[float, SimulatedTimeline]:
-    """Return the seconds of a step, and its timeline, which is extrapolated if the step has very many tasks.
+def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedTimeline:
+    """Return the timeline of a step, which is extrapolated if the step has very many tasks.
 
     Args:
         costs: the costs of a micro-batch; None models them.
@@ -178,7 +182,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
         fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
         timeline = ExtrapolatedTimeline(timeline.spans, fewer, run.micro_batches - few)
     compute_share_of_peak(run, timeline.seconds, cluster.spec)
-    return timeline.seconds, timeline
+    return timeline
 
 
 def simulate_in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
