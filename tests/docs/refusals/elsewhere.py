@@ -9,6 +9,7 @@ CAST_ONCE, SPLIT_EXPERTS = (
 )
 TENSOR_PARALLEL, SHIM = "tests/library/distributed/test_tensor_parallel.py", "tests/library/foreign/test_shim.py"
 LOAD, HUGGING_FACE = "tests/library/export/test_load.py", "tests/lab/trainer/test_huggingface.py"
+COMMANDS = "tests/lab/cli/test_export_import.py"
 EXPORT, CALLBACK = "tests/library/export/test_weights.py", "tests/library/foreign/test_float8_callback.py"
 MONITOR, CHECK = "tests/library/numerics/test_monitor.py", "tests/library/conversion/test_check.py"
 TORCHTITAN, MEMORY = "tests/library/foreign/test_torchtitan.py", "tests/lab/memory/test_compiled.py"
@@ -71,14 +72,15 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_transformers_does_not_dequantize_ragged_fp8",
         'What "frozen" refuses': "tests/library/foreign/test_layouts.py"
         "::test_a_layout_is_frozen_with_its_codes_or_refused",
-        "**Refused, with exit code 2 and one line": f"{LOAD}::test_bad_input_is_one_line_and_leaves_nothing "
-        f"{LOAD}::test_a_bundle_is_compared_with_its_digests {EXPORT}::test_what_no_format_holds_is_refused",
+        "**Refused, with exit code 2 and one line": f"{LOAD}::test_bad_input_is_refused_and_leaves_nothing "
+        f"{LOAD}::test_a_bundle_is_compared_with_its_digests {COMMANDS}::test_bad_input_is_one_line "
+        f"{EXPORT}::test_what_no_format_holds_is_refused",
         "Refused are encoder-decoders": "tests/library/foreign/test_kv_cache.py"
         "::test_what_cannot_be_measured_or_kept_is_refused",
         "Refused are stacks of experts, and the names of diffusers'": f"{COMFYUI}::test_what_is_refused",
-        "It is an error where its layer is marked": f"{COMFYUI}::test_a_bad_file_is_one_line",
-        "**Refused** are `nvfp4`": f"{COMFYUI}::test_a_bad_file_is_one_line {COMFYUI}::test_a_file_becomes_a_file",
-        "Exit code 4": f"{LOAD}::test_a_full_disk_is_one_line_and_exit_code_4_and_leaves_nothing",
+        "It is an error where its layer is marked": f"{COMFYUI}::test_a_bad_file_is_refused",
+        "**Refused** are `nvfp4`": f"{COMFYUI}::test_a_bad_file_is_refused {COMFYUI}::test_a_file_becomes_a_file",
+        "Exit code 4": f"{COMMANDS}::test_a_full_disk_is_one_line_and_exit_code_4",
         "An expert-parallel model is refused": "tests/library/export/test_experts.py"
         "::test_experts_of_one_rank_are_refused",
     },

@@ -1,4 +1,4 @@
-"""`quaver import` and `load_float8`: the dequantized values of the codes; bad input is one line and leaves nothing."""
+"""`import_float8` and `load_float8`: the dequantized values of the codes; bad input is refused and leaves nothing."""
 
 import errno
 import json
@@ -11,20 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quaver import FrozenFloat8Linear, convert_to_high_precision
-from quaver.export import load_float8, load_frozen, save_float8
-from quaver.lab.cli import main
+from quaver.export import import_float8, load_float8, load_frozen, save_float8
+from quaver.export.folders import NotWrittenError
 from tests.library.export.models import Tiny, saved, tiny
 from tests.steps import assert_same
 
 
-def test_import_writes_a_folder_to_train_from(tmp_path, capsys):
+def test_import_writes_a_folder_to_train_from(tmp_path):
     folder = saved(tmp_path / "out")
     (folder / "tokenizer.json").write_text("{}")
     stated = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(stated))
     (folder / "quaver_export.json").unlink()  # which has the sum of the file before
-    assert main(["import", str(folder), str(tmp_path / "hp"), "--dtype=float32", "--max-shard-size=5KB"]) == 0
-    assert "6 float8 weights dequantized to float32" in capsys.readouterr().out
+    assert import_float8(folder, tmp_path / "hp", dtype=torch.float32, max_shard_bytes=5000) == 6
     config = json.loads((tmp_path / "hp" / "config.json").read_text())
     assert config == {"model_type": "tiny", "torch_dtype": "float32"}
     assert (tmp_path / "hp" / "tokenizer.json").exists()
@@ -158,26 +157,20 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(case, exported, tmp_path, refused):
+def test_bad_input_is_refused_and_leaves_nothing(case, exported, tmp_path):
     spoil, message = BAD[case]
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((exported / name).read_bytes())
+    folder, model = Path(shutil.copytree(exported, tmp_path / "in")), Tiny()
+    (folder / "quaver_export.json").unlink()  # which has the digests of the files
     spoil(folder)
-    assert message in refused("import", folder, tmp_path / "out")
+    for load in (lambda: import_float8(folder, tmp_path / "out"), lambda: load_frozen(model, folder)):
+        with pytest.raises((OSError, ValueError, NotImplementedError), match=re.escape(message)):
+            load()
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
-    model = Tiny()
-    with pytest.raises((OSError, ValueError, NotImplementedError), match=re.escape(message)):
-        load_frozen(model, folder)
     assert not any(isinstance(module, FrozenFloat8Linear) for module in model.modules())
 
 
 def test_a_bundle_is_compared_with_its_digests(exported, tmp_path):
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for path in exported.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     load_float8(folder)
     record = json.loads((folder / "quaver_export.json").read_text())
     assert set(record["sha256"]) == {"README.md", "config.json", "model.safetensors"}
@@ -212,26 +205,23 @@ def test_the_change_of_the_logits_is_measured(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_full_disk_is_one_line_and_exit_code_4_and_leaves_nothing(name, exported, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_leaves_nothing(name, exported, tmp_path, monkeypatch):
     """Whichever file finds no room."""
     folder = Path(shutil.copytree(exported, tmp_path / "in"))
     (folder / "tokenizer.json").write_text("{}")
 
-    def unless_full(write, argument):
-        def written(*arguments, **options):
-            file = arguments[argument]
-            if ".out.partial" in str(file) and (Path(file).name == name or name == "model.safetensors"):
+    def fail_when_full(write, position):
+        def write_or_fail(*arguments, **options):
+            file = Path(arguments[position])
+            if ".out.partial" in str(file) and name in (file.name, "model.safetensors"):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(*arguments, **options)
 
-        return written
+        return write_or_fail
 
-    monkeypatch.setattr("safetensors.torch.save_file", unless_full(save_file, 1))
-    monkeypatch.setattr(Path, "write_text", unless_full(Path.write_text, 0))
-    monkeypatch.setattr(shutil, "copyfile", unless_full(shutil.copyfile, 1))
-    with pytest.raises(SystemExit, match="4"):
-        main(["import", str(folder), str(tmp_path / "out")])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot write" in line
-    assert line.endswith("No space left on device")
+    monkeypatch.setattr("safetensors.torch.save_file", fail_when_full(save_file, 1))
+    monkeypatch.setattr(Path, "write_text", fail_when_full(Path.write_text, 0))
+    monkeypatch.setattr(shutil, "copyfile", fail_when_full(shutil.copyfile, 1))
+    with pytest.raises(NotWrittenError, match=r"cannot write .*No space left on device$"):
+        import_float8(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

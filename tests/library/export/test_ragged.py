@@ -9,8 +9,7 @@ from torch import nn
 
 from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.conversion.freeze import blockwise_config
-from quaver.export import load_float8, load_frozen, save_float8
-from quaver.lab.cli import main
+from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.steps import assert_same, train
 
@@ -50,7 +49,7 @@ def exported(tmp_path_factory):
 def test_values_are_codes_times_the_scales_of_their_blocks(format, exported, tmp_path):
     stored = load_file(exported(format) / "model.safetensors")
     loaded = load_float8(exported(format), dtype=torch.float32)
-    assert main(["import", str(exported(format)), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    import_float8(exported(format), tmp_path / "hp", dtype=torch.float32)
     imported = load_file(tmp_path / "hp" / "model.safetensors")
     for name in ("0.weight", "1.weight"):
         codes, scale = stored[name], stored[name.replace("weight", SCALE[format])]

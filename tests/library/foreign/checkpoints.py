@@ -8,6 +8,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
+from quaver.export import save_float8, set_kv_scales
+from quaver.export.source import huggingface_source
+
 TOKENS = torch.arange(1, 49).view(2, 24)
 
 
@@ -21,6 +24,22 @@ def from_transformers(folder, format, model_class=AutoModelForCausalLM):
     config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
         return model_class.from_pretrained(folder, dtype=torch.float32, quantization_config=config).float()
+
+
+def export_folder(folder, out, recipe, *, kv_scales=None, measure_tokens=0):
+    """Export a Hugging Face folder in high precision, as `quaver export` does."""
+    source = huggingface_source(folder, recipe=recipe)
+    set_kv_scales(source.model, kv_scales or {})
+    return save_float8(
+        source.model,
+        out,
+        config=source.config,
+        weights=source.weights,
+        files=source.files,
+        about=source.about,
+        high_precision_model=source.high_precision_model if measure_tokens else None,
+        measure_tokens=measure_tokens,
+    )
 
 
 def write_folder(folder, tensors, config):

@@ -22,10 +22,9 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from quaver import convert_to_float8_training, convert_to_high_precision, freeze_to_float8
 from quaver.conversion.freeze import blockwise_config
 from quaver.experts.module import is_experts
-from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
-from quaver.lab.cli import main
-from tests.library.foreign.checkpoints import TOKENS, from_transformers, logits_of
+from tests.library.foreign.checkpoints import TOKENS, export_folder, from_transformers, logits_of
 from tests.library.foreign.llama import not_the_head
 from tests.steps import assert_same
 
@@ -201,22 +200,18 @@ def test_names_shapes_and_dtypes_are_those_that_servers_register(recipe, format,
         assert (stored.dtype(scale), stored.shape(scale)) == ("U8" if recipe == "mxfp8" else "F32", shape)
 
 
-def test_a_hugging_face_folder_is_exported_and_imported(tmp_path, capsys):
+def test_a_hugging_face_folder_is_exported_and_imported(tmp_path):
     llama().save_pretrained(tmp_path / "hf")
-    words = ["export", tmp_path / "hf", tmp_path / "out", "--recipe=tensorwise", "--dtype=float32"]
-    assert main([*map(str, words), "--measure-tokens=16"]) == 0
-    out = capsys.readouterr().out
-    assert "7 float8 weights of the recipe tensorwise in the format compressed-tensors" in out
-    assert "weights have other codes than in training; the largest loss is" in out
+    written = export_folder(tmp_path / "hf", tmp_path / "out", "tensorwise", measure_tokens=16)
+    assert (written.plan.count, written.plan.recipe, bool(written.requantized)) == (7, "tensorwise", True)
     record = json.loads((tmp_path / "out" / "quaver_export.json").read_text())
     assert record["logits"]["tokens"] == 16
     assert (tmp_path / "out" / "generation_config.json").exists()
-    assert main(["import", str(tmp_path / "out"), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    import_float8(tmp_path / "out", tmp_path / "hp", dtype=torch.float32)
     trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
     assert torch.equal(logits_of(trainable), dequantized_logits(tmp_path / "out"))
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", str(tmp_path / "out"), str(tmp_path / "again"), "--recipe=rowwise"])
-    assert "is quantized already; expected a model in high precision" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is quantized already; expected a model in high precision"):
+        export_folder(tmp_path / "out", tmp_path / "again", "rowwise")
 
 
 def test_what_else_save_pretrained_would_write(tmp_path):

@@ -22,11 +22,10 @@ from quaver.experts.module import Float8Experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.integrations.transformers import prepare_model_for_float8
-from quaver.lab.cli import main
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.scaling import dequantize
 from tests.library.export.mixtures import multiplied_experts
-from tests.library.foreign.checkpoints import TOKENS, from_transformers, logits_of, write_folder
+from tests.library.foreign.checkpoints import TOKENS, export_folder, from_transformers, logits_of, write_folder
 from tests.library.foreign.llama import not_the_head, values_of
 from tests.library.foreign.zoo import make
 from tests.reference import assert_same_bits, sqnr_db
@@ -318,18 +317,16 @@ def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path, capsys):
+def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path):
     """Its experts are matrices; the export quantizes each stack's as the forward does."""
     model = mixture(name)
     model.save_pretrained(tmp_path / "hf")
-    words = ["export", str(tmp_path / "hf"), str(tmp_path / "out"), "--recipe=rowwise", "--dtype=float32"]
-    assert main([*words, "--measure-tokens=16"]) == 0
-    assert "32 float8 weights of the recipe rowwise" in capsys.readouterr().out
+    assert export_folder(tmp_path / "hf", tmp_path / "out", "rowwise", measure_tokens=16).plan.count == 32
     convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
     expected, stored = dict(iter_float8_weights(model)), StoredTensors(tmp_path / "out")
     assert_same(stored, expected)
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
-    assert main(["import", str(tmp_path / "out"), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    import_float8(tmp_path / "out", tmp_path / "hp", dtype=torch.float32)
     trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
     again = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
     assert_same_bits(logits_of(trainable), logits_of(again))

@@ -11,10 +11,10 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from quaver import convert_to_float8_training, convert_to_high_precision
-from quaver.export import load_float8, load_frozen, save_float8
+from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.integrations.transformers import prepare_model_for_float8
-from quaver.lab.cli import main
+from tests.library.foreign.checkpoints import export_folder
 from tests.library.foreign.llama import not_the_head
 from tests.library.foreign.zoo import make
 from tests.reference import sqnr_db
@@ -148,10 +148,9 @@ def test_a_folder_is_exported_and_imported(family, exported, tmp_path):
         text = (plain / "config.json").read_text()
         assert '{\n      "__float__": "Infinity"\n    }' in text
         (plain / "config.json").write_text(text.replace('{\n      "__float__": "Infinity"\n    }', "Infinity"))
-    words = ["export", str(plain), str(out), "--recipe", "tensorwise", "--dtype", "float32", "--measure-tokens", "4"]
-    assert main(words if family == "llava" else words[:-2]) == 0
+    export_folder(plain, out, "tensorwise", measure_tokens=4 if family == "llava" else 0)
     assert_same(dict(load_float8(out, dtype=torch.float32)), dict(load_float8(exported(family), dtype=torch.float32)))
-    assert main(["import", str(out), str(back), "--dtype", "float32"]) == 0
+    import_float8(out, back, dtype=torch.float32)
     loaded, info = type(model(family)).from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
     for folder in (out, back):
@@ -183,17 +182,15 @@ def test_a_model_of_text_reads_a_multimodal_folder(family, exported, caplog):
 )
 def test_models_of_other_classes_are_exported_but_for_tied_heads(made, tmp_path):
     made().save_pretrained(tmp_path / "plain")
-    assert main(["export", str(tmp_path / "plain"), str(tmp_path / "out"), "--recipe", "rowwise"]) == 0
+    export_folder(tmp_path / "plain", tmp_path / "out", "rowwise")
     again = made()
     again.load_state_dict(dict(load_float8(tmp_path / "out", model=again, dtype=torch.float32)))
 
 
-def test_logits_of_a_model_that_takes_no_tokens_alone_are_not_measured(tmp_path, capsys):
+def test_logits_of_a_model_that_takes_no_tokens_alone_are_not_measured(tmp_path):
     transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)).save_pretrained(tmp_path / "plain")
-    words = ["export", str(tmp_path / "plain"), str(tmp_path / "out"), "--recipe", "rowwise", "--measure-tokens", "4"]
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert "the logits cannot be measured: ViTForImageClassification does not take tokens" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the logits cannot be measured: ViTForImageClassification does not take tok"):
+        export_folder(tmp_path / "plain", tmp_path / "out", "rowwise", measure_tokens=4)
     assert not (tmp_path / "out").exists()
 
 

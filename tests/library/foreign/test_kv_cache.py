@@ -9,9 +9,17 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
 
-from quaver.export import calibrate_kv_cache, iter_float8_weights, load_float8, load_frozen, save_float8, set_kv_scales
+from quaver.export import (
+    calibrate_kv_cache,
+    import_float8,
+    iter_float8_weights,
+    load_float8,
+    load_frozen,
+    save_float8,
+    set_kv_scales,
+)
 from quaver.export.files import StoredTensors
-from quaver.lab.cli import main
+from tests.library.foreign.checkpoints import export_folder
 from tests.library.foreign.llama import llama
 from tests.library.foreign.zoo import make
 from tests.ranks import on_ranks
@@ -67,9 +75,8 @@ def test_compressed_tensors_caches_keys_and_values_with_the_scales(served):
 def test_scales_are_kept_by_load_frozen_and_by_import_and_export(served, tmp_path):
     folder, scales = served
     save_float8(load_frozen(llama(), folder), tmp_path / "again")
-    assert main(["import", str(folder), str(tmp_path / "plain")]) == 0
-    export = ["export", str(tmp_path / "plain"), str(tmp_path / "new"), "--recipe", "rowwise"]
-    assert main([*export, "--kv-scales", str(folder)]) == 0
+    import_float8(folder, tmp_path / "plain")
+    export_folder(tmp_path / "plain", tmp_path / "new", "rowwise", kv_scales=load_float8(folder).kv_scales)
     for each in ("again", "new"):
         assert load_float8(tmp_path / each).kv_scales == scales
         config, expected = (json.loads((f / "config.json").read_text()) for f in (tmp_path / each, folder))

@@ -1,0 +1,77 @@
+"""`quaver export` of a Hugging Face folder and `quaver import`: what they print, and bad input as one line."""
+
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quaver import convert_to_float8_training
+from quaver.export import load_float8, save_float8, set_kv_scales
+from quaver.lab.cli import main
+from tests.library.export.models import saved
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a Hugging Face folder in high precision."""
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_export_says_what_was_written(folder, tmp_path, capsys):
+    options = ["--recipe=tensorwise", "--measure-tokens=16", "--dtype=float32"]
+    assert main(["export", str(folder), str(tmp_path / "out"), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "7 float8 weights of the recipe tensorwise in the format compressed-tensors" in printed
+    assert "weights have other codes than in training; the largest loss is" in printed
+    assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["tokens"] == 16
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype is torch.float32
+
+
+def test_export_takes_the_scales_of_a_kv_cache_from_a_float8_folder(folder, tmp_path, refused):
+    model = convert_to_float8_training(LlamaForCausalLM.from_pretrained(folder), config="rowwise")
+    save_float8(model, tmp_path / "without")
+    scales = {f"model.layers.0.self_attn.{leaf}": 2.0 for leaf in ("k_scale", "v_scale")}
+    set_kv_scales(model, scales)
+    save_float8(model, tmp_path / "with")
+    export = ["export", str(folder), str(tmp_path / "out"), "--recipe=rowwise", "--kv-scales"]
+    assert "--kv-scales must be a folder with scales of a KV cache" in refused(*export, tmp_path / "without")
+    assert main([*export, str(tmp_path / "with")]) == 0
+    assert load_float8(tmp_path / "out").kv_scales == scales
+
+
+def test_import_says_what_was_written(tmp_path, capsys):
+    folder = saved(tmp_path / "float8")
+    assert main(["import", str(folder), str(tmp_path / "out"), "--dtype=float32", "--max-shard-size=5KB"]) == 0
+    assert "6 float8 weights dequantized to float32" in capsys.readouterr().out
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+def test_bad_input_is_one_line(tmp_path, refused):
+    folder = saved(tmp_path / "float8")
+    assert "is quantized already" in refused("export", folder, tmp_path / "out", "--recipe=rowwise")
+    words = (folder / "model.safetensors", tmp_path / "out.safetensors", "--max-shard-size=1GB")
+    assert "--max-shard-size must be its default" in refused("import", *words)
+    (folder / "config.json").unlink()
+    assert "has no config.json" in refused("import", folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["float8"]
+
+
+def test_a_full_disk_is_one_line_and_exit_code_4(tmp_path, capsys, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = saved(tmp_path / "float8")
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(SystemExit, match="4"):
+        main(["import", str(folder), str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot write" in line
+    assert line.endswith("No space left on device")
