@@ -28,17 +28,21 @@ class Tiny(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
+def not_the_head(module: nn.Module, name: str) -> bool:
+    return "lm_head" not in name
+
+
 def tiny(recipe: object = "rowwise", size: int = 32) -> Tiny:
-    """The same weights at each call, converted but for the head."""
+    """Return a model with the same weights at each call, converted but for the head."""
     torch.manual_seed(0)
     model = Tiny(size)
     with torch.no_grad():
         for index, linear in enumerate(model.layer.values()):
             linear.weight.mul_(1.1 ** (index + 1))
-    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda module, name: "lm_head" not in name)
-    return model
+    return convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
 
 
 def saved(folder: Path, recipe: object = "rowwise", size: int = 32, **options: object) -> Path:
+    """Return the folder, in which save_float8 has written the model of `tiny`."""
     save_float8(tiny(recipe, size), folder, config={"model_type": "tiny"}, **options)
     return folder
