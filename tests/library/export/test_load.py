@@ -22,7 +22,7 @@ def test_import_writes_a_folder_to_train_from(tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     stated = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(stated))
-    (folder / "quaver_export.json").unlink()  # which has the sum of the file before
+    (folder / "quaver_export.json").unlink()  # which has the digest of the file before
     assert import_float8(folder, tmp_path / "hp", dtype=torch.float32, max_shard_bytes=5000) == 6
     config = json.loads((tmp_path / "hp" / "config.json").read_text())
     assert config == {"model_type": "tiny", "torch_dtype": "float32"}
@@ -42,23 +42,45 @@ def test_a_suffix_is_no_evidence_of_a_scale(tmp_path):
     folder, others = saved(tmp_path / "out"), ["altup.correct_output_scale", "norm.input_scale", "lm_head.k_scale"]
     scales = ["layer.q_proj.input_scale", "layer.o_proj.output_scale", "layer.k_scale", "layer.prob_scale"]
     (folder / "quaver_export.json").unlink()
-    change_tensors(folder, **{name.replace(".", "__"): torch.ones(1) for name in (*others, *scales)})
+    change_tensors({name: torch.ones(1) for name in (*others, *scales)})(folder)
     loaded = load_float8(folder)
     assert set(loaded) == {*tiny().state_dict(), *others}
     assert loaded.kv_scales == {"layer.k_scale": 1.0}
 
 
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"].update(changes)
-    path.write_text(json.dumps(config))
+def change_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        config["quantization_config"].update(changes)
+        path.write_text(json.dumps(config))
+
+    return change
 
 
-def change_tensors(folder, **changes):
-    path = folder / "model.safetensors"
-    tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+def change_tensors(changes):
+    """Return a function that replaces tensors of a folder, or removes those that are None."""
+
+    def change(folder):
+        path = folder / "model.safetensors"
+        tensors = {**load_file(path), **changes}
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+    return change
+
+
+def write_only_high_precision(folder):
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+
+
+def remove_quantization(folder):
+    (folder / "config.json").write_text("{}")
+    write_only_high_precision(folder)
+
+
+def use_blocks_with_other_scales(folder):
+    change_config(quant_method="fp8", weight_block_size=[128, 128])(folder)
+    change_tensors({SCALE: torch.ones(31, 1)})(folder)
 
 
 def point_outside(folder):
@@ -67,88 +89,61 @@ def point_outside(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-NAN = torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)
-BAD = {
-    "foreign": (
-        lambda f: change_config(f, quant_method="awq"),
-        "quant_method in config.json is 'awq'; quaver reads weights in F8",
-    ),
-    "int8": (
-        lambda f: change_config(f, config_groups={"a": {"weights": {"type": "int", "num_bits": 8}}}),
-        "expected 8-bit floats with one scale per tensor, channel, block, group, got {'type': 'int'",
-    ),
-    "no groups": (lambda f: change_config(f, config_groups=None), "config_groups in config.json: expected an object"),
-    "plain": (
-        lambda f: (f / "config.json").write_text("{}") and save_file({"a": torch.ones(2)}, f / "model.safetensors"),
-        "expected float8 weights, got only high precision",
-    ),
-    "nothing in float8": (
-        lambda f: save_file({"a": torch.ones(2)}, f / "model.safetensors"),
-        "expected float8 weights for quant_method 'compressed-tensors' of config.json, got none",
-    ),
-    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "no scale": (
-        lambda f: change_tensors(f, layer__q_proj__weight_scale=None),
-        "q_proj.weight (F8_E4M3): expected one scale, got none",
-    ),
-    "scale shape": (
-        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1)),
-        "the scale of layer.q_proj.weight [32, 32]: expected [1], [32, 1], [1, 32] or one per block whose rows and "
-        "columns are powers of two and divide it, got [31, 1]; give the block size as weight_block_size in config.json",
-    ),
-    "scale NaN": (
-        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.full((32, 1), torch.nan)),
-        "the scale of layer.q_proj.weight has an inf or a NaN",
-    ),
-    "NaN": (lambda f: change_tensors(f, layer__q_proj__weight=NAN), "layer.q_proj.weight has a NaN"),
-    "block": (
-        lambda f: (
-            change_config(f, quant_method="fp8", weight_block_size=[128, 128])
-            or change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1))
-        ),
-        "weight [32, 32]: expected [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]",
-    ),
-    "block size": (
-        lambda f: change_config(f, quant_method="fp8", weight_block_size=[0, 64]),
-        "blocks in config.json: expected [rows, columns], such as [128, 128], got [0, 64]",
-    ),
-    "two scales": (
-        lambda f: change_tensors(f, layer__q_proj__scale=torch.ones(1)),
-        "q_proj.weight (F8_E4M3): expected one scale, got layer.q_proj.weight_scale, layer.q_proj.scale",
-    ),
-    "4 bits": (
-        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 16, dtype=torch.uint8)),
-        "expected float8 weights, got layer.q_proj.weight (U8); quaver reads weights in F8_E4M3 or F8_E5M2",
-    ),
-    "dtype of a scale": (
-        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(32, 1, dtype=torch.int32)),
-        "the scale of layer.q_proj.weight: expected F32, BF16, F16, F8_E8M0 or U8, got torch.int32",
-    ),
-    "rotated": (lambda f: change_config(f, transform_config={"config_groups": {}}), "weights are those of a rotated"),
-    "lost scale": (
-        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 32)),
-        "scales without a float8 weight: layer.q_proj.weight_scale",
-    ),
-    "outside": (point_outside, "../away.safetensors', which is not there"),
-    "no weights": (
-        lambda f: (f / "model.safetensors").unlink(),
-        "expected model.safetensors, or shards and model.saf",
-    ),
-    "half": (lambda f: split(f, "b.safetensors"), "b.safetensors', which is not there; download it again"),
-    "short": (lambda f: cut(f / "model.safetensors"), "is damaged"),
-}
-
-
-def split(folder, missing):
-    """A download that stopped before its last file."""
+def lose_a_shard(folder):
+    """As a download that stopped before its last file."""
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     names = dict.fromkeys(load_file(folder / "a.safetensors"), "a.safetensors")
-    index = {"weight_map": {**names, "more.weight": missing}}
+    index = {"weight_map": {**names, "more.weight": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def cut(path):
+def cut(folder):
+    path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
+
+
+WEIGHT, SCALE = "layer.q_proj.weight", "layer.q_proj.weight_scale"
+INT8 = {"a": {"weights": {"type": "int", "num_bits": 8}}}
+NAN = torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)
+BAD = {
+    "quant_method in config.json is 'awq'; quaver reads weights in F8": change_config(quant_method="awq"),
+    "expected 8-bit floats with one scale per tensor, channel, block, group, got {'type': 'int'": (
+        change_config(config_groups=INT8)
+    ),
+    "config_groups in config.json: expected an object": change_config(config_groups=None),
+    "weights are those of a rotated": change_config(transform_config={"config_groups": {}}),
+    "blocks in config.json: expected [rows, columns], such as [128, 128], got [0, 64]": (
+        change_config(quant_method="fp8", weight_block_size=[0, 64])
+    ),
+    "expected float8 weights, got only high precision": remove_quantization,
+    "expected float8 weights for quant_method 'compressed-tensors' of config.json, got none": write_only_high_precision,
+    "has no config.json": lambda folder: (folder / "config.json").unlink(),
+    f"{WEIGHT} (F8_E4M3): expected one scale, got none": change_tensors({SCALE: None}),
+    f"the scale of {WEIGHT} [32, 32]: expected [1], [32, 1], [1, 32] or one per block whose rows and columns are "
+    "powers of two and divide it, got [31, 1]; give the block size as weight_block_size in config.json": (
+        change_tensors({SCALE: torch.ones(31, 1)})
+    ),
+    f"the scale of {WEIGHT} has an inf or a NaN": change_tensors({SCALE: torch.full((32, 1), torch.nan)}),
+    f"the scale of {WEIGHT}: expected F32, BF16, F16, F8_E8M0 or U8, got torch.int32": (
+        change_tensors({SCALE: torch.ones(32, 1, dtype=torch.int32)})
+    ),
+    f"{WEIGHT} (F8_E4M3): expected one scale, got {SCALE}, layer.q_proj.scale": (
+        change_tensors({"layer.q_proj.scale": torch.ones(1)})
+    ),
+    f"{WEIGHT} has a NaN": change_tensors({WEIGHT: NAN}),
+    "weight [32, 32]: expected [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]": (
+        use_blocks_with_other_scales
+    ),
+    f"expected float8 weights, got {WEIGHT} (U8); quaver reads weights in F8_E4M3 or F8_E5M2": (
+        change_tensors({WEIGHT: torch.ones(32, 16, dtype=torch.uint8)})
+    ),
+    f"scales without a float8 weight: {SCALE}": change_tensors({WEIGHT: torch.ones(32, 32)}),
+    "../away.safetensors', which is not there": point_outside,
+    "expected model.safetensors, or shards and model.saf": lambda folder: (folder / "model.safetensors").unlink(),
+    "b.safetensors', which is not there; download it again": lose_a_shard,
+    "is damaged": cut,
+}
+"""The message for each change of a folder."""
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +151,11 @@ def exported(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("export") / "out")
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_and_leaves_nothing(case, exported, tmp_path):
-    spoil, message = BAD[case]
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_and_leaves_nothing(message, exported, tmp_path):
     folder, model = Path(shutil.copytree(exported, tmp_path / "in")), Tiny()
     (folder / "quaver_export.json").unlink()  # which has the digests of the files
-    spoil(folder)
+    BAD[message](folder)
     for load in (lambda: import_float8(folder, tmp_path / "out"), lambda: load_frozen(model, folder)):
         with pytest.raises((OSError, ValueError, NotImplementedError), match=re.escape(message)):
             load()
@@ -175,7 +169,7 @@ def test_a_bundle_is_compared_with_its_digests(exported, tmp_path):
     record = json.loads((folder / "quaver_export.json").read_text())
     assert set(record["sha256"]) == {"README.md", "config.json", "model.safetensors"}
     assert record["recipe"] == "rowwise"
-    change_tensors(folder, norm__weight=torch.zeros(32))
+    change_tensors({"norm.weight": torch.zeros(32)})(folder)
     with pytest.raises(ValueError, match=r"differ from their sha256 in quaver_export.json: model.safetensors"):
         load_float8(folder)
     (folder / "README.md").unlink()
