@@ -11,8 +11,8 @@ from tests.mixture import Experts
 EXPERTS = 3
 
 
-def experts_of(size: int, inner: int) -> Experts:
-    """Each has magnitudes of its own."""
+def build_experts(size: int, inner: int) -> Experts:
+    """Return experts, each with other magnitudes."""
     experts, factors = Experts(EXPERTS, size, inner, False), torch.logspace(-1, 1, EXPERTS)[:, None, None]
     experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * inner, size) * factors)
     experts.down_proj = nn.Parameter(torch.randn(EXPERTS, size, inner) / factors)
@@ -27,7 +27,7 @@ class Mixture(nn.Module):
         self.embed_tokens = nn.Embedding(50, size)
         self.o_proj = nn.Linear(size, size, bias=False)
         self.router = nn.Linear(size, EXPERTS, bias=False)
-        self.experts = experts_of(size, inner)
+        self.experts = build_experts(size, inner)
         self.lm_head = nn.Linear(size, 50, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -37,13 +37,13 @@ class Mixture(nn.Module):
 
 
 def plain(size: int = 64, inner: int = 48) -> Mixture:
-    """The same weights at each call."""
+    """Return a model with the same weights at each call."""
     torch.manual_seed(0)
     return Mixture(size, inner)
 
 
 def mixture(recipe: object = "rowwise", size: int = 64, inner: int = 48, filtered: tuple[str, ...] = ()) -> Mixture:
-    """`plain`, converted but for the router, the head and what `filtered` names."""
+    """Return `plain`, converted but for the router, the head and the modules in `filtered`."""
     left_out = ("router", "lm_head", *filtered)
     return convert_to_float8_training(
         plain(size, inner), config=recipe, module_filter_fn=lambda _, name: name not in left_out
@@ -51,17 +51,17 @@ def mixture(recipe: object = "rowwise", size: int = 64, inner: int = 48, filtere
 
 
 def multiplied_experts(forward, monkeypatch):
-    """The codes [N, K] and the scale of each expert that `forward()` multiplies, in the order of its stacks."""
-    seen = []
+    """Return the codes [N, K] and the scale of each expert that `forward()` multiplies, in the order of its stacks."""
+    stacks = []
     multiply = quaver.experts.grouped_mm.grouped_mm
 
-    def recorded(a, b, ends, form, *args):
+    def record_and_multiply(a, b, ends, form, *args):
         assert form is ExpertMatmul.OUTPUT
         bounds = find_bounds(None, ends.shape[0], b.data.shape[0])
-        seen.append([select_group(b, group, *rows)[:2] for group, rows in enumerate(bounds)])
+        stacks.append([select_group(b, group, *rows)[:2] for group, rows in enumerate(bounds)])
         return multiply(a, b, ends, form, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quaver.experts.grouped_mm, "grouped_mm", recorded)
+        patch.setattr(quaver.experts.grouped_mm, "grouped_mm", record_and_multiply)
         forward()
-    return seen
+    return stacks

@@ -1,9 +1,10 @@
-"""ComfyUI's files, made here by the rules of comfyui.py; tests/library/foreign/test_comfyui.py has its reader too."""
+"""ComfyUI's files, written here by the rules of comfyui.py; tests/library/foreign/test_comfyui.py has its reader."""
 
 import json
 import logging
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -28,14 +29,14 @@ OTHERS = {"b.weight": torch.full((64, 32), 0.1, dtype=torch.bfloat16), "b.bias":
 FLOAT = {name: tensor.float() for name, tensor in OTHERS.items()}
 
 
-def nested(name, module):
-    """`module` under a dotted name."""
+def nest(name, module):
+    """Return a module that has `module` under a dotted name."""
     for part in reversed(name.split(".")):
         module = nn.ModuleDict({part: module})
     return module
 
 
-def model():
+def build_model():
     return nn.ModuleDict({"a": nn.Linear(64, 32, bias=False), "b": nn.Linear(32, 64)})
 
 
@@ -44,14 +45,14 @@ def as_mark(text):
 
 
 def layer(format="float8_e4m3fn", *, weight=CODES, scale=0.3, **content):
-    """The tensors of a marked layer, or without its mark, weight or scale where None says so."""
+    """Return the tensors of a marked layer; an argument that is None leaves out the mark, the weight or the scale."""
     mark = None if format is None else as_mark(json.dumps({"format": format, **content}))
     scale = None if scale is None else torch.as_tensor(scale)
-    found = {"a.weight": weight, "a.weight_scale": scale, "a.comfy_quant": mark}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    tensors = {"a.weight": weight, "a.weight_scale": scale, "a.comfy_quant": mark}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def under(prefix, tensors):
+def add_prefix(prefix, tensors):
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
@@ -67,7 +68,7 @@ def write(folder, tensors, header=None):
 SCALED = layer(None)
 ROWS, BLOCKS = torch.arange(1.0, 33), torch.arange(1.0, 9).view(2, 4)
 OLDER = {"a.weight": CODES, "a.scale_weight": torch.tensor([0.3]), "a.scale_input": torch.tensor(2.0)}
-OF_FILE = {"scaled_fp8": torch.zeros(2).to(E4M3), "c.bias": CODES[0].clone()}
+MARK_OF_FILE = {"scaled_fp8": torch.zeros(2).to(E4M3), "c.bias": CODES[0].clone()}
 TOKENIZER = {"spiece_model": torch.ones(9, dtype=torch.uint8)}
 READ = {  # tensors, header, and what the codes of each weight are multiplied with
     "marks": (layer(full_precision_matrix_mult=True), None, {"a.weight": 0.3}),
@@ -81,7 +82,7 @@ READ = {  # tensors, header, and what the codes of each weight are multiplied wi
         None,
         {"a.weight": BLOCKS.repeat_interleave(16, 0).repeat_interleave(16, 1)},
     ),
-    "older": ({**OLDER, **OF_FILE}, None, {"a.weight": 0.3, "c.bias": 1}),
+    "older": ({**OLDER, **MARK_OF_FILE}, None, {"a.weight": 0.3, "c.bias": 1}),
     "cast": ({"a.weight": CODES, "c.weight": CODES.clone().view(8, 4, 64)}, None, {"a.weight": 1, "c.weight": 1}),
     "tokenizer": ({**layer(), **TOKENIZER}, None, {"a.weight": 0.3}),
 }
@@ -95,43 +96,41 @@ def test_values_are_codes_times_scales(name, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "quaver"):
         for dtype in (torch.float32, torch.bfloat16):
             loaded = dict(load_float8(file, dtype=dtype))
-            assert_same(loaded, {name: each.to(dtype) for name, each in {**OTHERS, **expected}.items()})
+            assert_same(loaded, {name: tensor.to(dtype) for name, tensor in {**OTHERS, **expected}.items()})
     assert ("float8 without a scale; the codes are the values" in caplog.text) == (name in ("older", "cast"))
     if name not in ("e5m2", "rows", "blocks", "older", "cast"):
-        frozen = load_frozen(model(), file).a.weight
+        frozen = load_frozen(build_model(), file).a.weight
         assert torch.equal(frozen.data_fp8.view(torch.uint8), CODES.view(torch.uint8))
         assert torch.equal(frozen.to_high_precision(), expected["a.weight"])
 
 
 def test_names_with_and_without_the_prefix(tmp_path, caplog):
     prefix, expected = "model.diffusion_model.", {**FLOAT, "a.weight": CODES.float() * 0.3}
-    whole = under(prefix, {**OTHERS, **SCALED}) | {"first_stage_model.x.weight": torch.ones(2)}
-    file = tmp_path / "whole.safetensors"
+    whole = add_prefix(prefix, {**OTHERS, **SCALED}) | {"first_stage_model.x.weight": torch.ones(2)}
+    file, model = tmp_path / "whole.safetensors", build_model()
     save_file(whole, file, metadata=metadata())  # ComfyUI names its layers without the prefix, too
-    assert_same(dict(load_float8(file, dtype=torch.float32, model=model())), expected)
+    assert_same(dict(load_float8(file, dtype=torch.float32, model=model)), expected)
     assert "a part of the checkpoint's model; left out: first_stage_model.x.weight" in caplog.text
-    assert torch.equal(load_frozen(model(), file).a.weight.to_high_precision(), expected["a.weight"])
-    part = dict(
-        load_float8(write(tmp_path, layer()), dtype=torch.float32, model=nested("model.diffusion_model", model()))
-    )
-    assert_same(part, under(prefix, expected))
+    assert torch.equal(load_frozen(build_model(), file).a.weight.to_high_precision(), expected["a.weight"])
+    nested = nest("model.diffusion_model", build_model())
+    part = load_float8(write(tmp_path, layer()), dtype=torch.float32, model=nested)
+    assert_same(dict(part), add_prefix(prefix, expected))
     with pytest.raises(ValueError, match=r"the model lacks model.diffusion_model.more.weight$"):
         save_file({**whole, f"{prefix}more.weight": torch.ones(2)}, file)
-        load_frozen(model(), file)
+        load_frozen(build_model(), file)
     others = {name: tensor.clone() + 1 for name, tensor in OTHERS.items()}
-    save_file({**OTHERS, **layer(), **under("net.", others)}, file)  # the model's own names come first
-    both = load_float8(file, dtype=torch.float32, model=model())
+    save_file({**OTHERS, **layer(), **add_prefix("net.", others)}, file)  # the model's own names come first
+    both = load_float8(file, dtype=torch.float32, model=model)
     assert_same({name: both[name] for name in expected}, expected)
 
 
 def in_tiles(exponents):
-    """Bytes of E8M0 [R, C], each where cuBLAS looks for it."""
+    """Return bytes of E8M0 [R, C] in the order in which cuBLAS reads them."""
     rows, columns = (-(-length // tile) for length, tile in zip(exponents.shape, (128, 4), strict=True))
     tiles = torch.zeros(rows * columns * 512, dtype=torch.uint8)
-    for row, each in enumerate(exponents):
-        for column, exponent in enumerate(each):
-            tile = row // 128 * columns + column // 4
-            tiles[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = exponent
+    for (row, column), exponent in np.ndenumerate(exponents):
+        tile = row // 128 * columns + column // 4
+        tiles[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = int(exponent)
     return tiles.view(rows * 128, columns * 4)
 
 
@@ -143,7 +142,7 @@ def test_mxfp8_in_tiles_and_padded(shape, tmp_path):
     stored = torch.zeros([-(-length // 32) * 32 for length in shape], dtype=torch.uint8)
     stored[: shape[0], : shape[1]] = codes
     content = layer("mxfp8", weight=stored.view(E4M3), scale=in_tiles(exponents))
-    file, model = tmp_path / "file.safetensors", nested("a", nn.Linear(shape[1], shape[0], bias=False))
+    file, model = tmp_path / "file.safetensors", nest("a", nn.Linear(shape[1], shape[0], bias=False))
     save_file(content, file)
     expected = codes.view(E4M3).float() * torch.exp2(exponents - 127.0).repeat_interleave(32, 1)[:, : shape[1]]
     assert torch.equal(load_float8(file, dtype=torch.float32, model=model)["a.weight"], expected)
@@ -228,15 +227,15 @@ def test_what_is_written(name, tmp_path):
             model(torch.arange(20).view(1, 20))
     written = save_float8(model, file, format="comfyui")
     assert bool(written.requantized) is not is_exact
-    assert not [each for each in tmp_path.iterdir() if each != file]
-    stored, linears = load_file(file), [f"layer.{each}" for each in PROJECTIONS]
+    assert list(tmp_path.iterdir()) == [file]
+    stored, linears = load_file(file), [f"layer.{projection}" for projection in PROJECTIONS]
     leaves = ("weight_scale", "comfy_quant", *(("input_scale",) if recipe is STATIC else ()))
-    assert set(stored) == {*model.state_dict(), *(f"{each}.{leaf}" for each in linears for leaf in leaves)}
+    assert set(stored) == {*model.state_dict(), *(f"{linear}.{leaf}" for linear in linears for leaf in leaves)}
     loaded = load_float8(file, dtype=torch.float32, model=tiny(recipe, size))
-    for each in linears:
-        assert json.loads(bytes(stored[f"{each}.comfy_quant"].tolist())) == content
-        codes, scale = stored[f"{each}.weight"], stored[f"{each}.weight_scale"]
-        weight = model.get_submodule(each).weight.detach()
+    for linear in linears:
+        assert json.loads(bytes(stored[f"{linear}.comfy_quant"].tolist())) == content
+        codes, scale = stored[f"{linear}.weight"], stored[f"{linear}.weight_scale"]
+        weight = model.get_submodule(linear).weight.detach()
         if content["format"] == "mxfp8":
             padded = -(-size // 32) * 32
             whole = nn.functional.pad(weight, (0, padded - size) * 2)
@@ -247,9 +246,9 @@ def test_what_is_written(name, tmp_path):
             assert not codes.float()[size:].any()
         else:
             assert scale.dim() == 0
-            assert torch.equal(loaded[f"{each}.weight"], codes.float() * scale)
-        assert stored.get(f"{each}.input_scale", torch.ones(())).dim() == 0
-        assert (loaded[f"{each}.weight"] - weight).norm() < 0.04 * weight.norm()
+            assert torch.equal(loaded[f"{linear}.weight"], codes.float() * scale)
+        assert stored.get(f"{linear}.input_scale", torch.ones(())).dim() == 0
+        assert (loaded[f"{linear}.weight"] - weight).norm() < 0.04 * weight.norm()
     with safe_open(file, "pt") as opened:
         record = json.loads(opened.metadata()["quaver_export"])
     assert (record["format"], bool(record["requantized"])) == ("comfyui", not is_exact)
@@ -279,15 +278,14 @@ def test_what_is_refused(tmp_path):
         "a UNet": ("down_blocks.0.a", "mid_block.a", "up_blocks.0.a", "conv_in"),
     }
     for family, names in families.items():
-        of_diffusers = nn.Module()
+        model = nn.Module()
         for name in names:
             first, _, rest = name.partition(".")
-            of_diffusers.add_module(first, nested(rest, nn.Linear(32, 32)) if rest else nn.Linear(32, 32))
-        convert_to_float8_training(of_diffusers, config="tensorwise")
+            model.add_module(first, nest(rest, nn.Linear(32, 32)) if rest else nn.Linear(32, 32))
+        convert_to_float8_training(model, config="tensorwise")
         with pytest.raises(NotImplementedError, match=f"ComfyUI replaces the names of {family} in diffusers"):
-            save_float8(of_diffusers, file, format="comfyui")
-    with pytest.raises(
-        NotImplementedError, match="ComfyUI reads no matrices of single experts, got experts.gate_up_proj"
-    ):
+            save_float8(model, file, format="comfyui")
+    message = "ComfyUI reads no matrices of single experts, got experts.gate_up_proj"
+    with pytest.raises(NotImplementedError, match=message):
         save_float8(mixture(), file, format="comfyui")
     assert not list(tmp_path.iterdir())

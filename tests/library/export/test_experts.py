@@ -2,7 +2,6 @@
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,17 +24,18 @@ MATRICES = [f"experts.{e}.{part}.weight" for parts in PARTS.values() for e in ra
 HIGH_PRECISION = ["embed_tokens.weight", "lm_head.weight", "router.weight"]
 
 
-def multiplied(model, monkeypatch):
-    """For each stack the codes [N, K] and the scale of each expert, as a forward multiplies them."""
+def record_forward(model, monkeypatch):
+    """Return for each stack the codes [N, K] and the scale of each expert, as a forward multiplies them."""
     return dict(zip(PARTS, multiplied_experts(lambda: model.eval()(TOKENS), monkeypatch), strict=True))
 
 
-def stored_of(tensors, expert, part):
+def read_expert(tensors, expert, part):
     return [tensors[f"experts.{expert}.{part}.{leaf}"] for leaf in ("weight", "weight_scale")]
 
 
-def assert_codes_of_forward(tensors, forward, leaf):
-    """The parts of each expert, one above the other, are what the forward multiplied."""
+def assert_codes_of_forward(tensors, model, monkeypatch, leaf="weight_scale"):
+    """The parts of each expert, one above the other, are what the forward multiplies."""
+    forward = record_forward(model, monkeypatch)
     for stack, parts in PARTS.items():
         for expert, (codes, scale) in enumerate(forward[stack]):
             prefixes = [f"experts.{expert}.{part}" for part in parts]
@@ -43,7 +43,7 @@ def assert_codes_of_forward(tensors, forward, leaf):
             assert torch.equal(stored, codes.contiguous().view(torch.uint8))
             scales = [tensors[f"{prefix}.{leaf}"] for prefix in prefixes]
             if scale.dim() == 0:
-                assert all(each.tolist() == [scale.item()] for each in scales)
+                assert torch.cat(scales).tolist() == [scale.item()] * len(scales)
             elif scales[0].dtype is torch.uint8:  # MXFP8 has the scales of 32 x 32 blocks in each row
                 rows = scale.repeat_interleave(32, 0)[: len(codes)]
                 assert torch.equal(torch.cat(scales).view(torch.float8_e8m0fnu).float(), rows)
@@ -57,7 +57,7 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, dtype, monkeypatch):
     model = mixture(recipe).to(dtype)
     exported = iter_float8_weights(model)
     tensors = dict(exported)
-    assert_codes_of_forward(tensors, multiplied(model, monkeypatch), "weight_scale")
+    assert_codes_of_forward(tensors, model, monkeypatch)
     assert not exported.requantized
     assert exported.plan.ignore == ["embed_tokens", "lm_head", "router"]
     assert exported.plan.count == 1 + len(MATRICES)
@@ -74,7 +74,7 @@ def test_blocks_of_a_training_are_exported_as_they_are(format, size, monkeypatch
     leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
     tensors = dict(exported)
     assert tensors[f"experts.0.gate_proj.{leaf}"].shape == (1, 2)
-    assert_codes_of_forward(tensors, multiplied(model, monkeypatch), leaf)
+    assert_codes_of_forward(tensors, model, monkeypatch, leaf)
     assert not exported.requantized
     ragged = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
     assert exported.plan.ragged == ([] if size == 256 else ragged)
@@ -84,7 +84,7 @@ def test_blocks_of_32_are_exported_as_rows_of_groups(monkeypatch):
     """Gate and up part between two of them, not between blocks of 128."""
     model = mixture("mxfp8", 64, 96)
     exported = iter_float8_weights(model)
-    assert_codes_of_forward(dict(exported), multiplied(model, monkeypatch), "weight_scale")
+    assert_codes_of_forward(dict(exported), model, monkeypatch)
     assert not exported.requantized
 
 
@@ -95,13 +95,12 @@ def test_a_block_with_rows_of_gate_and_up_is_quantized_again(monkeypatch):
     tensors = dict(exported)
     assert set(exported.requantized) == {"experts.gate_up_proj"}
     assert exported.plan.ragged == ["experts.gate_up_proj", "experts.down_proj"]
-    forward = multiplied(model, monkeypatch)
-    for expert, (codes, scale) in enumerate(forward["down_proj"]):
-        assert_same(stored_of(tensors, expert, "down_proj"), (codes, scale))
+    for expert, codes_and_scale in enumerate(record_forward(model, monkeypatch)["down_proj"]):
+        assert_same(read_expert(tensors, expert, "down_proj"), codes_and_scale)
     for expert, weight in enumerate(model.experts.gate_up_proj.detach()):
         for part, rows in zip(PARTS["gate_up_proj"], weight.chunk(2), strict=True):
             codes, _, scale = dynamic_cast_blocks(rows, torch.float8_e4m3fn, power_of_2=True)
-            assert_same(stored_of(tensors, expert, part), (codes, scale))
+            assert_same(read_expert(tensors, expert, part), (codes, scale))
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors-block", "fp8"])
@@ -114,36 +113,32 @@ def test_codes_of_rows_are_quantized_again_in_blocks(format):
     tensors = dict(exported)
     assert set(exported.requantized) == {"o_proj", "experts.gate_up_proj", "experts.down_proj"}
     leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
-    stored = []
+    decibels = []
     for expert, weight in enumerate(model.experts.down_proj.detach()):
-        codes, scale = (tensors[f"experts.{expert}.down_proj.{each}"] for each in ("weight", leaf))
-        stored.append(sqnr_db(weight, dequantize(codes, scale)))
+        prefix = f"experts.{expert}.down_proj"
+        decibels.append(sqnr_db(weight, dequantize(tensors[f"{prefix}.weight"], tensors[f"{prefix}.{leaf}"])))
     cost = exported.requantized["experts.down_proj"]
-    assert cost.stored_db == pytest.approx(min(stored), abs=1e-3)
-    assert stored.index(min(stored)) == 1
+    assert cost.stored_db == pytest.approx(min(decibels), abs=1e-3)
+    assert decibels.index(min(decibels)) == 1
 
 
 def test_experts_are_quantized_one_at_a_time(monkeypatch):
-    made = []
-
-    def counted(weight, *args):
-        made.append(weight.shape)
-        return store(weight, *args)
-
-    store = weights_module.store_matrix
-    monkeypatch.setattr(weights_module, "store_matrix", counted)
+    store, shapes = weights_module.store_matrix, []
+    monkeypatch.setattr(
+        weights_module, "store_matrix", lambda weight, *args: shapes.append(weight.shape) or store(weight, *args)
+    )
     for name, _ in iter_float8_weights(mixture()):
         if name.startswith("experts."):
             before = 1 + (EXPERTS if "down_proj" in name else 0)
-            assert len(made) == before + int(name.split(".")[1]) + 1
-    assert made == [(64, 64), *[(96, 64)] * EXPERTS, *[(64, 48)] * EXPERTS]
+            assert len(shapes) == before + int(name.split(".")[1]) + 1
+    assert shapes == [(64, 64), *[(96, 64)] * EXPERTS, *[(64, 48)] * EXPERTS]
 
 
 def test_experts_that_a_filter_left_out_stay_in_high_precision():
     model = mixture(filtered=("experts",))
     exported = iter_float8_weights(model, dtype=torch.bfloat16)
     tensors = dict(exported)
-    assert [each for each in tensors if each.endswith("weight_scale")] == ["o_proj.weight_scale"]
+    assert [name for name in tensors if name.endswith("weight_scale")] == ["o_proj.weight_scale"]
     weight = model.experts.gate_up_proj.detach()[2].bfloat16()
     gate_up = [tensors[f"experts.2.{part}.weight"] for part in PARTS["gate_up_proj"]]
     assert_same_bits(torch.cat(gate_up), weight)
@@ -211,8 +206,9 @@ def test_experts_without_a_gate(monkeypatch):
     del experts.gate_up_proj
     convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name == "experts")
     tensors = dict(iter_float8_weights(model))
-    for expert, (codes, scale) in enumerate(multiplied(model, monkeypatch)["gate_up_proj"]):  # the first that it saw
-        assert_same(stored_of(tensors, expert, "up_proj"), (codes, scale))
+    first_stack = record_forward(model, monkeypatch)["gate_up_proj"]
+    for expert, codes_and_scale in enumerate(first_stack):
+        assert_same(read_expert(tensors, expert, "up_proj"), codes_and_scale)
     assert not [name for name in tensors if "gate" in name]
 
 
@@ -231,21 +227,16 @@ def test_a_diverged_expert_is_named():
         dict(iter_float8_weights(model))
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path):
     save_float8(mixture(), tmp_path / "out", config={"model_type": "tiny"})
     return tmp_path / "out"
 
 
-def rewritten(folder, change):
-    """The folder with other tensors, as a stranger would write it."""
+def change_tensors(folder, change):
+    """Replace the tensors of a folder by those that `change` returns for them, as another tool would."""
     file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
+    save_file(change(load_file(file)), file)
     (folder / "quaver_export.json").unlink()
     return folder
 
@@ -262,7 +253,7 @@ def test_matrices_are_put_together(model, folder):
         assert loaded[f"experts.{stack}"].shape == getattr(model.experts, stack).shape
         for expert, matrix in enumerate(loaded[f"experts.{stack}"]):
             prefixes = [f"experts.{expert}.{part}" for part in parts]
-            values = [stored[f"{each}.weight"].float() * stored[f"{each}.weight_scale"] for each in prefixes]
+            values = [stored[f"{prefix}.weight"].float() * stored[f"{prefix}.weight_scale"] for prefix in prefixes]
             assert torch.equal(matrix, torch.cat(values))
     target = plain()
     target.load_state_dict(dict(loaded))
@@ -280,13 +271,10 @@ def test_an_export_that_is_loaded_has_the_logits_of_the_exporter(folder):
 
 
 def test_a_missing_matrix(folder):
-    def change(tensors):
-        del tensors["experts.1.up_proj.weight"], tensors["experts.1.up_proj.weight_scale"]
-
-    with pytest.raises(
-        ValueError, match=r"lacks matrices of experts of the model: experts\.1\.up_proj\.weight; it has"
-    ):
-        load_float8(rewritten(folder, change), model=plain())
+    name = "experts.1.up_proj.weight"
+    change_tensors(folder, lambda tensors: {key: tensor for key, tensor in tensors.items() if name not in key})
+    with pytest.raises(ValueError, match=f"lacks matrices of experts of the model: {name}; it has"):
+        load_float8(folder, model=plain())
 
 
 @pytest.mark.parametrize(
@@ -298,42 +286,43 @@ def test_a_missing_matrix(folder):
 )
 def test_matrices_of_other_shapes(names, got, folder):
     """Gate and up have equal shapes, or the rows of one would be those of the other."""
-
-    def change(tensors):
-        for name in (f"{each}.{leaf}" for each in names for leaf in ("weight", "weight_scale")):
-            tensors[name] = tensors[name][:1].clone()
-
+    change_tensors(
+        folder,
+        lambda tensors: {
+            key: tensor[:1].clone() if key.rpartition(".")[0] in names else tensor for key, tensor in tensors.items()
+        },
+    )
     with pytest.raises(ValueError, match=got):
-        load_float8(rewritten(folder, change), model=plain())
+        load_float8(folder, model=plain())
 
 
 def test_more_experts_than_the_model_has(folder):
-    def change(tensors):
-        for name in [name for name in tensors if name.startswith("experts.2.")]:
-            tensors[name.replace(".2.", ".3.")] = tensors[name].clone()
-
     model = plain()
+    change_tensors(
+        folder,
+        lambda tensors: tensors | {key.replace(".2.", ".3."): tensor.clone() for key, tensor in tensors.items()},
+    )
     with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.3\.down_proj\.weight"):
-        model.load_state_dict(dict(load_float8(rewritten(folder, change), model=model)))
+        model.load_state_dict(dict(load_float8(folder, model=model)))
 
 
 def test_what_the_class_of_a_model_ignores_is_left_out(folder):
     model = plain()
     model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
-    rewritten(folder, lambda tensors: tensors.update({"mtp.weight": torch.ones(2)}))
+    change_tensors(folder, lambda tensors: tensors | {"mtp.weight": torch.ones(2)})
     assert set(load_float8(folder, model=model)) == set(model.state_dict())
 
 
-class Largest(TorchDispatchMode):
-    """The elements of the largest tensor in high precision that is made."""
+class RecordLargest(TorchDispatchMode):
+    """Records the number of elements of the largest high-precision tensor that an operation returns."""
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for each in torch.utils._pytree.tree_leaves(out):
-            if type(each) is torch.Tensor and not each.is_meta and each.dtype in (torch.float32, torch.bfloat16):
-                self.elements = max(self.elements, each.numel())
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if type(leaf) is torch.Tensor and not leaf.is_meta and leaf.dtype in (torch.float32, torch.bfloat16):
+                self.elements = max(self.elements, leaf.numel())
         return out
 
 
@@ -345,15 +334,13 @@ def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_pat
     trained, folder = mixture(recipe, inner=inner), tmp_path / "out"
     save_float8(trained, folder, config={"model_type": "tiny"}, format=format)
     model = plain(inner=inner).to("meta")
-    with Largest() as largest:
+    with RecordLargest() as largest:
         load_frozen(model, folder)
     assert 0 < largest.elements < model.experts.down_proj.numel()
     stored, exported = load_file(folder / "model.safetensors"), iter_float8_weights(model, format=format)
-    again = dict(exported)
+    assert_same(dict(exported), stored)
     assert not exported.requantized
-    assert_same(again, stored)
-    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
-    assert_codes_of_forward(stored, multiplied(model, monkeypatch), leaf)
+    assert_codes_of_forward(stored, model, monkeypatch, "weight_scale_inv" if format == "fp8" else "weight_scale")
     assert torch.equal(model(TOKENS), trained.eval()(TOKENS))
     reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
     assert reasons["experts.down_proj"].startswith("frozen, stored in")
@@ -362,13 +349,9 @@ def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_pat
 
 def test_gate_and_up_with_scales_of_their_own_are_dequantized(tmp_path):
     """One scale for each matrix: as one matrix they have none."""
-
-    def change(tensors):
-        tensors["experts.1.up_proj.weight_scale"] *= 2
-
-    save_float8(mixture("tensorwise"), tmp_path / "out", config={"model_type": "tiny"})
-    folder = rewritten(tmp_path / "out", change)
-    model = load_frozen(plain(), folder)
+    name, folder = "experts.1.up_proj.weight_scale", tmp_path / "out"
+    save_float8(mixture("tensorwise"), folder, config={"model_type": "tiny"})
+    model = load_frozen(plain(), change_tensors(folder, lambda tensors: tensors | {name: tensors[name] * 2}))
     loaded = load_float8(folder, dtype=torch.float32, model=model)
     for stack in PARTS:
         assert torch.equal(getattr(model.experts, stack), loaded[f"experts.{stack}"])
@@ -377,18 +360,15 @@ def test_gate_and_up_with_scales_of_their_own_are_dequantized(tmp_path):
 
 
 def test_a_frozen_model_stays_as_it_was_for_a_bad_expert(folder):
-    def change(tensors):
-        tensors["experts.2.down_proj.weight"].view(torch.uint8)[0, 0] = 0x7F
-
-    model = plain()
-    with pytest.raises(ValueError, match=r"experts\.2\.down_proj\.weight has a NaN"):
-        load_frozen(model, rewritten(folder, change))
+    model, name = plain(), "experts.2.down_proj.weight"
+    nan = torch.full((64, 48), torch.nan).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=f"{name} has a NaN"):
+        load_frozen(model, change_tensors(folder, lambda tensors: tensors | {name: nan}))
     assert type(model.o_proj) is torch.nn.Linear
 
 
 def test_the_logits_of_a_mixture_are_measured(tmp_path):
     save_float8(mixture(), tmp_path / "out", config={}, high_precision_model=lambda: plain())
     record = json.loads((tmp_path / "out" / "quaver_export.json").read_text())
-    logits = SimpleNamespace(**record["logits"])
-    assert 20 < logits.sqnr_db < 60
+    assert 20 < record["logits"]["sqnr_db"] < 60
     assert record["whole_stacks"] == []

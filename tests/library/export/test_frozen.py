@@ -250,9 +250,6 @@ def test_the_base_does_not_depend_on_the_files(exported, tmp_path):
     assert logits(frozen).equal(before)
 
 
-# ---- export of a frozen base -----------------------------------------------------------------------------------------
-
-
 def test_merged_weights_are_exported_as_they_are_stored(exported, tmp_path):
     frozen = load_frozen(Tiny(128), exported("tensorwise")[0])
     with torch.no_grad():
@@ -281,9 +278,6 @@ def test_a_frozen_base_in_other_formats(exported):
     same = iter_float8_weights(load_frozen(Tiny(128), folder), format="fp8")
     assert dict(same)["layer.q_proj.weight_scale_inv"].equal(tensors["layer.q_proj.weight_scale"])
     assert not same.requantized
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 FREQUENCIES = torch.ones(2, device="meta")

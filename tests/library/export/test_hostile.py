@@ -1,4 +1,4 @@
-"""Float8 checkpoints of strangers: a damaged or invented file is read, or refused with one line."""
+"""Float8 checkpoints from elsewhere: a damaged or invented file is read, or refused with one line."""
 
 import json
 from collections.abc import Callable
@@ -45,10 +45,10 @@ def encoded(values: st.SearchStrategy[object]) -> st.SearchStrategy[bytes]:
 
 def mutated(content: bytes) -> st.SearchStrategy[bytes]:
     def change(changes: list[tuple[int, int]], length: int) -> bytes:
-        made = bytearray(content)
+        changed = bytearray(content)
         for place, value in changes:
-            made[place] = value
-        return bytes(made[:length])
+            changed[place] = value
+        return bytes(changed[:length])
 
     places = st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=4)
     return st.builds(change, places, st.integers(0, len(content)) | st.just(len(content)))
@@ -77,22 +77,22 @@ FILES: dict[str, st.SearchStrategy[bytes]] = {
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("examples", [60, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])])
 def test_a_file_of_a_float8_checkpoint(examples, name, tmp_path):
-    for each, content in GOOD.items():
-        (tmp_path / each).write_bytes(content)
+    for path, content in GOOD.items():
+        (tmp_path / path).write_bytes(content)
     if name == INDEX:  # which is read if there is no single file
         (tmp_path / SINGLE).rename(tmp_path / "a.safetensors")
 
     @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
     @given(FILES[name])
-    def one(content: bytes) -> None:
+    def load_one(content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
         message = error_of(lambda: dict(load_float8(tmp_path)))
         assert "\n" not in message
 
     if name == "quaver_export.json":
-        one = example(b'{"sha256": {"\\n": null}}')(one)
+        load_one = example(b'{"sha256": {"\\n": null}}')(load_one)
     assert set(dict(load_float8(tmp_path))) == {"a.weight", "norm.weight"}
-    one()
+    load_one()
 
 
 def error_of(action: Callable[[], object]) -> str:

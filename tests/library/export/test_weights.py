@@ -22,7 +22,7 @@ from quaver import (
 from quaver.export import iter_float8_weights, save_float8
 from quaver.export.formats import weight_format
 from quaver.recipes.scaling import dynamic_cast_blocks
-from tests.library.export.models import PROJECTIONS, Tiny, tiny
+from tests.library.export.models import PROJECTIONS, Tiny, not_the_head, tiny
 from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
 from tests.steps import assert_same
 
@@ -30,8 +30,8 @@ TOKENS = torch.arange(40).view(2, 20)
 STATIC = Float8LinearConfig(cast_config_input=CastConfig(scaling_type=ScalingType.STATIC))
 
 
-def trained(recipe):
-    """A model with the persistent scales of its recipe, if it has any."""
+def train_scales(recipe):
+    """Return a model with the persistent scales of its recipe, if it has any."""
     model = tiny(recipe)
     if recipe is STATIC:
         with calibrate_float8_static_scales(model):
@@ -50,36 +50,39 @@ def test_the_result_says_what_was_written(tmp_path):
     assert re.fullmatch(expected, repr(written))
 
 
-def multiplied_weights(model, monkeypatch):
-    """The operands [N, K] of the weights that a forward multiplies, in the order of the linears."""
-    seen = []
+def export_what_a_forward_multiplies(model, monkeypatch, **options):
+    """Export the model, whose codes must be those of its forward without a new cast.
+
+    Return the export, its tensors by name, and for each linear its stored scale and that of the forward.
+    """
+    operands = []
     multiply = quaver.linear.function.mm
 
-    def recorded(a, b, *args):
-        seen.append(b.t())
+    def record_and_multiply(a, b, *args):
+        operands.append(b.t())
         return multiply(a, b, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quaver.linear.function, "mm", recorded)
+        patch.setattr(quaver.linear.function, "mm", record_and_multiply)
         model.eval()(TOKENS)
-    assert len(seen) == len(PROJECTIONS)
-    return seen
+    exported = iter_float8_weights(model, **options)
+    tensors, scales = dict(exported), []
+    for name, operand in zip(PROJECTIONS, operands, strict=True):
+        assert_same(tensors[f"layer.{name}.weight"], operand.data.contiguous(), name)
+        scales.append((tensors[f"layer.{name}.{exported.plan.format.scale_name}"], operand.dequant_scale))
+    assert not exported.requantized
+    return exported, tensors, scales
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES, pytest.param(STATIC, id="static")])
 def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
-    model = trained(recipe)
-    forward = multiplied_weights(model, monkeypatch)
-    exported = iter_float8_weights(model, share_fused_scales=False)
-    tensors = dict(exported)
-    for name, operand in zip(PROJECTIONS, forward, strict=True):
-        codes, scale = tensors[f"layer.{name}.weight"], tensors[f"layer.{name}.weight_scale"]
-        assert codes.dtype is torch.float8_e4m3fn
-        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
-        is_rowwise = operand.dequant_scale.dim() == 2
-        assert scale.shape == ((32, 1) if is_rowwise else (1,))
-        assert torch.equal(scale.flatten(), operand.dequant_scale.flatten())
-    assert not exported.requantized
+    exported, tensors, scales = export_what_a_forward_multiplies(
+        train_scales(recipe), monkeypatch, share_fused_scales=False
+    )
+    assert tensors["layer.q_proj.weight"].dtype is torch.float8_e4m3fn
+    for scale, expected in scales:
+        assert_same(scale, expected if expected.dim() == 2 else expected.view(1))
+        assert scale.shape in ((32, 1), (1,))
     assert exported.plan.ignore == ["embed_tokens", "lm_head"]
     assert exported.bytes_yielded == sum(tensor.nbytes for tensor in tensors.values())
     assert exported.bytes_moved == 0
@@ -88,16 +91,9 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
 @pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
 def test_blocks_of_a_training_are_exported_as_they_are(format, monkeypatch):
     """Ragged too: 150 x 150 in blocks of 128 x 128."""
-    model = tiny("blockwise", size=150)
-    forward = multiplied_weights(model, monkeypatch)
-    exported = iter_float8_weights(model, format=format)
-    tensors = dict(exported)
-    for name, operand in zip(PROJECTIONS, forward, strict=True):
-        codes = tensors[f"layer.{name}.weight"]
-        scale = tensors[f"layer.{name}.{exported.plan.format.scale_name}"]
-        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
-        assert torch.equal(scale, operand.dequant_scale)
-    assert not exported.requantized
+    *_, scales = export_what_a_forward_multiplies(tiny("blockwise", size=150), monkeypatch, format=format)
+    for scale, expected in scales:
+        assert torch.equal(scale, expected)
 
 
 def test_smaller_blocks_are_quantized_again_in_128_x_128():
@@ -116,16 +112,11 @@ def test_mxfp8_has_the_scales_of_its_blocks_in_each_row(format, monkeypatch):
     model = tiny("mxfp8", size=96)
     with torch.no_grad():
         model.layer["q_proj"].weight[32:64, :32] = 0
-    forward = multiplied_weights(model, monkeypatch)
-    exported = iter_float8_weights(model, format=format)
-    tensors = dict(exported)
-    for name, operand in zip(PROJECTIONS, forward, strict=True):
-        codes, scale = tensors[f"layer.{name}.weight"], tensors[f"layer.{name}.weight_scale"]
-        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
+    _, tensors, scales = export_what_a_forward_multiplies(model, monkeypatch, format=format)
+    for scale, expected in scales:
         assert (scale.dtype, scale.shape) == (torch.uint8, (96, 3))
-        assert torch.equal(torch.exp2(scale.double() - 127), operand.dequant_scale.double().repeat_interleave(32, 0))
+        assert torch.equal(torch.exp2(scale.double() - 127), expected.double().repeat_interleave(32, 0))
     assert tensors["layer.q_proj.weight_scale"][32, 0] == 0
-    assert not exported.requantized
 
 
 @pytest.mark.parametrize("trained", ["rowwise", "blocks of 32 with other scales"])
@@ -134,7 +125,7 @@ def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
     if trained == "rowwise":
         model = tiny("rowwise", size=64)
     else:
-        model = freeze_to_float8(Tiny(64), config="mxfp8", module_filter_fn=lambda module, name: "lm_head" not in name)
+        model = freeze_to_float8(Tiny(64), config="mxfp8", module_filter_fn=not_the_head)
         for name in PROJECTIONS:
             model.layer[name].weight.dequant_scale.mul_(1.25)
     exported = iter_float8_weights(model, format="compressed-tensors-mxfp8")
@@ -144,8 +135,8 @@ def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
         weight = model.layer[name].weight.detach()
         weight = weight.to_high_precision() if hasattr(weight, "to_high_precision") else weight
         codes, _, scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn, block_size=(1, 32), mode="rceil")
-        assert torch.equal(tensors[f"layer.{name}.weight"].view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(tensors[f"layer.{name}.weight_scale"].view(torch.float8_e8m0fnu).float(), scale)
+        assert_same(tensors[f"layer.{name}.weight"], codes)
+        assert_same(tensors[f"layer.{name}.weight_scale"].view(torch.float8_e8m0fnu).float(), scale)
 
 
 def test_fused_linears_share_the_smallest_scale_and_the_cost_is_stated():
@@ -167,7 +158,7 @@ def test_fused_linears_share_the_smallest_scale_and_the_cost_is_stated():
 
 
 def test_static_activations_have_the_scale_of_the_forward():
-    model = trained(STATIC)
+    model = train_scales(STATIC)
     exported = iter_float8_weights(model)
     tensors = dict(exported)
     inputs = exported.plan.format.quantization_config([])["config_groups"]["group_0"]["input_activations"]
@@ -200,9 +191,8 @@ def test_weights_may_come_from_elsewhere():
     expected = dict(iter_float8_weights(model))
     with torch.device("meta"):
         structure = Tiny()
-    convert_to_float8_training(structure, config="rowwise", module_filter_fn=lambda module, name: "lm_head" not in name)
-    found = dict(iter_float8_weights(structure, weights=model.state_dict()))
-    assert_same(found, expected)
+    convert_to_float8_training(structure, config="rowwise", module_filter_fn=not_the_head)
+    assert_same(dict(iter_float8_weights(structure, weights=model.state_dict())), expected)
     rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), rounded_from=torch.bfloat16))
     for name, tensor in iter_float8_weights(model.bfloat16()):
         if "_proj.weight" in name:
@@ -215,15 +205,14 @@ def test_weights_may_come_from_elsewhere():
 def test_a_model_in_high_precision_has_the_codes_of_a_converted_one(recipe):
     """Float32 masters have those that a server which was sent bfloat16 quantizes; the model stays as it was."""
     model = convert_to_high_precision(tiny("rowwise", 64))
-    classes = [type(each) for each in model.modules()]
+    classes = [type(module) for module in model.modules()]
     weights = iter_float8_weights(model, recipe=recipe, rounded_from="bfloat16", dtype=torch.bfloat16)
     stored = dict(weights)
     assert_same(stored, dict(iter_float8_weights(tiny(recipe, 64).bfloat16())))
     assert not weights.requantized  # nothing trained with other codes, if fused linears share a scale
-    assert [type(each) for each in model.modules()] == classes
-    assert not torch.equal(
-        stored["layer.q_proj.weight"], dict(iter_float8_weights(model, recipe=recipe))["layer.q_proj.weight"]
-    )
+    assert [type(module) for module in model.modules()] == classes
+    from_float32 = dict(iter_float8_weights(model, recipe=recipe))
+    assert not torch.equal(stored["layer.q_proj.weight"], from_float32["layer.q_proj.weight"])
     with torch.device("meta"):
         structure = Tiny(64)
     given = {"weights": model.state_dict(), "rounded_from": torch.bfloat16, "dtype": torch.bfloat16}

@@ -171,9 +171,6 @@ def test_compiled_as_eager(backend):
     torch.testing.assert_close(results_of(experts, *routed(), call=compiled), eager, rtol=1e-5, atol=1e-5)
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
-
-
 def mixture(name):
     torch.manual_seed(0)
     return make(name)

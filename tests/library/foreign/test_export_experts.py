@@ -139,9 +139,6 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
     assert isinstance(stored, FrozenFloat8Weight) == (not is_cut)
 
 
-# ---- published layouts -----------------------------------------------------------------------------------------------
-
-
 def blocks_of(shape):
     return [-(-length // 128) for length in shape]
 
@@ -311,9 +308,6 @@ def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
     stacks = [each for each in model.parameters() if isinstance(each, FrozenFloat8Weight)]
     assert len(stacks) == 4
     assert logits_of(model).isfinite().all()
-
-
-# ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

@@ -24,9 +24,6 @@ from tests.thinned import at_night
 pytest.importorskip("torchao")
 
 
-# ---- installation ----------------------------------------------------------------------------------------------------
-
-
 def check_names():
     import torchao.float8 as package
     from torchao.float8 import config, float8_linear, float8_linear_utils, float8_tensor_parallel, fsdp_utils
@@ -139,8 +136,6 @@ def test_wrong_usage_ends_in_one_line(arguments):
     with pytest.raises(SystemExit, match=r"^[^\n]*usage: python -m quaver.integrations.torchao[^\n]*$"):
         main(arguments)
 
-
-# ---- Accelerate ------------------------------------------------------------------------------------------------------
 
 HALF = BATCHES // 2
 

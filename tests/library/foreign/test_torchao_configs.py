@@ -26,9 +26,6 @@ def model():
     return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
 
 
-# ---- configs ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", theirs.Float8LinearRecipeName, ids=lambda recipe: recipe.value)
 def test_a_recipe_is_the_recipe_of_that_name(recipe):
     expected = quaver.Float8LinearConfig.from_recipe_name(recipe.value)
@@ -166,9 +163,6 @@ def test_how_the_matmuls_run_in_torchaos_form():
     ours = convert_to_float8_training(model(), config=config)[0].linear_mm_config
     assert ours == TorchaoLinear.from_float(nn.Linear(32, 32), config).linear_mm_config
     assert ours.output.emulate
-
-
-# ---- quantize_ after training ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Float8WeightOnlyConfig, Int8WeightOnlyConfig])

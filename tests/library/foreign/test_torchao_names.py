@@ -140,9 +140,6 @@ def test_the_helpers_of_float8_utils():
     assert not tensor_already_casted_to_fp8(x)
 
 
-# ---- docs/from-torchao.md --------------------------------------------------------------------------------------------
-
-
 def _object(path):
     """What a dotted path names."""
     module, _, name = path.rpartition(".")

@@ -46,9 +46,6 @@ def make(recipe, k=K, n=N, *, bias=True, dtype=torch.float32):
     return linear
 
 
-# ---- in-place operations -------------------------------------------------------------------------------------------
-
-
 def _add(output):
     output += torch.ones(N)
     return output
@@ -147,9 +144,6 @@ def test_in_place_on_the_input_after_it_was_read(recipe):
         assert_same(got, expected)
 
 
-# ---- modes that stand for real tensors -----------------------------------------------------------------------------
-
-
 def may_refuse(function, *args):
     """Call it; a Python exception is as good as a result."""
     try:
@@ -197,9 +191,6 @@ def test_meta_tensors(recipe):
     assert output.shape == (4, N)
     output.sum().backward()
     assert linear.weight.grad.is_meta
-
-
-# ---- checkpoints with a user's own policy --------------------------------------------------------------------------
 
 
 def _operations_of_quaver():
@@ -298,9 +289,6 @@ def test_a_users_checkpoint_changes_no_bit(recipe, way, alive, casts):
         check_users_checkpoint(recipe, policy, nesting, alive)
 
 
-# ---- inference mode, then training ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "mode", "wrap"),
     thinned(RECIPES, (torch.inference_mode, torch.no_grad), (lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K))),
@@ -335,9 +323,6 @@ def test_training_on_a_tensor_made_in_inference_mode(recipe):
             linear(constant)
         return
     assert_same(results_of(linear, call=lambda: linear(constant)), expected)
-
-
-# ---- two dtypes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -388,9 +373,6 @@ def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
     assert_same([t.bfloat16() for t in got], expected)
 
 
-# ---- export --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "strict", "shape"),
     [
@@ -406,9 +388,6 @@ def test_export_with_a_dynamic_batch_and_gradients_on(recipe, strict, shape):
     for rows in (4, 7, 33):
         input = torch.randn(rows, *shape[1:])
         assert exported(input).equal(model(input))
-
-
-# ---- autograd, hooks, threads and transforms ----------------------------------------------------------------------
 
 
 @RECIPE
