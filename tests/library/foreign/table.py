@@ -1,11 +1,11 @@
-"""The table of docs/integrations.md: feature x library, from what the tests of this folder say that they prove.
+"""The table of docs/integrations.md, feature x library, from the marks of the tests of this folder and from LACKS.
 
 `python -m tests.library.foreign.table` writes it into the page; `test_table.py` compares the two.
 """
 
 import ast
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -43,6 +43,23 @@ LIBRARIES = (
     "Fabric",
 )
 
+PARTS_OF_A_MODEL = ("heads", "adapters before", "adapters after", "merge", "reference model")
+LACKS = {
+    "transformers' Trainer": (PARTS_OF_A_MODEL[1:], "adapters are PEFT's, and reference models TRL's."),
+    "TRL": (("heads", "adapters before", "merge"), "as with transformers' Trainer and PEFT, which it uses."),
+    "Accelerate": (
+        ("best model", *PARTS_OF_A_MODEL),
+        "it prepares the model that it gets, and knows neither parts of it nor a best one.",
+    ),
+    "Accelerate, mixed_precision=fp8": (
+        ("best model", *PARTS_OF_A_MODEL),
+        "as Accelerate; it leaves the first and the last linear in high precision.",
+    ),
+    "Lightning's Trainer": (PARTS_OF_A_MODEL, "the module is the user's, with what it consists of."),
+    "Fabric": (("best model", *PARTS_OF_A_MODEL), "the model and the loop are the user's."),
+}
+"""Features for which a library has nothing, and why: no test can show them."""
+
 
 def proves(library, *features):
     """Marks a test that shows that these features of a library work with a converted model."""
@@ -54,58 +71,52 @@ def refuses(library, feature, sentence):
     return lambda test: test
 
 
-def lacks(library, *features, sentence):
-    """Says of features that a library has nothing of its own for them, and why, so that no test can show them."""
-
-
-def marks() -> Iterator[tuple[str, list[str], str]]:
-    """Every mark in this folder: its kind, the library with the features, and the sentence or nothing."""
+def read_marks() -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the arguments of each mark in this folder."""
     for path in sorted(FOLDER.glob("test_*.py")):
-        tree = ast.parse(path.read_text())
-        decorators = [each for node in ast.walk(tree) for each in getattr(node, "decorator_list", [])]
-        statements = [node.value for node in tree.body if isinstance(node, ast.Expr)]
-        for call in decorators + statements:
-            kind = getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""
-            if kind in ("proves", "refuses", "lacks"):
-                words = [ast.literal_eval(argument) for argument in call.args]
-                sentence = "".join(ast.literal_eval(each.value) for each in call.keywords)
-                yield (
-                    kind,
-                    words[:2] if kind == "refuses" else words,
-                    sentence or (words[2] if kind == "refuses" else ""),
-                )
+        for node in ast.walk(ast.parse(path.read_text())):
+            for decorator in getattr(node, "decorator_list", []):
+                name = getattr(decorator.func, "id", "") if isinstance(decorator, ast.Call) else ""
+                if name in ("proves", "refuses"):
+                    yield name, [ast.literal_eval(argument) for argument in decorator.args]
 
 
-def table() -> str:
-    """The table in Markdown. Raises ValueError for a mark of no row or column, or that another contradicts."""
+def write_table() -> str:
+    """Return the table in Markdown. Raises ValueError for a mark of no row or column, or that LACKS contradicts."""
     cells: dict[tuple[str, str], list[str]] = {}
     sentences: list[str] = []
-    for kind, (library, *features), sentence in marks():
+
+    def fill(library: str, features: Iterable[str], word: str, sentence: str = "") -> None:
         if library not in LIBRARIES or not set(features) <= set(FEATURES):
             raise ValueError(f"no row {library} or column {features} in the table")
         if sentence:
-            named = f"{library}, {features[0]}" if kind == "refuses" else library
-            numbered = f"{len(sentences) + 1}. {named}: {sentence}"
-            sentences.append(textwrap.fill(numbered, 120, subsequent_indent="   "))
-        word = {"proves": "works", "refuses": f"refused ({len(sentences)})", "lacks": f"({len(sentences)})"}[kind]
+            sentences.append(textwrap.fill(f"{len(sentences) + 1}. {sentence}", 120, subsequent_indent="   "))
         for feature in features:
-            cells.setdefault((library, feature), []).append(word)
-    for (library, feature), words in cells.items():
-        if len({each.split("(")[0] for each in words} & {"", "works"}) > 1:
-            raise ValueError(f"{library} is marked both as lacking {feature} and as proved")
+            cells.setdefault((library, feature), []).append(word.format(len(sentences)))
+
+    for kind, (library, *words) in read_marks():
+        if kind == "proves":
+            fill(library, words, "works")
+        else:
+            fill(library, words[:1], "refused ({})", f"{library}, {words[0]}: {words[1]}")
+    for library, (features, sentence) in LACKS.items():
+        for feature in features:
+            if (library, feature) in cells:
+                raise ValueError(f"{library} is marked both as lacking {feature} and as proved")
+        fill(library, features, "({})", f"{library}: {sentence}")
     rows = [["", *LIBRARIES], ["---"] * (len(LIBRARIES) + 1)]
     for feature in FEATURES:
-        found = (cells.get((library, feature), ["–"]) for library in LIBRARIES)
-        rows.append([feature, *(", ".join(dict.fromkeys(words)) for words in found)])
+        words_by_library = (cells.get((library, feature), ["–"]) for library in LIBRARIES)
+        rows.append([feature, *(", ".join(dict.fromkeys(words)) for words in words_by_library)])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", *sentences]) + "\n"
 
 
-def on_the_page(page: str) -> str:
-    """What stands between the marks of the page."""
+def find_table(page: str) -> str:
+    """Return what stands between the marks of the page."""
     return page.split(BEGIN)[1].split(END)[0]
 
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
+    PAGE.write_text(before + BEGIN + write_table() + END + rest.partition(END)[2])

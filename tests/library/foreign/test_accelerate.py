@@ -19,7 +19,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand, weights_of
-from tests.library.foreign.table import lacks, proves, refuses
+from tests.library.foreign.table import proves, refuses
 from tests.ranks import RanksError, run
 from tests.steps import full
 from tests.thinned import at_night
@@ -182,18 +182,6 @@ def save_and_resume(
             accelerator.save_state(folder)
         both.append(steps(only=range(2, BATCHES)))
     return both
-
-
-lacks(
-    "Accelerate",
-    "best model",
-    "heads",
-    "adapters before",
-    "adapters after",
-    "merge",
-    "reference model",
-    sentence="it prepares the model that it gets, and knows neither parts of it nor a best one.",
-)
 
 
 @proves("Accelerate", "save, resume")

@@ -17,7 +17,7 @@ from quaver import (
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from quaver.numerics.record import Record
 from tests.library.foreign.llama import BATCHES, Tokens, llama, optimizer_of, scales_of, train_by_hand, weights_of
-from tests.library.foreign.table import lacks, proves
+from tests.library.foreign.table import proves
 from tests.library.foreign.test_transformers_trainer import losses_of
 from tests.library.foreign.test_transformers_trainer import trained as trained_by
 from tests.library.foreign.test_transformers_trainer import trainer as trainer_of
@@ -174,16 +174,6 @@ def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path):
     assert scope.count == 2
     each = trained_by(tmp_path, rowwise(), [], **OPTIONS, **options)
     assert losses_of(once) == losses_of(each)
-
-
-lacks(
-    "transformers' Trainer",
-    "adapters before",
-    "adapters after",
-    "merge",
-    "reference model",
-    sentence="adapters are PEFT's, and reference models TRL's.",
-)
 
 
 @proves("transformers' Trainer", "accumulate", "evaluate")

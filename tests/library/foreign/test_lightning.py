@@ -20,7 +20,7 @@ from tests.library.foreign.llama import (
     scales_of,
     train_by_hand,
 )
-from tests.library.foreign.table import lacks, proves, refuses
+from tests.library.foreign.table import proves, refuses
 from tests.steps import assert_same
 from tests.thinned import at_night
 
@@ -141,17 +141,6 @@ def test_the_best_checkpoint_comes_with_its_scales(tmp_path):
     assert found["validation"] == best.best_model_score.item()
 
 
-lacks(
-    "Lightning's Trainer",
-    "heads",
-    "adapters before",
-    "adapters after",
-    "merge",
-    "reference model",
-    sentence="the module is the user's, with what it consists of.",
-)
-
-
 @proves("Lightning's Trainer", "save, resume", "resume elsewhere")
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([("rowwise",)])])
 def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
@@ -221,18 +210,6 @@ def test_fabric_with_autocast_differs_by_its_rounding():
     losses, by_hand = loop(model, optimizer, fabric.backward), loop_by_hand()
     assert losses == pytest.approx(by_hand, rel=0.01)
     assert losses != by_hand
-
-
-lacks(
-    "Fabric",
-    "best model",
-    "heads",
-    "adapters before",
-    "adapters after",
-    "merge",
-    "reference model",
-    sentence="the model and the loop are the user's.",
-)
 
 
 @proves("Fabric", "save, resume", "resume elsewhere")

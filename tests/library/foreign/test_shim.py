@@ -15,7 +15,7 @@ from quaver import Float8Linear, Float8LinearConfig, assert_float8_training, con
 from quaver.integrations.torchao import main
 from tests.isolated import Forked, isolated
 from tests.library.foreign.llama import BATCHES, batches, float8_names, llama, optimizer_of, weights_of
-from tests.library.foreign.table import lacks, proves
+from tests.library.foreign.table import proves
 from tests.library.foreign.test_accelerate import accelerator_on, moved, steps_of
 from tests.ranks import run
 from tests.steps import assert_same
@@ -190,18 +190,6 @@ def train_with_accelerate(strategy, recipe, variant, folder):
         again = steps(parts[HALF:])
         results.append((losses, again, trained, sorted(float8_names(plain) - {"lm_head"}), set(before)))
     return results
-
-
-lacks(
-    "Accelerate, mixed_precision=fp8",
-    "best model",
-    "heads",
-    "adapters before",
-    "adapters after",
-    "merge",
-    "reference model",
-    sentence="as Accelerate; it leaves the first and the last linear in high precision.",
-)
 
 
 @proves("Accelerate, mixed_precision=fp8", "train", "DDP", "FSDP2", "FSDP2, float8 gather", "save, resume", "evaluate")

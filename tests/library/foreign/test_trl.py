@@ -25,7 +25,7 @@ from tests.library.foreign.llama import (
     train_by_hand,
     weights_of,
 )
-from tests.library.foreign.table import lacks, proves
+from tests.library.foreign.table import proves
 from tests.library.foreign.test_transformers_trainer import losses_of, settings, trained
 from tests.steps import assert_same
 from tests.thinned import at_night
@@ -114,9 +114,6 @@ def test_the_best_model_of_sft_comes_with_its_scales(tmp_path):
     short = sft(tmp_path / "1", prepare_model_for_float8(llama(), "delayed"), max_steps=1, learning_rate=10.0)
     short.train()
     assert_same(scales_of(best.model), scales_of(short.model))
-
-
-lacks("TRL", "heads", "adapters before", "merge", sentence="as with transformers' Trainer and PEFT, which it uses.")
 
 
 @proves("TRL", "adapters after")
