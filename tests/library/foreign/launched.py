@@ -1,4 +1,4 @@
-"""What `accelerate launch` starts on each rank: `launched.py FOLDER START`.
+"""The program that `accelerate launch` starts on each rank: `launched.py FOLDER START`.
 
 Trains with delayed scaling, from scratch (START 0), saving its state in FOLDER/state after two batches, or from that
 state, which the caller has moved to FOLDER/moved.
@@ -39,9 +39,10 @@ def main(folder: Path, start: int) -> None:
         train(range(2))
         accelerator.save_state(str(folder / "state"))
     losses = accelerator.gather(torch.tensor(train(range(2, BATCHES)))[None]).mean(0).tolist()
-    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in plain.parameters())).hexdigest()
-    found = {"type": str(accelerator.distributed_type), "losses": losses, "weights": digest}
-    (folder / f"{start}.{accelerator.process_index}.json").write_text(json.dumps(found))
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in plain.parameters())
+    digest = hashlib.sha256(weights).hexdigest()
+    report = {"type": str(accelerator.distributed_type), "losses": losses, "weights": digest}
+    (folder / f"{start}.{accelerator.process_index}.json").write_text(json.dumps(report))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -26,16 +26,21 @@ def not_the_head(module, name):
     return "lm_head" not in name and "lora" not in name
 
 
+def convert(model, recipe):
+    """Convert all linears but the head and adapters."""
+    return convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+
+
 def llama(recipe=None, layers=2):
-    """The same weights at each call; converted, but for its head, if a recipe is given."""
+    """Return a model with the same weights at each call; converted, but for its head, if a recipe is given."""
     torch.manual_seed(0)
     sizes = {**SIZES, "num_hidden_layers": layers}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **sizes))
-    return model if recipe is None else convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+    return model if recipe is None else convert(model, recipe)
 
 
 def mixture():
-    """The same weights at each call."""
+    """Return a model with the same weights at each call."""
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     config = Qwen3MoeConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **SIZES, **experts)
@@ -43,7 +48,7 @@ def mixture():
 
 
 def batches(rank=None):
-    """Batches of two sequences, or of the one that a rank takes of each."""
+    """Return batches of two sequences; for a rank, of the one sequence that it takes."""
     loader = torch.utils.data.DataLoader(Tokens(), batch_size=2)
     if rank is None:
         return loader
@@ -67,14 +72,16 @@ def scales_of(model):
 
 
 def weights_of(model):
-    """Copies of the parameters by name."""
+    """Return copies of the parameters by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def values_of(model):
-    """The state dict of a model, frozen weights dequantized."""
-    state = model.state_dict()
-    return {name: v.to_high_precision() if hasattr(v, "to_high_precision") else v for name, v in state.items()}
+    """Return the state dict of a model, frozen weights dequantized."""
+    return {
+        name: tensor.to_high_precision() if hasattr(tensor, "to_high_precision") else tensor
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def train_by_hand(
@@ -89,13 +96,13 @@ def train_by_hand(
     within_a_step=nullcontext,
     only=range(BATCHES),
 ):
-    """The losses of the batches in `only`, whose gradients are accumulated over `every` of them.
+    """Train, and return the losses of the batches in `only`, whose gradients are accumulated over `every` of them.
 
     Args:
         rank: which of two takes its sequence of each batch; None for both sequences.
         before: called with the model before each step of the optimizer.
-        after: called with the model after it.
-        within_a_step: makes the context of batches that do not end a step.
+        after: called with the model after each step.
+        within_a_step: returns the context manager for batches that do not end a step.
     """
     optimizer, losses = optimizer or optimizer_of(model), []
     for index, batch in enumerate(batches(rank)):

@@ -1,7 +1,8 @@
-"""What users do between the batches of each trainer: evaluate, swap in averaged weights, fail, save, load elsewhere.
+"""What users do between the batches of a trainer: evaluate, swap in averaged weights, fail, save, load elsewhere.
 
-A driver trains a model with two batches a step, in one library's loop. It calls `between(model, ends_step)` after each
-batch, saves into a folder, and returns the model and a function that loads what it saved into another Llama.
+A driver, `train_by_...`, trains a model with two batches a step, in one library's loop. It calls `between(model,
+ends_step)` after each batch, saves into a folder, and returns the model and a function that loads the folder into
+another Llama.
 """
 
 import itertools
@@ -13,14 +14,15 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from quaver import convert_to_float8_training
 from quaver.integrations.transformers import Float8Callback
 from tests.library.foreign import test_lightning, test_transformers_trainer, test_trl
-from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, weights_of
+from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, weights_of
 from tests.library.foreign.table import proves
 from tests.steps import assert_same
+from tests.thinned import at_night
 
 EVERY = 2
+TRAINER_OPTIONS = {"gradient_accumulation_steps": EVERY, "max_steps": BATCHES // EVERY, "max_grad_norm": 0.0}
 
 
 class Callback(TrainerCallback):
@@ -34,23 +36,21 @@ class Callback(TrainerCallback):
         self.between(model, True)
 
 
-def by_transformers(model, between, folder):
-    options = {"gradient_accumulation_steps": EVERY, "max_steps": BATCHES // EVERY}
+def train_by_transformers(model, between, folder):
     callbacks = [Float8Callback(), Callback(between)]
-    run = test_transformers_trainer.trained(folder, model, callbacks, max_grad_norm=0.0, **options)
+    run = test_transformers_trainer.trained(folder, model, callbacks, **TRAINER_OPTIONS)
     run.save_model(folder / "saved")
     return run.model, lambda: LlamaForCausalLM.from_pretrained(folder / "saved")
 
 
-def by_trl(model, between, folder):
-    options = {"gradient_accumulation_steps": EVERY, "max_steps": BATCHES // EVERY, "max_grad_norm": 0.0}
-    run = test_trl.sft(folder, model, [Callback(between)], **options)
+def train_by_trl(model, between, folder):
+    run = test_trl.sft(folder, model, [Callback(between)], **TRAINER_OPTIONS)
     run.train()
     run.save_model(folder / "saved")
     return run.model, lambda: LlamaForCausalLM.from_pretrained(folder / "saved")
 
 
-def loop(model, optimizer, backward, between):
+def run_loop(model, optimizer, backward, between):
     optimizer.zero_grad()
     for index, batch in enumerate(batches()):
         ends_step = (index + 1) % EVERY == 0
@@ -61,27 +61,27 @@ def loop(model, optimizer, backward, between):
         between(model, ends_step)
 
 
-def by_peft(model, between, folder):
-    adapted, _ = by_transformers(model, between, folder)
+def train_by_peft(model, between, folder):
+    adapted, _ = train_by_transformers(model, between, folder)
     return adapted, lambda: peft.PeftModel.from_pretrained(llama(), folder / "saved")
 
 
-def by_accelerate(model, between, folder):
+def train_by_accelerate(model, between, folder):
     accelerator = Accelerator(cpu=True)
     prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
-    loop(prepared, optimizer, accelerator.backward, between)
+    run_loop(prepared, optimizer, accelerator.backward, between)
     accelerator.save_model(prepared, folder)
-    return prepared, lambda: loaded(load_file(folder / "model.safetensors"))
+    return prepared, lambda: load_llama(load_file(folder / "model.safetensors"))
 
 
-def by_fabric(model, between, folder):
+def train_by_fabric(model, between, folder):
     fabric, wrapped, optimizer = test_lightning.with_fabric(model, "rowwise")
-    loop(wrapped, optimizer, fabric.backward, between)
+    run_loop(wrapped, optimizer, fabric.backward, between)
     fabric.save(folder / "state", {"model": wrapped})
-    return wrapped, lambda: loaded(torch.load(folder / "state")["model"])
+    return wrapped, lambda: load_llama(torch.load(folder / "state")["model"])
 
 
-def by_lightning(model, between, folder):
+def train_by_lightning(model, between, folder):
     class Between(test_lightning.lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
             between(module.model, (index + 1) % EVERY == 0)
@@ -93,44 +93,44 @@ def by_lightning(model, between, folder):
     run.fit(module, batches())
     run.save_checkpoint(folder / "last.ckpt")
     state = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
-    return model, lambda: loaded({name.removeprefix("model."): each for name, each in state.items()})
+    return model, lambda: load_llama({name.removeprefix("model."): tensor for name, tensor in state.items()})
 
 
-def loaded(state):
+def load_llama(state):
     model = llama()
     model.load_state_dict(state)
     return model
 
 
 LIBRARIES = {
-    "transformers": by_transformers,
-    "TRL": by_trl,
-    "PEFT": by_peft,
-    "Accelerate": by_accelerate,
-    "Fabric": by_fabric,
-    "Lightning": by_lightning,
+    "transformers": train_by_transformers,
+    "TRL": train_by_trl,
+    "PEFT": train_by_peft,
+    "Accelerate": train_by_accelerate,
+    "Fabric": train_by_fabric,
+    "Lightning": train_by_lightning,
 }
 
 
 def by_library(*every_night, without=()):
-    """Runs a test for each library, for some only nightly."""
-    marks = {name: [pytest.mark.nightly] if name in every_night else [] for name in LIBRARIES if name not in without}
-    return pytest.mark.parametrize("library", [pytest.param(name, marks=each) for name, each in marks.items()])
+    """Mark a test to run for each library, for some only nightly."""
+    names = [name for name in LIBRARIES if name not in (*every_night, *without)]
+    return pytest.mark.parametrize("library", [*names, *at_night((name,) for name in every_night)])
 
 
-def made(library):
+def build_model(library):
     if library != "PEFT":
         return llama("rowwise")
     torch.manual_seed(1)
     return peft.get_peft_model(llama("rowwise"), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
 
 
-def trained(library, folder, between=lambda model, ends_step: None, model=None):
+def train(library, folder, between=lambda model, ends_step: None, model=None):
     folder.mkdir(parents=True)
-    return LIBRARIES[library](model or made(library), between, folder)
+    return LIBRARIES[library](model or build_model(library), between, folder)
 
 
-def evaluated(model):
+def evaluate(model):
     *_, last = batches()
     training = model.training
     with torch.no_grad():
@@ -139,24 +139,24 @@ def evaluated(model):
     return loss
 
 
-class Swap:
-    """Averages the weights after each step, and evaluates them in place of the model's; evaluates after each batch."""
+class EvaluateWithAverage:
+    """Evaluates after each batch; after each step it averages the weights, and evaluates with the average."""
 
     def __init__(self):
         self.average, self.losses = None, []
 
     @torch.no_grad()
     def __call__(self, model, ends_step):
-        kept = weights_of(model)
         if not ends_step:
-            self.losses.append(evaluated(model))
+            self.losses.append(evaluate(model))
             return
+        weights = weights_of(model)
         self.average = self.average or weights_of(model)
-        for name, each in model.named_parameters():
-            each.copy_(self.average[name].lerp_(each, 0.5))
-        self.losses.append(evaluated(model))
-        for name, each in model.named_parameters():
-            each.copy_(kept[name])
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self.average[name].lerp_(parameter, 0.5))
+        self.losses.append(evaluate(model))
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
 
 
 @proves("transformers' Trainer", "evaluate in a step", "EMA swap", "reload")
@@ -171,18 +171,18 @@ def test_evaluations_of_the_weights_and_of_their_average_change_nothing(library,
 
 
 def check_evaluations(library, folder):
-    swap = Swap()
-    model, reload = trained(library, folder / "swapped", swap)
-    alone, _ = trained(library, folder / "alone")
+    evaluations = EvaluateWithAverage()
+    model, reload = train(library, folder / "evaluated", evaluations)
+    alone, _ = train(library, folder / "alone")
     assert_same(weights_of(model), weights_of(alone))
-    last = evaluated(model)
-    again = convert_to_float8_training(reload(), config="rowwise", module_filter_fn=not_the_head)
-    assert evaluated(again) == last
+    last = evaluate(model)
+    reloaded = convert(reload(), "rowwise")
+    assert evaluate(reloaded) == last
     with torch.no_grad():
-        for (_, each), average in zip(again.named_parameters(), swap.average.values(), strict=True):
-            each.copy_(average)
-    assert evaluated(again) == swap.losses[-1] != last
-    assert len(swap.losses) == BATCHES
+        for parameter, average in zip(reloaded.parameters(), evaluations.average.values(), strict=True):
+            parameter.copy_(average)
+    assert evaluate(reloaded) == evaluations.losses[-1] != last
+    assert len(evaluations.losses) == BATCHES
 
 
 @proves("TRL", "after a failed run")
@@ -202,10 +202,10 @@ def check_a_failed_run(library, folder):
         if next(calls) == EVERY:
             raise OSError("no batch")
 
-    model = made(library)
+    model = build_model(library)
     with pytest.raises(OSError, match="no batch"):
-        trained(library, folder / "failed", fail, model)
-    model.load_state_dict(made(library).state_dict())
-    again, _ = trained(library, folder / "again", model=model)
-    fresh, _ = trained(library, folder / "fresh")
+        train(library, folder / "failed", fail, model)
+    model.load_state_dict(build_model(library).state_dict())
+    again, _ = train(library, folder / "again", model=model)
+    fresh, _ = train(library, folder / "fresh")
     assert_same(weights_of(again), weights_of(fresh))

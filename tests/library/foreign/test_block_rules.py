@@ -1,7 +1,7 @@
-"""Codes and scales of blocks beside the rules of others, each written from its own sources (docs/numerics.md).
+"""Codes and scales of blocks beside the rules of other libraries, written from their sources (docs/numerics.md).
 
-One block for each finite bfloat16 amax; its other elements are fractions of it. A rule says what multiplies the block,
-and the dequant_scale that it stores.
+There is one block for each finite bfloat16 amax, whose other elements are fractions of it. A rule returns the codes of
+the block and the dequant_scale that it stores.
 """
 
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ E4M3 = torch.float8_e4m3fn
 MAX = 448.0
 
 
-def blocks():
-    """[n, 32], every finite amax above 0."""
+def make_blocks():
+    """Return blocks [n, 32] with every finite amax above 0."""
     amax = every_value(torch.bfloat16)
     amax = amax[amax.isfinite() & (amax > 0)]
     fractions = torch.cat([torch.ones(1), torch.rand(31, generator=torch.Generator().manual_seed(0)) * 2 - 1])
@@ -25,7 +25,7 @@ def blocks():
 
 
 def round_up_to_power_of_2(scale):
-    """The smallest power of two that is not below, exactly."""
+    """Return the smallest power of two that is not below `scale`, exactly."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
@@ -61,15 +61,15 @@ def transformer_engine(hp, amax, power_of_2):
 
 
 def transformers(hp, amax, power_of_2):
-    """The function itself."""
+    """transformers' own function."""
     module = pytest.importorskip("transformers.integrations.finegrained_fp8")
     config = SimpleNamespace(weight_block_size=(1, 32), scale_fmt="ue8m0" if power_of_2 else "float")
     quantize = module.Fp8Quantize(SimpleNamespace(quantization_config=config))
-    made = quantize.convert({"a.weight": hp})
-    return made["a.weight"], made["a.weight_scale_inv"].float()
+    tensors = quantize.convert({"a.weight": hp})
+    return tensors["a.weight"], tensors["a.weight_scale_inv"].float()
 
 
-RULES = {each.__name__: each for each in (deepseek_v3, deepgemm, torchao, transformer_engine, transformers)}
+RULES = {rule.__name__: rule for rule in (deepseek_v3, deepgemm, torchao, transformer_engine, transformers)}
 FLOORS = {"deepgemm": 1e-4}
 """The amaxes from which a rule is quaver's; 1e-12, quaver's own, for the rules that have none."""
 ULPS = {"transformers": 4}
@@ -81,7 +81,7 @@ ULPS = {"transformers": 4}
 )
 def test_codes_and_scales_where_no_floor_acts(rule, power_of_2):
     """Powers of two: equal to the bit. Float32: scales to a few ulps, so codes at a rounding boundary differ."""
-    hp = blocks()
+    hp = make_blocks()
     hp = hp[hp[:, 0] >= FLOORS.get(rule, 1e-12)]
     codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), power_of_2=power_of_2)
     their_codes, their_scale = RULES[rule](hp, hp.abs().amax(1, keepdim=True), power_of_2)
@@ -96,7 +96,7 @@ def test_codes_and_scales_where_no_floor_acts(rule, power_of_2):
 
 
 def test_torchaos_blockwise_rule_is_quavers_but_for_zeros():
-    hp = blocks()
+    hp = make_blocks()
     codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32))
     their_codes, their_scale = torchao(hp, hp.abs().amax(1, keepdim=True), False)
     assert_same_bits(codes, their_codes)

@@ -2,11 +2,12 @@
 
     COMFYUI=path/to/ComfyUI pytest tests/library/foreign/test_comfyui.py
 
-Each reads the files of both. Scales by row and block are those of convert_to_quant, where it is installed. In bfloat16
+Both read the files of both. Scales by row and block are those of convert_to_quant, where it is installed. In bfloat16
 ComfyUI's eager kernels round a scale before they multiply, and its Triton kernels do not, as load_float8: values are
 compared in float32.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -56,7 +57,7 @@ class Transformer(nn.Module):
             "down": (320, width),
         }
         linears = ({name: ops.Linear(*size) for name, size in sizes.items()} for _ in range(2))
-        self.transformer_blocks = nn.ModuleList(nn.ModuleDict(each) for each in linears)
+        self.transformer_blocks = nn.ModuleList(nn.ModuleDict(block) for block in linears)
         self.norm_out, self.proj_out = nn.LayerNorm(width), ops.Linear(width, 16)
 
     def forward(self, hidden):
@@ -67,68 +68,69 @@ class Transformer(nn.Module):
         return self.proj_out(self.norm_out(hidden))
 
 
-def transformer(width=WIDTH):
+def build_transformer(width=WIDTH):
     torch.manual_seed(0)
     return Transformer(width=width).requires_grad_(False)
 
 
-def by_comfyui(file, width=WIDTH, prefix="", disabled=tuple(LAYOUTS)):
-    """The model as ComfyUI loads it from a file; `disabled`: formats that this machine multiplies dequantized."""
+def load_by_comfyui(file, width=WIDTH, prefix="", disabled=tuple(LAYOUTS)):
+    """Load a file as ComfyUI does; `disabled`: formats that this machine multiplies dequantized."""
     tensors, metadata = comfy.utils.load_torch_file(str(file), safe_load=True, return_metadata=True)
     tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
     tensors = comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""}, filter_keys=bool(prefix))
     ops = comfy.ops.mixed_precision_ops({}, torch.float32, disabled=set(disabled))
     model = Transformer(ops, width)
-    found = model.load_state_dict(tensors, strict=False)
-    assert not found.missing_keys
-    assert not [name for name in found.unexpected_keys if not name.endswith("scaled_fp8")]
+    keys = model.load_state_dict(tensors, strict=False)
+    assert not keys.missing_keys
+    assert not [name for name in keys.unexpected_keys if not name.endswith("scaled_fp8")]
     return model.requires_grad_(False)
 
 
-def values(model):
-    """All tensors of a model of ComfyUI's, dequantized."""
-    found = {name: each for name, each in model.named_parameters() if name.endswith("bias") or "norm" in name}
+def dequantize(model):
+    """Return all tensors of a model of ComfyUI's, dequantized."""
+    tensors = {name: p for name, p in model.named_parameters() if name.endswith("bias") or "norm" in name}
     for name, module in model.named_modules():
         if hasattr(module, "weight_function"):
             weight = module.weight
-            found[f"{name}.weight"] = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-    return {name: each.detach() for name, each in found.items()}
+            tensors[f"{name}.weight"] = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def written_by_comfyui(kind, format, width=WIDTH):
-    """A file's tensors and metadata: codes and scales from comfy-kitchen, the last linear in high precision."""
+def quantize_by_comfyui(kind, format, width=WIDTH):
+    """Return a file's tensors and metadata: codes and scales of comfy-kitchen, the last linear in high precision."""
     prefix = "model.diffusion_model." if kind == "prefix" else ""
     tensors, layers = {}, {}
-    for name, tensor in transformer(width).state_dict().items():
+    for name, tensor in build_transformer(width).state_dict().items():
         layer = name.removesuffix(".weight")
         if tensor.dim() != 2 or layer == "proj_out":
             tensors[f"{prefix}{name}"] = tensor
             continue
-        made = QuantizedTensor.from_float(tensor, LAYOUTS[format], scale="recalculate").state_dict(f"{prefix}{name}")
+        quantized = QuantizedTensor.from_float(tensor, LAYOUTS[format], scale="recalculate")
+        stored = quantized.state_dict(f"{prefix}{name}")
         layers[f"{prefix}{layer}"] = {"format": format}
         if kind == "scaled_fp8":
-            made[f"{layer}.scale_weight"] = made.pop(f"{name}_scale")
-            made[f"{layer}.scale_input"] = torch.tensor(0.5)
+            stored[f"{layer}.scale_weight"] = stored.pop(f"{name}_scale")
+            stored[f"{layer}.scale_input"] = torch.tensor(0.5)
         elif kind == "bytes":
-            made[f"{name}_scale"] = made[f"{name}_scale"].view(torch.uint8)
+            stored[f"{name}_scale"] = stored[f"{name}_scale"].view(torch.uint8)
         elif kind == "cast":
-            made = {name: (tensor * 8).to(made[name].dtype)}
-        tensors |= made
+            stored = {name: (tensor * 8).to(stored[name].dtype)}
+        tensors |= stored
         if kind not in ("scaled_fp8", "metadata", "cast"):
             content = {**layers[f"{prefix}{layer}"], "full_precision_matrix_mult": True}
-            tensors[f"{prefix}{layer}.comfy_quant"] = torch.tensor(
-                list(json.dumps(content).encode()), dtype=torch.uint8
-            )
+            tensors[f"{prefix}{layer}.comfy_quant"] = as_mark(content)
     if kind == "scaled_fp8":
         tensors["scaled_fp8"] = torch.zeros(2).to(torch.float8_e4m3fn)
     metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if kind == "metadata" else {}
-    return {name: each.contiguous() for name, each in tensors.items()}, {"format": "pt", **metadata}, prefix
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt", **metadata}, prefix
+
+
+def as_mark(content):
+    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
 
 
 CASES = [
-    *(("marks", format) for format in LAYOUTS),
-    *(("metadata", format) for format in LAYOUTS),
-    *(("prefix", format) for format in LAYOUTS),
+    *itertools.product(("marks", "metadata", "prefix"), LAYOUTS),
     ("scaled_fp8", "float8_e4m3fn"),
     ("cast", "float8_e4m3fn"),
     ("cast", "float8_e5m2"),
@@ -140,10 +142,10 @@ CASES = [
 @pytest.mark.parametrize(("kind", "format"), CASES)
 def test_a_file_of_comfyuis(kind, format, width, tmp_path):
     file = tmp_path / "model.safetensors"
-    tensors, metadata, prefix = written_by_comfyui(kind, format, width)
+    tensors, metadata, prefix = quantize_by_comfyui(kind, format, width)
     save_file(tensors, file, metadata=metadata)
-    expected = values(by_comfyui(file, width, prefix))
-    model = transformer(width)
+    expected = dequantize(load_by_comfyui(file, width, prefix))
+    model = build_transformer(width)
     loaded = dict(load_float8(file, dtype=torch.float32, model=model))
     assert loaded.keys() == expected.keys() == model.state_dict().keys()
     for name, tensor in expected.items():
@@ -156,7 +158,7 @@ def test_a_file_of_comfyuis(kind, format, width, tmp_path):
 @pytest.mark.parametrize("width", [WIDTH, 48])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "static"])
 def test_a_file_of_ours(recipe, width, tmp_path):
-    file, model = tmp_path / "model.safetensors", transformer(width)
+    file, model = tmp_path / "model.safetensors", build_transformer(width)
     static = Float8LinearConfig(cast_config_input=CastConfig(scaling_type=ScalingType.STATIC))
     config = static if recipe == "static" else recipe
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "proj_out")
@@ -165,14 +167,14 @@ def test_a_file_of_ours(recipe, width, tmp_path):
         with calibrate_float8_static_scales(model):
             model(inputs)
     save_float8(model, file, format="comfyui")
-    dequantized = transformer(width)
+    dequantized = build_transformer(width)
     loaded = dict(load_float8(file, dtype=torch.float32, model=dequantized))
     dequantized.load_state_dict(loaded)
-    theirs = by_comfyui(file, width)
-    for name, tensor in values(theirs).items():
+    theirs = load_by_comfyui(file, width)
+    for name, tensor in dequantize(theirs).items():
         assert torch.equal(loaded[name], tensor), name
     assert compute_sqnr_db(dequantized(inputs), theirs(inputs)) > 100
-    quantized = by_comfyui(file, width, disabled=())  # as on hardware that multiplies the format
+    quantized = load_by_comfyui(file, width, disabled=())  # as on hardware that multiplies the format
     layer = quantized.transformer_blocks[0]["to_q"]
     assert layer._full_precision_mm == (recipe in ("tensorwise", "rowwise"))
     assert (getattr(layer, "input_scale", None) is not None) == (recipe == "static")
@@ -187,9 +189,7 @@ def test_scales_by_row_and_block(size, tmp_path):
     layout = layouts["RowWiseFP8Layout" if size is None else "BlockWiseFP8Layout"]
     codes, parameters = layout.quantize(torch.randn(192, 128), **({} if size is None else {"block_size": size}))
     content = {"format": f"float8_e4m3fn_{'rowwise' if size is None else 'blockwise'}", "group_size": size}
-    mark = torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
-    save_file(
-        {"a.weight": codes, "a.weight_scale": parameters["scale"], "a.comfy_quant": mark}, tmp_path / "a.safetensors"
-    )
+    tensors = {"a.weight": codes, "a.weight_scale": parameters["scale"], "a.comfy_quant": as_mark(content)}
+    save_file(tensors, tmp_path / "a.safetensors")
     loaded = load_float8(tmp_path / "a.safetensors", dtype=torch.float32)["a.weight"]
     assert torch.equal(loaded, layout.dequantize(codes, **parameters))

@@ -33,7 +33,7 @@ def gpt2(seed=0):
     return GPT2LMHeadModel(GPT2Config(n_embd=64, vocab_size=128, **SMALL, **still))
 
 
-def prepared(seed=0, recipe="rowwise"):
+def build_prepared(seed=0, recipe="rowwise"):
     return prepare_model_for_float8(gpt2(seed), recipe)
 
 
@@ -62,7 +62,7 @@ def test_the_layers_of_blocks_are_in_float8_and_the_state_dict_is_as_before(name
 
 def test_a_layer_computes_as_a_float8_linear_with_its_weight_transposed():
     weight = gpt2().transformer.h[0].mlp.c_fc.weight.detach().t().contiguous().requires_grad_()
-    layer, inputs = prepared().transformer.h[0].mlp.c_fc, torch.randn(32, 64)
+    layer, inputs = build_prepared().transformer.h[0].mlp.c_fc, torch.randn(32, 64)
     output = layer(inputs)
     assert_same(output, float8_linear(inputs, weight, layer.bias, config="rowwise"))
     output.square().sum().backward()
@@ -71,10 +71,10 @@ def test_a_layer_computes_as_a_float8_linear_with_its_weight_transposed():
 
 
 def test_copies_pickles_loads_and_saved_folders_compute_the_same(tmp_path):
-    model = prepared()
+    model = build_prepared()
     logits = model(TOKENS).logits
     for assign in (False, True):
-        loaded = prepared(seed=1)
+        loaded = build_prepared(seed=1)
         loaded.load_state_dict(model.state_dict(), assign=assign)
         assert_same(loaded(TOKENS).logits, logits)
     assert_same(copy.deepcopy(model)(TOKENS).logits, logits)
@@ -91,17 +91,17 @@ def test_adapters_of_peft_merge_into_square_weights_as_into_linears():
     torch.manual_seed(1)
     expected = peft.get_peft_model(gpt2(), adapters).merge_and_unload()(TOKENS).logits
     torch.manual_seed(1)
-    merged = peft.get_peft_model(prepared(), adapters).merge_and_unload()
+    merged = peft.get_peft_model(build_prepared(), adapters).merge_and_unload()
     assert isinstance(merged.transformer.h[0].attn.c_proj, Float8Linear)
     assert_same(convert_to_high_precision(merged)(TOKENS).logits, expected)
 
 
-def frozen(seed=0):
-    return freeze_to_float8(prepared(seed), config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+def build_frozen(seed=0):
+    return freeze_to_float8(build_prepared(seed), config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
 
 
 def test_frozen_layers_save_load_and_train_adapters(tmp_path):
-    model, other = frozen(), frozen(seed=1)
+    model, other = build_frozen(), build_frozen(seed=1)
     values = model.transformer.h[0].attn.c_proj.weight.to_high_precision()  # square
     assert_same(model.state_dict(keep_vars=True)["transformer.h.0.attn.c_proj.weight"], values.t())
     other.load_state_dict(model.state_dict())
@@ -114,13 +114,13 @@ def test_frozen_layers_save_load_and_train_adapters(tmp_path):
     assert_same(convert_to_high_precision(model).state_dict(), loaded.state_dict())
     adapted = peft.get_peft_model(other, peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False))
     adapted(TOKENS, labels=TOKENS).loss.backward()
-    assert all(each.grad.any() for each in adapted.parameters() if each.requires_grad)
+    assert all(parameter.grad.any() for parameter in adapted.parameters() if parameter.requires_grad)
 
 
 def test_primary_weights_train_as_before():
     losses, states = [], []
     for is_primary in (False, True):
-        model = prepared()
+        model = build_prepared()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = use_float8_primary_weights(model, optimizer) if is_primary else optimizer
         for _ in range(2):
@@ -141,6 +141,8 @@ def test_what_peft_wrapped_or_the_filter_leaves_out_stays_a_conv1d():
 
 
 def test_a_run_of_the_trainer_resumes(tmp_path):
-    whole = trained(tmp_path, prepared(recipe="delayed"), [Float8Callback()], save_strategy="steps")
-    resumed = trained(tmp_path, prepared(1, recipe="delayed"), [Float8Callback()], resume=tmp_path / "checkpoint-2")
+    whole = trained(tmp_path, build_prepared(recipe="delayed"), [Float8Callback()], save_strategy="steps")
+    resumed = trained(
+        tmp_path, build_prepared(1, recipe="delayed"), [Float8Callback()], resume=tmp_path / "checkpoint-2"
+    )
     assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]

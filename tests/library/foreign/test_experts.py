@@ -78,7 +78,7 @@ def experts_of(cls, dtype=torch.float32):
 
 
 def routed(dtype=torch.float32, tokens=50):
-    """Tokens, their two experts, and the weights of these; expert 2 gets no token."""
+    """Return tokens, their two experts, and the weights of these; expert 2 gets no token."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, 64, generator=generator).to(dtype)
     index = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(tokens)])
@@ -86,8 +86,8 @@ def routed(dtype=torch.float32, tokens=50):
     return hidden, index, torch.rand(tokens, 2, generator=generator).to(dtype)
 
 
-def one_by_one(recipe):
-    """transformers' grouped linear, by one float8 linear an expert."""
+def multiply_one_by_one(recipe):
+    """Return transformers' grouped linear, by one float8 linear for each expert."""
 
     def grouped_linear(input, weight, offs, bias=None, is_transposed=False):
         parts, start = [], 0
@@ -113,7 +113,7 @@ OTHER_CLASSES = [cls for cls in CLASSES if cls is not GptOssExperts]  # whose we
 def test_each_expert_is_a_float8_linear(cls, recipe):
     experts = experts_of(cls)
     stable = mock.patch.object(torch, "sort", functools.partial(torch.sort, stable=True))
-    with stable, mock.patch.object(moe, "_grouped_linear", one_by_one(recipe)):
+    with stable, mock.patch.object(moe, "_grouped_linear", multiply_one_by_one(recipe)):
         expected = results_of(experts, *routed(), call=lambda *args: moe.grouped_mm_experts_forward(experts, *args))
     convert_to_float8_training(experts, config=recipe)
     assert isinstance(experts, Float8Experts)
@@ -126,8 +126,8 @@ def test_gradients_of_llama_4_against_float32(recipe):
     experts, hidden = experts_of(Llama4TextExperts), torch.randn(200, 64)
     expected = results_of(experts, hidden)
     convert_to_float8_training(experts, config=recipe)
-    for one, other in zip(results_of(experts, hidden), expected, strict=True):
-        assert sqnr_db(other, one) > ONE_MATMUL_DB[recipe] - 10
+    for result, exact in zip(results_of(experts, hidden), expected, strict=True):
+        assert sqnr_db(exact, result) > ONE_MATMUL_DB[recipe] - 10
 
 
 def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
@@ -149,10 +149,11 @@ def test_experts_of_other_ranks_add_nothing(cls):
     assert out.isfinite().all()
     assert not out[7].any()
     assert not grad_hidden[7].any()
-    kept = index[:, 0] < 4
-    alone = results_of(experts, hidden[kept], index[kept][:, :1], weights[kept][:, :1])
-    both = results_of(experts, hidden[kept], index[kept], weights[kept].clone().index_fill_(1, torch.tensor(1), 0))
-    torch.testing.assert_close(alone[0], both[0])
+    here = index[:, 0] < 4
+    hidden, index, weights = hidden[here], index[here], weights[here]
+    first_alone = results_of(experts, hidden, index[:, :1], weights[:, :1])
+    second_without_weight = results_of(experts, hidden, index, weights.index_fill(1, torch.tensor(1), 0))
+    torch.testing.assert_close(first_alone[0], second_without_weight[0])
 
 
 def test_copies():
@@ -181,25 +182,25 @@ def test_a_model(name):
     """Converted with its linears, routed as before, and back again."""
     model, inputs = mixture(name)
     original = copy.deepcopy(model)
-    before = prepare_model_for_float8(
+    only_linears = prepare_model_for_float8(
         copy.deepcopy(model), "rowwise", module_filter_fn=lambda module, _: isinstance(module, nn.Linear)
     )
     report = conversion_report(prepare_model_for_float8(model, "rowwise_with_gw_hp"))
-    held = [name for name, module in model.named_modules() if is_experts(module)]
-    assert held
-    assert all(isinstance(model.get_submodule(each), Float8Experts) for each in held)
-    of_experts = [layer for layer in report.layers if layer.name.rpartition(".")[0] in held]
-    assert len(of_experts) == 2 * len(held)
-    assert all(layer.converted for layer in of_experts)
-    assert report.float8_flops_fraction > conversion_report(before).float8_flops_fraction + 0.1
+    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    assert experts
+    assert all(isinstance(module, Float8Experts) for module in experts.values())
+    stacks = [layer for layer in report.layers if layer.name.rpartition(".")[0] in experts]
+    assert len(stacks) == 2 * len(experts)
+    assert all(layer.converted for layer in stacks)
+    assert report.float8_flops_fraction > conversion_report(only_linears).float8_flops_fraction + 0.1
     assert not [layer for layer in report.converted if layer.name.endswith(("gate", "router", "gate.weight"))]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert_float8_training(model, optimizer)
     loss = loss_of(model, inputs)
     loss.backward()
     torch.testing.assert_close(loss, loss_of(original, inputs), rtol=2e-3, atol=0)
-    assert model.get_submodule(held[0]).backend == "exact"
-    assert all(p.grad is not None for each in held for p in model.get_submodule(each).parameters())
+    assert next(iter(experts.values())).backend == "exact"
+    assert all(parameter.grad is not None for module in experts.values() for parameter in module.parameters())
 
     assert_same_bits(loss_of(copy.deepcopy(model), inputs).detach(), loss.detach())
     assert list(model.state_dict()) == list(original.state_dict())
@@ -271,9 +272,9 @@ def test_lora_on_experts(converted_first):
     assert_float8_training(model, allow_frozen=True)
     loss = loss_of(model, inputs)
     loss.backward()
-    of_experts = [p.grad for name, p in model.named_parameters() if "experts" in name and p.requires_grad]
-    assert len(of_experts) == 8
-    assert all(grad.isfinite().all() and grad.any() for grad in of_experts)
+    gradients = [p.grad for name, p in model.named_parameters() if "experts" in name and p.requires_grad]
+    assert len(gradients) == 8
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
     merged = model.merge_and_unload()
     assert type(merged.model.layers[0].mlp.experts).__name__ == "Float8Qwen3MoeExperts"
     torch.testing.assert_close(loss_of(merged, inputs), loss, rtol=1e-3, atol=0)

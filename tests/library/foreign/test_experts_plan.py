@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, config=None, **layout):
-    """A model split as `layout` says, without it a whole one, by a QuaverConfig."""
+    """Load a model split as `layout` says, or without it a whole one, by a QuaverConfig."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with mock.patch.dict(os.environ, launched if layout else {}):
@@ -49,7 +49,7 @@ def assert_same_gradients(split, expected, copies):
         assert_same_bits(full(getattr(split, name).grad), getattr(expected, name).grad / copies)
 
 
-def with_tokens_of_their_own(folder, recipe, ep, gather, out):
+def check_ranks_with_tokens_of_their_own(folder, recipe, ep, gather, out):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(64, (2 * ranks, 16), generator=torch.Generator().manual_seed(1))
     mine, one = tokens.chunk(ranks)[rank], prepare_model_for_float8(load(folder), recipe)
@@ -60,7 +60,7 @@ def with_tokens_of_their_own(folder, recipe, ep, gather, out):
     before = None if gather else split(input_ids=mine).logits.detach()
     prepare_model_for_float8(split, config)  # which leaves converted layers alone
     assert_float8_training(split, torch.optim.SGD(split.parameters(), 1.0))
-    experts, expected = (each.model.layers[0].mlp.experts for each in (split, one))
+    experts, expected = (model.model.layers[0].mlp.experts for model in (split, one))
     assert isinstance(experts, Float8Experts)
     for group in tokens.chunk(ranks // ep):
         one(input_ids=group, labels=group).loss.backward()
@@ -85,32 +85,32 @@ def with_tokens_of_their_own(folder, recipe, ep, gather, out):
     first(2, [(2, 2, "rowwise", False), (2, 2, "mxfp8", True), (4, 2, "mxfp8", True), (4, 4, "blockwise", False)]),
 )
 def test_ranks_with_tokens_of_their_own(folder, ranks, ep, recipe, gather, tmp_path):
-    run(ranks, with_tokens_of_their_own, folder, recipe, ep, gather, tmp_path)
+    run(ranks, check_ranks_with_tokens_of_their_own, folder, recipe, ep, gather, tmp_path)
 
 
-def with_the_same_tokens(folder, recipe, implementation):
+def check_ranks_with_the_same_tokens(folder, recipe, implementation):
     """Each of two ranks sends its half of the tokens, as float8 codes, and has all results."""
     pairs, pair = dist.get_world_size() // 2, dist.get_rank() // 2
     tokens, generator = 6 * pairs, torch.Generator().manual_seed(1)
     hidden, index = torch.randn(tokens, 64, generator=generator), torch.randint(8, (tokens, 2), generator=generator)
     weights = torch.rand(tokens, 2, generator=generator)
     layout = {"tp_size": 2, "fsdp_size": pairs, "ep_size": 2 * pairs, "ep_implementation": implementation}
-    one, split = (prepare_model_for_float8(load(folder, **each), recipe) for each in ({}, layout))
-    results, sent = [], []
+    one, split = (prepare_model_for_float8(load(folder, **options), recipe) for options in ({}, layout))
+    expected, experts = (model.model.layers[0].mlp.experts for model in (one, split))
+    results, dtypes = [], []
     exchange = collectives.functional.all_to_all_single
-    spy = mock.patch.object(
-        collectives.functional, "all_to_all_single", lambda rows, *to: sent.append(rows.dtype) or exchange(rows, *to)
+    record_dtypes = mock.patch.object(
+        collectives.functional, "all_to_all_single", lambda rows, *to: dtypes.append(rows.dtype) or exchange(rows, *to)
     )
-    experts, expected = (each.model.layers[0].mlp.experts for each in (split, one))
-    for each, part in ((expected, slice(None)), (experts, slice(6 * pair, 6 * pair + 6))):
+    for module, part in ((expected, slice(None)), (experts, slice(6 * pair, 6 * pair + 6))):
         inputs = hidden[part].clone().requires_grad_()
-        with spy:
-            output = each(inputs, index[part], weights[part])
+        with record_dtypes:
+            output = module(inputs, index[part], weights[part])
         output.square().sum().backward()
         results.append((output.detach(), inputs.grad))
-    assert sent == [torch.int64, torch.uint8, torch.float32]
-    for one_process, ours in zip(*results, strict=True):
-        assert_same_bits(ours, one_process.split(6)[pair])
+    assert dtypes == [torch.int64, torch.uint8, torch.float32]
+    for whole, part in zip(*results, strict=True):
+        assert_same_bits(part, whole.split(6)[pair])
     if implementation == "float8":
         assert_same_gradients(experts, expected, pairs)
     (note,) = [note for note in conversion_report(split).notes if "parallelism" in note]
@@ -126,10 +126,10 @@ def with_the_same_tokens(folder, recipe, implementation):
     ],
 )
 def test_ranks_with_the_same_tokens(folder, ranks, recipe, implementation):
-    run(ranks, with_the_same_tokens, folder, recipe, implementation)
+    run(ranks, check_ranks_with_the_same_tokens, folder, recipe, implementation)
 
 
-def with_what_is_refused(folder):
+def check_refusals(folder):
     layout, tokens = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "float8"}, torch.zeros(1, 4, dtype=torch.int64)
     split = load(folder, **layout)
     split(tokens)
@@ -145,10 +145,10 @@ def with_what_is_refused(folder):
 
 
 def test_what_is_refused(folder):
-    run(2, with_what_is_refused, folder)
+    run(2, check_refusals, folder)
 
 
-def with_transformers_own(folder):
+def check_transformers_own_parallelism(folder):
     split = load(folder, QuaverConfig("rowwise"), fsdp_size=2, ep_size=2)
     (reason,) = {layer.reason for layer in conversion_report(split).skipped if "experts" in layer.name}
     assert 'load the model with DistributedConfig(ep_implementation="float8")' in reason
@@ -156,4 +156,4 @@ def with_transformers_own(folder):
 
 
 def test_other_implementations_stay_in_high_precision(folder):
-    run(2, with_transformers_own, folder)
+    run(2, check_transformers_own_parallelism, folder)

@@ -4,6 +4,7 @@ vLLM and SGLang, which need a GPU, are tested by the contract of their loaders: 
 """
 
 import copy
+import functools
 import json
 import warnings
 
@@ -19,13 +20,13 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from quaver import convert_to_float8_training, convert_to_high_precision, freeze_to_float8
+from quaver import convert_to_high_precision, freeze_to_float8
 from quaver.conversion.freeze import blockwise_config
 from quaver.experts.module import is_experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from tests.library.foreign.checkpoints import TOKENS, export_folder, from_transformers, logits_of
-from tests.library.foreign.llama import not_the_head
+from tests.library.foreign.llama import convert, not_the_head
 from tests.steps import assert_same
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -40,13 +41,14 @@ RAGGED = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
 """Of `deepseek`, whose exports go by that name in place of a recipe's: 192 x 200, which no block divides."""
 
 
-def llama():
+def llama(recipe=None):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=4, use_cache=False, **SIZES)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=4, use_cache=False, **SIZES)).eval()
+    return model if recipe is None else convert(model, recipe)
 
 
 def deepseek(kv_lora_rank=160):
-    """A small DeepSeek-V3; magnitudes differ from row to row."""
+    """Return a small DeepSeek-V3 whose weights differ in magnitude from row to row."""
     torch.manual_seed(0)
     ranks = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
     experts = {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
@@ -64,30 +66,25 @@ def deepseek(kv_lora_rank=160):
 
 
 def frozen_deepseek(**options):
-    def is_a_linear(module, name):
-        return not_the_head(module, name) and not is_experts(module)
-
     return freeze_to_float8(
-        deepseek(**options), config=blockwise_config(power_of_2=False), module_filter_fn=is_a_linear
+        deepseek(**options),
+        config=blockwise_config(power_of_2=False),
+        module_filter_fn=lambda module, name: not_the_head(module, name) and not is_experts(module),
     )
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Return the folder of an export, made once; in several files, as torch's reader needs an index."""
+    """Return a function that returns the folder of an export, in several files: torch's reader needs an index."""
     root = tmp_path_factory.mktemp("export")
 
-    def folder(recipe, format):
-        path = root / f"{recipe}-{format}"
-        if not path.exists():
-            ragged = recipe == "deepseek"
-            model = frozen_deepseek() if ragged else llama()
-            if not ragged:
-                convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
-            save_float8(model, path, format=format, max_shard_bytes=200_000)
-        return path
+    @functools.cache
+    def export(recipe, format):
+        model = frozen_deepseek() if recipe == "deepseek" else llama(recipe)
+        save_float8(model, root / f"{recipe}-{format}", format=format, max_shard_bytes=200_000)
+        return root / f"{recipe}-{format}"
 
-    return folder
+    return export
 
 
 def dequantized_logits(folder):
@@ -127,9 +124,8 @@ def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
     dtype = torch.bfloat16 if recipe == "mxfp8" else torch.float32  # it decompresses MXFP8 to bfloat16 alone
     served = AutoModelForCausalLM.from_pretrained(exported(recipe, "compressed-tensors"), dtype=dtype)
     assert served.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
-    training = convert_to_float8_training(llama(), config=recipe, module_filter_fn=not_the_head)
-    reference, expected, got = logits_of(llama()), logits_of(training), logits_of(served).float()
-    assert (got - expected).norm() < 0.12 * reference.norm()
+    difference = logits_of(served).float() - logits_of(llama(recipe))
+    assert difference.norm() < 0.12 * logits_of(llama()).norm()
 
 
 def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
@@ -138,15 +134,14 @@ def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
     sizes = {**SIZES, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).eval()
     reference = logits_of(model)
-    convert_to_float8_training(model, config="blockwise", module_filter_fn=not_the_head)
-    save_float8(model, tmp_path / "out")
+    save_float8(convert(model, "blockwise"), tmp_path / "out")
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert (logits_of(served) - logits_of(model)).norm() < 0.12 * reference.norm()
     groups = served.config.quantization_config.quantization_config.config_groups
     assert groups["group_1"].targets == ["model.layers.0.mlp.down_proj"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    both = config["quantization_config"]["config_groups"]
-    both["group_0"]["targets"] += both.pop("group_1")["targets"]
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_0"]["targets"] += groups.pop("group_1")["targets"]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match="unflatten"):
         logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
@@ -165,8 +160,8 @@ def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
     stored = StoredTensors(exported("deepseek", format))
     scale = f"{RAGGED}_scale_inv" if format == "fp8" else f"{RAGGED}_scale"
     assert (stored.shape(RAGGED), stored.shape(scale)) == ([192, 200], [2, 2])
-    again = load_frozen(deepseek(), exported("deepseek", format))
-    assert logits_of(again).equal(logits_of(frozen_deepseek()))
+    frozen = load_frozen(deepseek(), exported("deepseek", format))
+    assert logits_of(frozen).equal(logits_of(frozen_deepseek()))
     if format == "fp8":
         linear = FP8Linear(200, 192, block_size=(128, 128))  # transformers' own takes the codes and scales
         linear.load_state_dict({"weight": stored[RAGGED], "weight_scale_inv": stored[scale]})
@@ -175,8 +170,8 @@ def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
 
 def test_transformers_does_not_dequantize_ragged_fp8(exported, tmp_path):
     """It divides a weight evenly by the number of scales. Once it does not, the warning of save_float8 can go."""
-    model = from_transformers(exported("deepseek", "fp8"), "fp8")
-    values = load_float8(exported("deepseek", "fp8"), dtype=torch.float32)
+    folder = exported("deepseek", "fp8")
+    model, values = from_transformers(folder, "fp8"), load_float8(folder, dtype=torch.float32)
     assert not model.state_dict()[RAGGED].equal(values[RAGGED])  # 192 rows become two blocks of 96
     save_float8(frozen_deepseek(kv_lora_rank=544), tmp_path / "out", format="fp8")
     with pytest.raises(RuntimeError, match="conversion of the weights"):  # 576 rows do not become 5 blocks
@@ -216,7 +211,7 @@ def test_a_hugging_face_folder_is_exported_and_imported(tmp_path):
 
 def test_what_else_save_pretrained_would_write(tmp_path):
     """The generation config, the architecture, and the dtype of a model that was cast; a user's own dtype stays."""
-    model = convert_to_float8_training(llama().to(torch.float16), config="rowwise", module_filter_fn=not_the_head)
+    model = convert(llama().to(torch.float16), "rowwise")
     model.generation_config.max_new_tokens = 3
     save_float8(model, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 3
@@ -229,12 +224,12 @@ def test_what_else_save_pretrained_would_write(tmp_path):
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", ["compressed-tensors-mxfp8", "fp8", "compressed-tensors"])
 def test_transformers_runs_an_export_of_a_float32_model_at_its_defaults(format, dtype, tmp_path):
-    model = convert_to_float8_training(llama(), config="blockwise", module_filter_fn=not_the_head)
+    model = llama("blockwise")
     save_float8(model, tmp_path / "out", format=format, dtype=dtype)
     with warnings.catch_warnings(action="ignore"):
-        got = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).float()
-    expected = logits_of(model)
-    assert (got - expected).norm() < 0.12 * expected.norm()
+        served = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        difference = logits_of(served).float() - logits_of(model)
+    assert difference.norm() < 0.12 * logits_of(model).norm()
 
 
 UNMERGED = [
@@ -248,20 +243,17 @@ UNMERGED = [
 @pytest.mark.parametrize("recipe", ["rowwise", None])
 def test_adapters_that_are_not_merged_are_refused(adapters, message, recipe, tmp_path):
     adapters.task_type = "CAUSAL_LM"
-    model = convert_to_float8_training(llama(), config="rowwise", module_filter_fn=not_the_head)
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        save_float8(get_peft_model(model, adapters), tmp_path / "out", recipe=recipe)
+        save_float8(get_peft_model(llama("rowwise"), adapters), tmp_path / "out", recipe=recipe)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("base", ["high precision", "float8", "frozen"])
 def test_merged_adapters_are_exported_without_unloading(base):
     """Two adapters, one of them on the head, and a norm that is trained whole; training goes on after the hand-off."""
-    model = llama()
+    model = llama("rowwise" if base == "float8" else None)
     if base == "frozen":
         freeze_to_float8(model, config="rowwise", module_filter_fn=not_the_head)
-    elif base == "float8":
-        convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
     adapters = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["norm"], init_lora_weights=False)
     model = get_peft_model(model, adapters)
     with torch.no_grad():
@@ -274,7 +266,7 @@ def test_merged_adapters_are_exported_without_unloading(base):
     assert torch.equal(stored["model.norm.weight"], torch.full((128,), 2.0))
     model.unmerge_adapter()
     model(TOKENS).logits.sum().backward()
-    assert all(each.grad is not None for name, each in model.named_parameters() if "lora_" in name)
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "lora_" in name)
 
 
 @pytest.mark.parametrize("way", ["loaded", "trained", "from frozen", "merged", "its config alone"])
@@ -292,7 +284,7 @@ def test_what_is_saved_after_a_float8_folder_was_loaded_says_what_it_is(exported
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
         model = model.merge_and_unload()
     elif way == "trained":
-        convert_to_float8_training(model, module_filter_fn=not_the_head)
+        convert(model, "tensorwise")
         model(TOKENS, labels=TOKENS).loss.backward()
     if way == "its config alone":
         model.config.save_pretrained(tmp_path)
@@ -301,5 +293,4 @@ def test_what_is_saved_after_a_float8_folder_was_loaded_says_what_it_is(exported
         model.save_pretrained(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
-    expected = convert_to_high_precision(model).state_dict()
-    assert_same(loaded.state_dict(), expected)
+    assert_same(loaded.state_dict(), convert_to_high_precision(model).state_dict())

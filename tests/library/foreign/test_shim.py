@@ -239,13 +239,13 @@ def check_between_batches(folder):
     def by_accelerate(model, between, folder):
         accelerator, model, optimizer = prepared(model)
         assert len(float8_names(model)) == 13
-        test_between.loop(model, optimizer, accelerator.backward, between)
+        test_between.run_loop(model, optimizer, accelerator.backward, between)
         accelerator.save_model(model, folder)
-        return model, lambda: prepared(test_between.loaded(load_file(folder / "model.safetensors")))[1]
+        return model, lambda: prepared(test_between.load_llama(load_file(folder / "model.safetensors")))[1]
 
     test_between.LIBRARIES["fp8"] = by_accelerate
-    test_between.made = lambda library: llama()
-    test_between.convert_to_float8_training = lambda model, **options: model
+    test_between.build_model = lambda library: llama()
+    test_between.convert = lambda model, recipe: model
     for test in (test_between.check_evaluations, test_between.check_a_failed_run):
         test("fp8", folder / test.__name__)
 
