@@ -26,7 +26,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.scaling import dequantize
 from tests.library.export.mixtures import multiplied_experts
 from tests.library.foreign.checkpoints import TOKENS, export_folder, from_transformers, logits_of, write_folder
-from tests.library.foreign.llama import not_the_head, values_of
+from tests.library.foreign.llama import convert, not_the_head, values_of
 from tests.library.foreign.zoo import make
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
@@ -42,13 +42,13 @@ SCALES = ("weight_scale", "weight_scale_inv", "input_scale")
 
 
 def mixture(name, **sizes):
-    """The model in evaluation mode; without `sizes` that of the zoo."""
+    """Return the model in evaluation mode; without `sizes` that of the zoo."""
     torch.manual_seed(0)
     return make(name, **(sizes or SMALL.get(name, {})))[0].eval()
 
 
 def large(name):
-    """Experts of several blocks of 128 x 128, which divide all weights."""
+    """Return a model whose experts have several blocks of 128 x 128, which divide all weights."""
     inner = 256 if name == "qwen3_moe" else 128
     sizes = {"hidden_size": 256, "moe_intermediate_size": inner, "intermediate_size": inner, "head_dim": 64}
     ranks = {"q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
@@ -57,33 +57,32 @@ def large(name):
     return mixture(name, **sizes, **(ranks if name == "deepseek_v3" else {}))
 
 
-def weights_in(folder):
+def weight_names(folder):
     return {name for name in StoredTensors(folder) if name.rpartition(".")[2] not in SCALES}
 
 
-NAMED = thinned((*MIXTURES, *WHOLE), FORMATS, together=1)
-NAMED = [each for each in NAMED if each.values[0] != "llama4"] + [("llama4", "fp8")]  # see the next test
-
-
-@pytest.mark.parametrize(("name", "format"), NAMED)
+@pytest.mark.parametrize(
+    ("name", "format"),  # test_llama_4_... has the other formats of Llama 4
+    [*thinned((*MIXTURES, "gpt_oss"), FORMATS, together=1), ("llama4", "fp8")],
+)
 def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
     model = mixture(name)
     model.save_pretrained(tmp_path / "plain")
     prepare_model_for_float8(model, "rowwise")
     plan = save_float8(model, tmp_path / "out", format=format).plan
-    assert weights_in(tmp_path / "out") == weights_in(tmp_path / "plain")
+    assert weight_names(tmp_path / "out") == weight_names(tmp_path / "plain")
     stored = StoredTensors(tmp_path / "out")
-    in_float8 = [each for each in stored if stored.dtype(each) == "F8_E4M3"]
-    assert plan.count == len(in_float8)
+    float8_names = [key for key in stored if stored.dtype(key) == "F8_E4M3"]
+    assert plan.count == len(float8_names)
     assert bool(plan.whole_stacks) == (name in WHOLE)
-    assert bool([each for each in in_float8 if "experts." in each and "shared" not in each]) == (name in MIXTURES)
+    assert any("experts." in key and "shared" not in key for key in float8_names) == (name in MIXTURES)
 
     loaded = load_float8(tmp_path / "out", dtype=torch.float32, model=model)
-    again = from_transformers(tmp_path / "out", format, type(model))
-    assert_same(loaded, again.state_dict())
+    oracle = from_transformers(tmp_path / "out", format, type(model))
+    assert_same(loaded, oracle.state_dict())
     target = mixture(name)
     target.load_state_dict(dict(loaded))
-    assert_same_bits(logits_of(target), logits_of(again))
+    assert_same_bits(logits_of(target), logits_of(oracle))
 
 
 def test_what_transformers_does_not_read(tmp_path):
@@ -139,65 +138,60 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
     assert isinstance(stored, FrozenFloat8Weight) == (not is_cut)
 
 
-def blocks_of(shape):
-    return [-(-length // 128) for length in shape]
-
-
-def published(model, folder, scale_dtype, stays):
-    """The folder of a model as DeepSeek and Qwen publish it, from codes and scales that no library of ours made."""
+def publish(model, folder, scale_dtype=torch.float32, high_precision=("mlp.gate.",)):
+    """Write the folder of a model as DeepSeek and Qwen do, with random codes and scales, and return its tensors."""
     plain = folder.with_name("plain")
     model.save_pretrained(plain)
     stored, tensors = StoredTensors(plain), {}
     torch.manual_seed(1)
     for name, tensor in stored.items():
-        if tensor.dim() != 2 or any(part in name for part in ("embed_tokens", "lm_head", *stays)):
+        if tensor.dim() != 2 or any(part in name for part in ("embed_tokens", "lm_head", *high_precision)):
             tensors[name] = tensor.bfloat16()
             continue
         tensors[name] = (torch.randn(tensor.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = (torch.rand(blocks_of(tensor.shape)) * 1e-3 + 1e-4).to(scale_dtype)
+        blocks = [-(-length // 128) for length in tensor.shape]
+        tensors[f"{name}_scale_inv"] = (torch.rand(blocks) * 1e-3 + 1e-4).to(scale_dtype)
     quantization = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
     config = json.loads((plain / "config.json").read_text())
     write_folder(folder, tensors, config | {"quantization_config": {"quant_method": "fp8", **quantization}})
     return tensors
 
 
-def value_of(tensors, name):
+def dequantize_blocks(tensors, name):
     scale = tensors[f"{name}_scale_inv"].float().repeat_interleave(128, 0).repeat_interleave(128, 1)
     codes = tensors[name].float()
     return codes * scale[: codes.shape[0], : codes.shape[1]]
 
 
-@pytest.mark.parametrize(("name", "scale_dtype", "stays"), [
-    ("qwen3_moe", torch.bfloat16, ("mlp.gate.",)),
-    ("deepseek_v3", torch.float32, ("mlp.gate.",)),
-    ("mixtral", torch.float32, ("moe.gate.",)),
-])  # fmt: skip
-def test_published_checkpoints(name, scale_dtype, stays, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "scale_dtype"),
+    [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32), ("mixtral", torch.float32)],
+)
+def test_published_checkpoints(name, scale_dtype, tmp_path):
     model = large(name)
-    tensors = published(model, tmp_path / "hub", scale_dtype, stays)
+    tensors = publish(model, tmp_path / "hub", scale_dtype, ("mlp.gate.", "moe.gate."))
     loaded = load_float8(tmp_path / "hub", dtype=torch.float32, model=prepare_model_for_float8(large(name), "rowwise"))
     oracle = from_transformers(tmp_path / "hub", "fp8", type(model)).state_dict()
     assert_same(loaded, oracle)
     layer = "model.layers.1.block_sparse_moe.experts.2" if name == "mixtral" else "model.layers.1.mlp.experts.2"
     parts = ("w1", "w3") if name == "mixtral" else ("gate_proj", "up_proj")
-    expected = torch.cat([value_of(tensors, f"{layer}.{part}.weight") for part in parts])
+    expected = torch.cat([dequantize_blocks(tensors, f"{layer}.{part}.weight") for part in parts])
     assert torch.equal(loaded["model.layers.1.mlp.experts.gate_up_proj"][2], expected)
 
-    assert import_float8(tmp_path / "hub", tmp_path / "hp", dtype=torch.float32) == sum(
-        "scale_inv" in n for n in tensors
-    )
+    count = import_float8(tmp_path / "hub", tmp_path / "hp", dtype=torch.float32)
+    assert count == sum("scale_inv" in key for key in tensors)
     imported = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32).state_dict()
     assert_same(imported, oracle)
 
 
 def test_training_goes_on_with_the_codes_of_the_file(tmp_path):
     """From float32 scales: a block whose largest code is 448 is quantized to itself, and exported to the same bytes."""
-    model = convert_to_float8_training(large("qwen3_moe"), config=blockwise_config(power_of_2=False))
-    save_float8(model, tmp_path / "first", format="fp8")
-    model = large("qwen3_moe")
-    model.load_state_dict(dict(load_float8(tmp_path / "first", dtype=torch.float32, model=model)))
-    convert_to_float8_training(model, config=blockwise_config(power_of_2=False))
-    save_float8(model, tmp_path / "second", format="fp8")
+    for name in ("first", "second"):
+        model = large("qwen3_moe")
+        if name == "second":
+            model.load_state_dict(dict(load_float8(tmp_path / "first", dtype=torch.float32, model=model)))
+        convert_to_float8_training(model, config=blockwise_config(power_of_2=False))
+        save_float8(model, tmp_path / name, format="fp8")
     first, second = StoredTensors(tmp_path / "first"), StoredTensors(tmp_path / "second")
     assert set(first) == set(second)
     matrices = [name for name in first if "experts." in name and name.endswith(".weight")]
@@ -208,11 +202,9 @@ def test_training_goes_on_with_the_codes_of_the_file(tmp_path):
 def test_layers_of_prediction_are_left_out(tmp_path):
     """DeepSeek-V3's file has a layer 61 for multi-token prediction, which transformers ignores."""
     model = large("deepseek_v3")
-    tensors = published(model, tmp_path / "hub", torch.float32, ("mlp.gate.",))
-    extra = {
-        name.replace("layers.1.", "layers.61."): each.clone() for name, each in tensors.items() if "layers.1." in name
-    }
-    save_file({**tensors, **extra}, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    tensors = publish(model, tmp_path / "hub")
+    layer_61 = {name.replace("layers.1.", "layers.61."): tensor.clone() for name, tensor in tensors.items()}
+    save_file({**tensors, **layer_61}, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
     loaded = load_float8(tmp_path / "hub", model=model)
     assert set(loaded) == set(model.state_dict())
     assert any("layers.61." in name for name in load_float8(tmp_path / "hub"))
@@ -220,24 +212,23 @@ def test_layers_of_prediction_are_left_out(tmp_path):
 
 def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     """transformers keeps the quantization of a model that it dequantized, which the export must not repeat."""
-    published(large("qwen3_moe"), tmp_path / "hub", torch.float32, ("mlp.gate.",))
-    model = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM)
-    expected = large("qwen3_moe")
-    expected.load_state_dict(model.state_dict())
-    exported, fresh = (
-        dict(iter_float8_weights(prepare_model_for_float8(each, "rowwise"))) for each in (model, expected)
+    publish(large("qwen3_moe"), tmp_path / "hub")
+    dequantized = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM)
+    plain = large("qwen3_moe")
+    plain.load_state_dict(dequantized.state_dict())
+    assert_same(
+        *(dict(iter_float8_weights(prepare_model_for_float8(model, "rowwise"))) for model in (dequantized, plain))
     )
-    assert_same(exported, fresh)
 
 
 def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
     """Attention and experts are frozen in the codes of the file. The values are transformers'."""
-    published(large("qwen3_moe"), tmp_path / "hub", torch.float32, ("mlp.gate.",))
+    publish(large("qwen3_moe"), tmp_path / "hub")
     oracle = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM).state_dict()
     with init_empty_weights():
         model = large("qwen3_moe")
     assert_same(values_of(load_frozen(model, tmp_path / "hub")), oracle)
-    frozen = {name for name, each in model.named_parameters() if isinstance(each, FrozenFloat8Weight)}
+    frozen = {name for name, weight in model.named_parameters() if isinstance(weight, FrozenFloat8Weight)}
     assert frozen == {name for name in oracle if "_proj" in name}
 
 
@@ -251,12 +242,12 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
     targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, **targets))
     assert torch.equal(logits_of(adapted), expected)
-    trained = [each for each in adapted.parameters() if each.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+    adapters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(adapters, lr=1e-2), []
     for _ in range(4):
         loss = adapted.train()(input_ids=TOKENS, labels=TOKENS).loss
         loss.backward()
-        assert all(each.grad.isfinite().all() for each in trained)
+        assert all(parameter.grad.isfinite().all() for parameter in adapters)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -278,13 +269,13 @@ def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name
     assert all(torch.equal(oracle[name], value) for name, value in experts.items())
 
 
-def published_in_mxfp4(model, folder):
-    """The folder of gpt-oss as OpenAI publishes it: e2m1 in blocks of 32, whose scales span 2^14."""
+def publish_in_mxfp4(model, folder):
+    """Write the folder of gpt-oss as OpenAI does: e2m1 in blocks of 32, whose scales span 2^14."""
     plain = folder.with_name("plain")
     model.save_pretrained(plain)
     tensors = dict(StoredTensors(plain))
     torch.manual_seed(1)
-    for name in [each for each in tensors if each.endswith("_proj")]:
+    for name in [key for key in tensors if key.endswith("_proj")]:
         experts, inputs, outputs = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(110, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
@@ -296,17 +287,15 @@ def published_in_mxfp4(model, folder):
 @pytest.mark.parametrize("config", ["blockwise", "mxfp8", "rowwise"])
 def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
     """With scales that are powers of two e4m3 holds all that MXFP4 does, as transformers dequantizes it."""
-    published_in_mxfp4(mixture("gpt_oss"), tmp_path / "hub")
+    publish_in_mxfp4(mixture("gpt_oss"), tmp_path / "hub")
     dequantized = transformers.GptOssForCausalLM.from_pretrained(
         tmp_path / "hub", dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     )
     model = freeze_to_float8(
         copy.deepcopy(dequantized), config=config, module_filter_fn=lambda _, name: "experts" in name
     )
-    expected, frozen = values_of(dequantized), values_of(model)
-    assert_same(frozen, expected)
-    stacks = [each for each in model.parameters() if isinstance(each, FrozenFloat8Weight)]
-    assert len(stacks) == 4
+    assert_same(values_of(model), values_of(dequantized))
+    assert sum(isinstance(parameter, FrozenFloat8Weight) for parameter in model.parameters()) == 4
     assert logits_of(model).isfinite().all()
 
 
@@ -316,14 +305,13 @@ def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path):
     model = mixture(name)
     model.save_pretrained(tmp_path / "hf")
     assert export_folder(tmp_path / "hf", tmp_path / "out", "rowwise", measure_tokens=16).plan.count == 32
-    convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
-    expected, stored = dict(iter_float8_weights(model)), StoredTensors(tmp_path / "out")
-    assert_same(stored, expected)
+    expected = dict(iter_float8_weights(convert(model, "rowwise")))
+    assert_same(StoredTensors(tmp_path / "out"), expected)
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
     import_float8(tmp_path / "out", tmp_path / "hp", dtype=torch.float32)
     trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
-    again = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
-    assert_same_bits(logits_of(trainable), logits_of(again))
+    oracle = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
+    assert_same_bits(logits_of(trainable), logits_of(oracle))
 
 
 def test_one_layer_in_high_precision(tmp_path):
@@ -335,8 +323,8 @@ def test_one_layer_in_high_precision(tmp_path):
     plan = save_float8(model, tmp_path / "out").plan
     assert {left_out[1], f"{left_out[1]}.0.gate_proj", f"{left_out[1]}.3.down_proj"} <= set(plan.ignore)
     assert not [name for name in plan.ignore if "layers.1.mlp.experts" in name]
-    again = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
-    first, second = (layer.mlp.experts for layer in again.model.layers)
+    served = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
+    first, second = (layer.mlp.experts for layer in served.model.layers)
     assert torch.equal(first.gate_up_proj, plain.model.layers[0].mlp.experts.gate_up_proj)
     assert not torch.equal(second.gate_up_proj, plain.model.layers[1].mlp.experts.gate_up_proj)
     assert isinstance(model.model.layers[1].mlp.experts, Float8Experts)

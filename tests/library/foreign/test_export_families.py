@@ -1,5 +1,6 @@
 """Exports of models that are no plain decoder: multimodal ones, hybrids of Mamba, encoders, speech."""
 
+import functools
 import itertools
 import json
 
@@ -8,14 +9,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.integrations.transformers import prepare_model_for_float8
-from tests.library.foreign.checkpoints import export_folder
-from tests.library.foreign.llama import not_the_head
+from tests.library.foreign.checkpoints import export_folder, from_transformers
+from tests.library.foreign.llama import convert, not_the_head
 from tests.library.foreign.zoo import make
 from tests.reference import sqnr_db
 from tests.steps import assert_same
@@ -62,7 +62,7 @@ def qwen3_5_moe():
 
 
 def llama4():
-    """Its experts are [E, K, N]; in compressed-tensors, linears of each."""
+    """Its experts are stacks [E, K, N], and linears of single experts in compressed-tensors."""
     text = {**TEXT, **KEYS, "head_dim": 16, "intermediate_size_mlp": 32, "num_local_experts": 2, "moe_layers": [0]}
     vision = {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
     vision |= {"intermediate_size": 128, "pixel_shuffle_ratio": 0.5}
@@ -74,37 +74,35 @@ MIXTURES = {"qwen3_5_moe": qwen3_5_moe, "llama4": llama4}
 FAMILIES = {"llava": llava, "gemma3": gemma3, "bamba": bamba, "nemotron_h": nemotron_h}
 
 
-def model(family):
+def build_model(family):
     torch.manual_seed(0)
     return (FAMILIES | MIXTURES | {"t5": lambda: make("t5")[0]})[family]()
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Return the folder of an export, made once."""
+    """Return a function that returns the folder of a family's export."""
     root = tmp_path_factory.mktemp("families")
 
-    def folder(family):
-        if not (root / family).exists():
-            save_float8(convert_to_float8_training(model(family), module_filter_fn=not_the_head), root / family)
+    @functools.cache
+    def export(family):
+        save_float8(convert(build_model(family), "tensorwise"), root / family)
         return root / family
 
-    return folder
+    return export
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_has_the_names_of_save_pretrained(family, exported, tmp_path):
-    model(family).save_pretrained(tmp_path / "plain")
-    names = {name for name in StoredTensors(exported(family)) if not name.endswith("_scale")}
+    folder, model = exported(family), build_model(family)
+    model.save_pretrained(tmp_path / "plain")
+    names = {name for name in StoredTensors(folder) if not name.endswith("_scale")}
     assert names == set(StoredTensors(tmp_path / "plain"))
-    theirs = type(model(family)).from_pretrained(
-        exported(family), quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
-    )
-    ours = model(family)
-    ours.load_state_dict(dict(load_float8(exported(family), model=ours, dtype=torch.float32)))
-    assert_same(ours.state_dict(), theirs.state_dict())
-    frozen = convert_to_high_precision(load_frozen(model(family), exported(family)))
-    assert_same(frozen.state_dict(), ours.state_dict())
+    theirs = from_transformers(folder, "compressed-tensors", type(model))
+    model.load_state_dict(dict(load_float8(folder, model=model, dtype=torch.float32)))
+    assert_same(model.state_dict(), theirs.state_dict())
+    frozen = convert_to_high_precision(load_frozen(build_model(family), folder))
+    assert_same(frozen.state_dict(), model.state_dict())
 
 
 FORMATS = ("compressed-tensors", "compressed-tensors-block", "fp8")
@@ -118,73 +116,75 @@ def test_transformers_quantizes_the_linears_that_are_stored_so(family, format, t
     def is_quantized(module, name):
         return not_the_head(module, name) and not name.endswith(("q_proj", "k_proj", "v_proj", "fc1"))
 
-    ours = prepare_model_for_float8(model(family), "rowwise", module_filter_fn=is_quantized)
+    ours = prepare_model_for_float8(build_model(family), "rowwise", module_filter_fn=is_quantized)
     plan = save_float8(ours, tmp_path / "out", format=format).plan
     linears = {name.removesuffix(".weight") for name in plan.float8}
     if format == "fp8":
-        assert in_fp8(tmp_path / "out", model(family)) == linears
+        assert find_fp8_linears(tmp_path / "out", build_model(family)) == linears
         return
     theirs, info = type(ours).from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
-    assert {name for name, each in theirs.named_modules() if hasattr(each, "weight_scale")} == linears
+    assert {name for name, module in theirs.named_modules() if hasattr(module, "weight_scale")} == linears
     tokens = torch.arange(1, 25).view(1, 24)
     with torch.no_grad():
-        assert sqnr_db(*(each.eval()(tokens, use_cache=False).logits for each in (ours, theirs))) > 20
+        assert sqnr_db(*(model.eval()(tokens, use_cache=False).logits for model in (ours, theirs))) > 20
 
 
-def in_fp8(folder, plain):
-    """The linears of `plain` that transformers quantizes on a GPU; on a CPU it dequantizes all."""
+def find_fp8_linears(folder, plain):
+    """Return the linears of `plain` that transformers quantizes on a GPU; on a CPU it dequantizes all."""
     config = transformers.AutoConfig.from_pretrained(folder).quantization_config
     quantizer = AutoHfQuantizer.from_config({**config, "dequantize": False}, pre_quantized=True)
     quantizer._process_model_before_weight_loading(plain)
-    return {name for name, each in plain.named_modules() if type(each).__name__ == "FP8Linear"}
+    return {name for name, module in plain.named_modules() if type(module).__name__ == "FP8Linear"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_exported_and_imported(family, exported, tmp_path):
     plain, out, back = tmp_path / "plain", tmp_path / "out", tmp_path / "back"
-    model(family).save_pretrained(plain)
+    model = build_model(family)
+    model.save_pretrained(plain)
     if family == "bamba":  # as older versions of transformers wrote it
-        text = (plain / "config.json").read_text()
-        assert '{\n      "__float__": "Infinity"\n    }' in text
-        (plain / "config.json").write_text(text.replace('{\n      "__float__": "Infinity"\n    }', "Infinity"))
+        text, infinity = (plain / "config.json").read_text(), '{\n      "__float__": "Infinity"\n    }'
+        assert infinity in text
+        (plain / "config.json").write_text(text.replace(infinity, "Infinity"))
     export_folder(plain, out, "tensorwise", measure_tokens=4 if family == "llava" else 0)
     assert_same(dict(load_float8(out, dtype=torch.float32)), dict(load_float8(exported(family), dtype=torch.float32)))
     import_float8(out, back, dtype=torch.float32)
-    loaded, info = type(model(family)).from_pretrained(back, output_loading_info=True)
+    loaded, info = type(model).from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
     for folder in (out, back):
         json.loads((folder / "config.json").read_text(), parse_constant=pytest.fail)
     if family == "bamba":
-        assert loaded.config.time_step_limit == model(family).config.time_step_limit
+        assert loaded.config.time_step_limit == model.config.time_step_limit
 
 
 @pytest.mark.parametrize("family", ["llava", "gemma3", *MIXTURES])
 def test_a_model_of_text_reads_a_multimodal_folder(family, exported, caplog):
-    config, whole = model(family).config.text_config, model(family)
+    whole = build_model(family)
+    config = whole.config.text_config
     whole.load_state_dict(dict(load_float8(exported(family), model=whole, dtype=torch.float32)))
     text = AutoModelForCausalLM.from_config(config)
     text.load_state_dict(dict(load_float8(exported(family), model=text, dtype=torch.float32)))
     assert "the model is a part of the checkpoint's" in caplog.text
-    of_text = whole.language_model.model if family == "llama4" else whole.model.language_model
-    assert_same(text.model.state_dict(), of_text.state_dict())
+    language_model = whole.language_model.model if family == "llama4" else whole.model.language_model
+    assert_same(text.model.state_dict(), language_model.state_dict())
     frozen = convert_to_high_precision(load_frozen(AutoModelForCausalLM.from_config(config), exported(family)))
     assert_same(frozen.state_dict(), text.state_dict())
 
 
 @pytest.mark.parametrize(
-    "made",
+    "build",
     [
         lambda: transformers.BertForMaskedLM(transformers.BertConfig(**TEXT)),
         lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**SPEECH, **TOKENS)),
         lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
     ],
 )
-def test_models_of_other_classes_are_exported_but_for_tied_heads(made, tmp_path):
-    made().save_pretrained(tmp_path / "plain")
+def test_models_of_other_classes_are_exported_but_for_tied_heads(build, tmp_path):
+    build().save_pretrained(tmp_path / "plain")
     export_folder(tmp_path / "plain", tmp_path / "out", "rowwise")
-    again = made()
-    again.load_state_dict(dict(load_float8(tmp_path / "out", model=again, dtype=torch.float32)))
+    loaded = build()
+    loaded.load_state_dict(dict(load_float8(tmp_path / "out", model=loaded, dtype=torch.float32)))
 
 
 def test_logits_of_a_model_that_takes_no_tokens_alone_are_not_measured(tmp_path):

@@ -1,4 +1,4 @@
-"""What other libraries write of a frozen float8 base, and what they read of that: its values in high precision."""
+"""A frozen float8 base that other libraries save and load: they write its values in high precision."""
 
 import accelerate
 import pytest
@@ -16,28 +16,33 @@ from tests.steps import assert_same
 from tests.thinned import thinned
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": False}
 KINDS = ("llama", "mixtral")
-OTHERS = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": False}
 
 
-def plain(kind):
+def build_plain(kind):
     torch.manual_seed(0)
     if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **OTHERS)).bfloat16()
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(num_local_experts=2, **SIZES, **OTHERS)
-    ).bfloat16()
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).bfloat16()
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=2, **SIZES)).bfloat16()
 
 
-def frozen(kind, recipe="tensorwise"):
-    return freeze_to_float8(plain(kind), config=recipe, module_filter_fn=not_the_head)
+def build_frozen(kind, recipe="tensorwise"):
+    return freeze_to_float8(build_plain(kind), config=recipe, module_filter_fn=not_the_head)
 
 
-def trainer_saves(model, folder):
+def assert_same_codes(model, expected):
+    for name, weight in expected.named_parameters():
+        if hasattr(weight, "data_fp8"):
+            assert_same(model.get_parameter(name).data_fp8, weight.data_fp8, name)
+            assert_same(model.get_parameter(name).dequant_scale, weight.dequant_scale, name)
+
+
+def save_by_trainer(model, folder):
     transformers.Trainer(model, transformers.TrainingArguments(folder, report_to=[], use_cpu=True)).save_model()
 
 
-def merged(model, folder):
+def merge_and_save(model, folder):
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # its delta is 0
     model.merge_and_unload().save_pretrained(folder)
 
@@ -46,16 +51,15 @@ SAVE = {
     "save_pretrained": lambda model, folder: model.save_pretrained(folder),
     "shards": lambda model, folder: model.save_pretrained(folder, max_shard_size="20KB"),
     "a state_dict": lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
-    "Trainer": trainer_saves,
-    "merged": merged,
+    "Trainer": save_by_trainer,
+    "merged": merge_and_save,
 }
 
 
 @pytest.mark.parametrize(("way", "kind"), thinned(SAVE, KINDS, together=1))
 def test_from_pretrained_reads_what_was_saved(way, kind, tmp_path):
-    model = frozen(kind)
-    expected = convert_to_high_precision(frozen(kind)).state_dict()
-    SAVE[way](model, tmp_path)
+    expected = convert_to_high_precision(build_frozen(kind)).state_dict()
+    SAVE[way](build_frozen(kind), tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
     assert not any(info.values()), info
     assert_same(loaded.state_dict(), expected)
@@ -92,28 +96,24 @@ WRITE_AND_READ = {
 @pytest.mark.parametrize("way", WRITE_AND_READ)
 def test_a_state_dict_is_read_by_a_plain_model_and_by_a_frozen_one(way, tmp_path):
     write, read = WRITE_AND_READ[way]
-    model = frozen("llama")
+    model, plain, frozen = build_frozen("llama"), build_plain("llama"), build_frozen("llama")
     write(model, tmp_path)
-    other, again = plain("llama"), frozen("llama")
-    torch.nn.init.normal_(other.model.layers[0].mlp.up_proj.weight)
-    read(other, tmp_path)
-    read(again, tmp_path)
-    assert_same(other.state_dict(), convert_to_high_precision(frozen("llama")).state_dict())
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "data_fp8"):
-            assert_same(again.get_parameter(name).data_fp8, parameter.data_fp8, name)
-            assert_same(again.get_parameter(name).dequant_scale, parameter.dequant_scale, name)
+    torch.nn.init.normal_(plain.model.layers[0].mlp.up_proj.weight)
+    read(plain, tmp_path)
+    read(frozen, tmp_path)
+    assert_same_codes(frozen, model)
+    assert_same(plain.state_dict(), convert_to_high_precision(model).state_dict())
 
 
-def cpu_offloaded(model, folder):
+def offload_to_cpu(model, folder):
     accelerate.cpu_offload(model, torch.device("cpu"))
 
 
-def disk_offloaded(model, folder):
+def offload_to_disk(model, folder):
     accelerate.disk_offload(model, folder, torch.device("cpu"))
 
 
-def dispatched(model, folder):
+def dispatch(model, folder):
     """As a device map of a GPU and the CPU does, which asks for the memory of what is offloaded."""
     weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
     accelerate.hooks.attach_align_device_hook(
@@ -123,30 +123,28 @@ def dispatched(model, folder):
 
 @pytest.mark.parametrize(
     ("offload", "recipe", "kind"),
-    thinned([cpu_offloaded, disk_offloaded, dispatched], ["tensorwise", "rowwise", "blockwise"], KINDS, together=1),
+    thinned([offload_to_cpu, offload_to_disk, dispatch], ["tensorwise", "rowwise", "blockwise"], KINDS, together=1),
 )
 def test_accelerate_offloads_a_frozen_base(offload, recipe, kind, tmp_path):
-    model, tokens = frozen(kind, recipe), torch.arange(16).view(2, 8)
+    model, tokens = build_frozen(kind, recipe), torch.arange(16).view(2, 8)
     expected = model(tokens).logits
-    codes = [weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")]
     offload(model, tmp_path)
     for _ in range(2):
         assert all(parameter.is_meta for parameter in model.parameters())
         assert_same(model(tokens).logits, expected)
     accelerate.hooks.remove_hook_from_submodules(model)
     assert_same(model(tokens).logits, expected)
-    if offload is disk_offloaded:  # it stores values
-        assert any("as Accelerate's disk offload stores them" in each for each in list_slow_paths())
+    if offload is offload_to_disk:  # it stores values
+        assert any("as Accelerate's disk offload stores them" in path for path in list_slow_paths())
     else:
-        assert_same([weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")], codes)
+        assert_same_codes(model, build_frozen(kind, recipe))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_prepares_a_frozen_base(kind):
     """It presents float32, as all other parameters, and keeps its codes."""
-    model = prepare_model_for_kbit_training(frozen(kind), use_gradient_checkpointing=False)
+    model = prepare_model_for_kbit_training(build_frozen(kind), use_gradient_checkpointing=False)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    for name, parameter in frozen(kind).named_parameters():
-        if hasattr(parameter, "data_fp8"):
-            assert_same(model.get_parameter(name).data_fp8, parameter.data_fp8, name)
-    assert_same(model(torch.arange(8).view(1, 8)).logits, frozen(kind).float()(torch.arange(8).view(1, 8)).logits)
+    assert_same_codes(model, build_frozen(kind))
+    tokens = torch.arange(8).view(1, 8)
+    assert_same(model(tokens).logits, build_frozen(kind).float()(tokens).logits)

@@ -1,4 +1,4 @@
-"""The scales of a float8 KV cache, in the eyes of transformers' cache and of compressed-tensors, which applies them."""
+"""The scales of a float8 KV cache beside transformers' cache, and compressed-tensors, which applies them."""
 
 import json
 
@@ -29,7 +29,7 @@ TOKENS = torch.arange(1, 25).view(2, 12)
 ATTENTIONS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
-def calibrated(model, *batches):
+def calibrate(model, *batches):
     with calibrate_kv_cache(model.eval()), torch.no_grad():
         for batch in batches:
             model(batch)
@@ -37,37 +37,37 @@ def calibrated(model, *batches):
 
 
 @torch.no_grad()
-def cached(model, tokens=TOKENS):
-    """The keys and values that the cache of transformers holds after a forward, of each layer."""
+def fill_cache(model, tokens=TOKENS):
+    """Return the keys and values that transformers' cache holds for each layer after a forward."""
     cache = DynamicCache(config=model.config)
     model.eval()(tokens, past_key_values=cache, use_cache=True)
-    return [(each.keys, each.values) for each in cache.layers]
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A folder with scales, and the scales that it must have: of the larger of two batches, in each layer."""
+    """Return a folder with scales, and the scales that it must have: in each layer those of the larger batch of two."""
     folder, model = tmp_path_factory.mktemp("served") / "model", llama("rowwise")
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(30)
-    written = save_float8(calibrated(model, TOKENS, TOKENS + 50), folder)
+    written = save_float8(calibrate(model, TOKENS, TOKENS + 50), folder)
     scales = {}
-    for layers in zip(ATTENTIONS, cached(model), cached(model, TOKENS + 50), strict=True):
-        for leaf, *states in zip(("k_scale", "v_scale"), *layers[1:], strict=True):
-            amax = max(each.abs().max() for each in states)
-            scales[f"{layers[0]}.{leaf}"] = (amax.double() / 448).float().item()
+    for attention, *batches in zip(ATTENTIONS, fill_cache(model), fill_cache(model, TOKENS + 50), strict=True):
+        for leaf, *states in zip(("k_scale", "v_scale"), *batches, strict=True):
+            amax = max(state.abs().max() for state in states)
+            scales[f"{attention}.{leaf}"] = (amax.double() / 448).float().item()
     assert written.kv_scales == scales
     return folder, scales
 
 
 def test_compressed_tensors_caches_keys_and_values_with_the_scales(served):
     folder, scales = served
-    theirs, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(found.values())
-    quantized = cached(theirs)
-    for each in theirs.modules():
-        each.quantization_enabled = not hasattr(each, "k_scale")
-    for leaf, states, plain in zip(("k_scale", "v_scale"), quantized[0], cached(theirs)[0], strict=True):
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values())
+    quantized = fill_cache(theirs)
+    for module in theirs.modules():
+        module.quantization_enabled = not hasattr(module, "k_scale")
+    for leaf, states, plain in zip(("k_scale", "v_scale"), quantized[0], fill_cache(theirs)[0], strict=True):
         scale = scales[f"{ATTENTIONS[0]}.{leaf}"]
         assert_same(states, (plain / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale, leaf)
 
@@ -77,32 +77,33 @@ def test_scales_are_kept_by_load_frozen_and_by_import_and_export(served, tmp_pat
     save_float8(load_frozen(llama(), folder), tmp_path / "again")
     import_float8(folder, tmp_path / "plain")
     export_folder(tmp_path / "plain", tmp_path / "new", "rowwise", kv_scales=load_float8(folder).kv_scales)
-    for each in ("again", "new"):
-        assert load_float8(tmp_path / each).kv_scales == scales
-        config, expected = (json.loads((f / "config.json").read_text()) for f in (tmp_path / each, folder))
+    for written in (tmp_path / "again", tmp_path / "new"):
+        assert load_float8(written).kv_scales == scales
+        config, expected = (json.loads((path / "config.json").read_text()) for path in (written, folder))
         assert config["quantization_config"] == expected["quantization_config"]
         for name in scales:
-            assert_same(StoredTensors(tmp_path / each)[name], StoredTensors(folder)[name], name)
+            assert_same(StoredTensors(written)[name], StoredTensors(folder)[name], name)
 
 
-# How others call the scales of an attention, with values.
-OTHERS = {
+NAMES_OF_SCALES = {
     "modelopt": {"k_proj.k_scale": 1, "v_proj.v_scale": 2},
     "Quark": {"k_proj.output_scale": 1, "v_proj.output_scale": 2},
     "AutoFP8": {"kv_scale": 1},
 }
 
 
-@pytest.mark.parametrize("writer", OTHERS)
+@pytest.mark.parametrize("writer", NAMES_OF_SCALES)
 def test_names_of_other_writers_are_read(writer, served, tmp_path):
     folder, scales = served
-    tensors = {name: each for name, each in load_file(folder / "model.safetensors").items() if name not in scales}
+    tensors, names = load_file(folder / "model.safetensors"), NAMES_OF_SCALES[writer]
+    for name in scales:
+        del tensors[name]
     for attention in ATTENTIONS:
-        tensors |= {f"{attention}.{name}": torch.tensor(float(value)) for name, value in OTHERS[writer].items()}
+        tensors |= {f"{attention}.{name}": torch.tensor(float(value)) for name, value in names.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    values = list(OTHERS[writer].values())
-    expected = {name: values[0] if "k_scale" in name else values[-1] for name in scales}
+    key, value = min(names.values()), max(names.values())
+    expected = {name: key if "k_scale" in name else value for name in scales}
     loaded = load_float8(tmp_path, model=llama())
     assert loaded.kv_scales == expected
     assert loaded.keys() == llama().state_dict().keys()
@@ -120,14 +121,14 @@ def test_what_cannot_be_measured_or_kept_is_refused():
         pass
     model = llama("rowwise")
     hooks = dict(model.model.layers[0].self_attn._forward_pre_hooks)
-    before = written_scales(calibrated(model, TOKENS))
+    before = export_scales(calibrate(model, TOKENS))
     with pytest.raises(RuntimeError, match="no batch reached"), calibrate_kv_cache(model):
         pass
     with pytest.raises(RuntimeError, match=r"0\.self_attn .*nan.*no scale was changed"), calibrate_kv_cache(model):
         model(inputs_embeds=torch.full((1, 4, 64), float("nan")))
     with pytest.raises(ValueError, match="no attention for .*: elsewhere.k_scale"):
         set_kv_scales(model, {"elsewhere.k_scale": 1.0})
-    assert written_scales(model) == before
+    assert export_scales(model) == before
     assert hooks == dict(model.model.layers[0].self_attn._forward_pre_hooks)
 
 
@@ -135,18 +136,18 @@ def t5():
     return T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
 
 
-def written_scales(model):
+def export_scales(model):
     return iter_float8_weights(model).kv_scales
 
 
 @pytest.mark.nightly
 @on_ranks(2)
 def test_ranks_agree_on_the_largest_also_without_a_batch():
-    expected = written_scales(calibrated(llama("rowwise"), TOKENS, TOKENS + 50))
+    expected = export_scales(calibrate(llama("rowwise"), TOKENS, TOKENS + 50))
     sharded = llama("rowwise")
     for layer in sharded.model.layers:
         fully_shard(layer)
     fully_shard(sharded)
-    assert written_scales(calibrated(sharded, TOKENS + 50 * dist.get_rank())) == expected
-    alone = calibrated(llama("rowwise"), *([TOKENS, TOKENS + 50] if dist.get_rank() else []))
-    assert written_scales(alone) == expected
+    assert export_scales(calibrate(sharded, TOKENS + 50 * dist.get_rank())) == expected
+    alone = calibrate(llama("rowwise"), *([TOKENS, TOKENS + 50] if dist.get_rank() else []))
+    assert export_scales(alone) == expected

@@ -1,5 +1,6 @@
-"""Float8 checkpoints as other tools write them, read to the bit that a reader which is not ours reads."""
+"""Float8 checkpoints as other tools write them, read to the bits that compressed-tensors and transformers read."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,20 +21,25 @@ CONFIG = LlamaConfig(vocab_size=64, use_cache=False, **SIZES)
 E8M0 = torch.float8_e8m0fnu
 
 
-def scales(weight, rows, columns, *, power_of_2=False):
-    """One a block of rows x columns; 0 stands for all."""
+def compute_scales(weight, rows, columns, *, power_of_2=False):
+    """Return a scale for each block of rows x columns; 0 stands for all."""
     rows, columns = rows or weight.shape[0], columns or weight.shape[1]
     amax = weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).abs().amax((1, 3))
     return torch.exp2((amax / 448).log2().ceil()) if power_of_2 else amax / 448
 
 
-def quantized(weight, scale):
-    rows, columns = (each // count for each, count in zip(weight.shape, scale.shape, strict=True))
+def block_of(weight, scale):
+    """Return the rows and columns of a block."""
+    return [length // count for length, count in zip(weight.shape, scale.shape, strict=True)]
+
+
+def quantize(weight, scale):
+    rows, columns = block_of(weight, scale)
     return (weight / scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)).to(torch.float8_e4m3fn)
 
 
 class Layout(NamedTuple):
-    """The quantization_config, and the rows and columns of a block, 0 for all; the name and the form of its scale."""
+    """A quantization_config, the rows and columns of a block (0 for all), and the name and the form of its scale."""
 
     config: dict | None
     block: tuple[int, int]
@@ -41,7 +47,7 @@ class Layout(NamedTuple):
     form: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale
     power_of_2: bool = False
     other: str | None = None
-    """A tensor that is left out."""
+    """A tensor that load_float8 leaves out."""
 
 
 def modelopt(algorithm):
@@ -77,45 +83,50 @@ LAYOUTS = {
     "bfloat16 scales": Layout(BLOCKS, (128, 128), "weight_scale_inv", torch.Tensor.bfloat16, power_of_2=True),
 }
 NOT_FROZEN = ("modelopt MXFP8", "modelopt groups", "MXFP8", "blocks of 64", "columns")
-OF_TRANSFORMERS = ("DeepSeek-V3", "DeepSeek-V4", "E8M0 bytes", "Mistral", "MXFP8", "blocks of 64", "bfloat16 scales")
+READ_BY_TRANSFORMERS = (
+    "DeepSeek-V3",
+    "DeepSeek-V4",
+    "E8M0 bytes",
+    "Mistral",
+    "MXFP8",
+    "blocks of 64",
+    "bfloat16 scales",
+)
 
 
-def model():
+def build_model():
     torch.manual_seed(0)
     return LlamaForCausalLM(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Return the folder of a layout, made once, and the float8 weights with their scales as matrices."""
-    made = {}
+    """Return a function that returns the folder of a layout, and the float8 weights with their scales as matrices."""
 
-    def write(layout):
-        if layout in made:
-            return made[layout]
-        its = LAYOUTS[layout]
-        folder, tensors, codes = tmp_path_factory.mktemp("layout"), {}, {}
-        for name, tensor in model().state_dict().items():
-            tensors[name] = tensor
-            if "_proj" in name or (layout == "AutoFP8" and "embed" in name):
+    @functools.cache
+    def write(name_of_layout):
+        layout, tensors, codes = LAYOUTS[name_of_layout], build_model().state_dict(), {}
+        for name, tensor in list(tensors.items()):
+            if "_proj" in name or (name_of_layout == "AutoFP8" and "embed" in name):
                 module = name.removesuffix(".weight")
-                scale = scales(tensor, *its.block, power_of_2=its.power_of_2)
-                tensors[name] = quantized(tensor, scale)
+                scale = compute_scales(tensor, *layout.block, power_of_2=layout.power_of_2)
+                tensors[name] = quantize(tensor, scale)
                 codes[name] = tensors[name], scale
-                tensors[f"{module}.{its.scale_name}"] = its.form(scale).clone()
-                if its.other:
-                    tensors[f"{module}.{its.other}"] = torch.tensor(0.5)
+                tensors[f"{module}.{layout.scale_name}"] = layout.form(scale).clone()
+                if layout.other:
+                    tensors[f"{module}.{layout.other}"] = torch.tensor(0.5)
         config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"]}
-        write_folder(folder, tensors, config | ({"quantization_config": its.config} if its.config else {}))
-        made[layout] = folder, codes
-        return made[layout]
+        config |= {"quantization_config": layout.config} if layout.config else {}
+        folder = tmp_path_factory.mktemp("layout")
+        write_folder(folder, tensors, config)
+        return folder, codes
 
     return write
 
 
-def by_compressed_tensors(codes, scale):
-    """As compressed-tensors dequantizes a matrix."""
-    blocks = [each // count for each, count in zip(codes.shape, scale.shape, strict=True)]
+def decompress(codes, scale):
+    """Dequantize a matrix by compressed-tensors."""
+    blocks = block_of(codes, scale)
     args = {"num_bits": 8, "type": "float"}
     if scale.numel() == 1:
         args |= {"strategy": "tensor"}
@@ -123,7 +134,7 @@ def by_compressed_tensors(codes, scale):
     elif blocks == [1, codes.shape[1]]:
         args |= {"strategy": "channel"}
     elif blocks[0] == codes.shape[0]:  # columns: it has none, and rows of the transpose are the same
-        return by_compressed_tensors(codes.t().contiguous(), scale.t().contiguous()).t()
+        return decompress(codes.t().contiguous(), scale.t().contiguous()).t()
     elif blocks[0] == 1:
         args |= {"strategy": "group", "group_size": blocks[1]}
     else:
@@ -135,15 +146,14 @@ def by_compressed_tensors(codes, scale):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_read_as_others_read_it(layout, written, caplog):
-    (folder, codes), original = written(layout), model().state_dict()
+    (folder, codes), original = written(layout), build_model().state_dict()
     with caplog.at_level(logging.WARNING):
         loaded = dict(load_float8(folder, dtype=torch.float32))
     assert ("are left out" in caplog.text) == (LAYOUTS[layout].other is not None)
     assert loaded.keys() == original.keys()
     for name, tensor in loaded.items():
-        expected = by_compressed_tensors(*codes[name]) if name in codes else original[name]
-        assert_same(tensor, expected, name)
-    if layout in OF_TRANSFORMERS:
+        assert_same(tensor, decompress(*codes[name]) if name in codes else original[name], name)
+    if layout in READ_BY_TRANSFORMERS:
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert_same(theirs.state_dict(), loaded)
 
@@ -153,9 +163,9 @@ def test_a_layout_is_frozen_with_its_codes_or_refused(layout, written):
     folder, codes = written(layout)
     if layout in NOT_FROZEN:
         with pytest.raises(NotImplementedError, match="frozen weights: expected F8_E4M3 .* use load_float8"):
-            load_frozen(model(), folder)
+            load_frozen(build_model(), folder)
         return
-    frozen = load_frozen(model(), folder)
-    for name in (each for each in codes if "_proj" in each):
-        assert_same(frozen.get_parameter(name).data_fp8.view(torch.uint8), codes[name][0].view(torch.uint8), name)
+    frozen = load_frozen(build_model(), folder)
+    for name in (name for name in codes if "_proj" in name):
+        assert_same(frozen.get_parameter(name).data_fp8, codes[name][0], name)
     assert_same(convert_to_high_precision(frozen).state_dict(), dict(load_float8(folder, dtype=torch.float32)))

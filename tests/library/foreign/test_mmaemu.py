@@ -17,6 +17,6 @@ def test_sums_are_equal_to_the_bit(m, k, n, dtypes, use_fast_accum):
         torch.randn(rows, k) * torch.exp2(torch.randint(-12, 8, (rows, k)).float()) + shift
         for rows, shift in ((m, 0.0), (n, 1.0))
     )
-    a, b = (each.clamp(-448, 448).to(dtype) for each, dtype in zip((a, b), dtypes, strict=True))
+    a, b = (operand.clamp(-448, 448).to(dtype) for operand, dtype in zip((a, b), dtypes, strict=True))
     expected = mmaemu.accumulate(a, b, use_fast_accum=use_fast_accum, splitk=1, profile="hopper")
     assert torch.equal(accumulate(a, b, HOPPER, use_fast_accum=use_fast_accum), expected)

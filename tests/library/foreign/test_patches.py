@@ -8,8 +8,8 @@ from torchao import float8
 from transformers import PreTrainedModel, modeling_utils
 
 def read():
-    of_model = vars(PreTrainedModel).get("load_state_dict"), PreTrainedModel.save_pretrained
-    return modeling_utils.get_hf_quantizer, of_model, float8.convert_to_float8_training
+    methods = vars(PreTrainedModel).get("load_state_dict"), PreTrainedModel.save_pretrained
+    return modeling_utils.get_hf_quantizer, methods, float8.convert_to_float8_training
 
 original = read()
 import quaver, quaver.compat.float8, quaver.export, quaver.numerics, quaver.integrations.torchao

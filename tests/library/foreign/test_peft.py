@@ -6,27 +6,21 @@ import peft
 import pytest
 import torch
 
-from quaver import (
-    conversion_report,
-    convert_to_float8_training,
-    convert_to_high_precision,
-    freeze_to_float8,
-)
-from tests.library.foreign.llama import Tokens, float8_names, llama, not_the_head, train_by_hand
+from quaver import conversion_report, convert_to_high_precision, freeze_to_float8
+from tests.library.foreign.checkpoints import logits_of
+from tests.library.foreign.llama import convert, float8_names, llama, not_the_head, train_by_hand
 from tests.library.foreign.table import proves
 from tests.thinned import at_night, thinned
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 
-def adapted(recipe, order, adapter=None):
-    """A Llama with adapters, converted before or after they are added; adapters and head stay in high precision."""
-    adapter = adapter or peft.LoraConfig(**LORA)
+def adapted(recipe, order="convert, then adapt"):
+    """Return a Llama with adapters, converted before or after they are added; these and the head are not converted."""
     torch.manual_seed(1)
     if order == "convert, then adapt":
-        return peft.get_peft_model(llama(recipe), adapter)
-    model = peft.get_peft_model(llama(), adapter)
-    return convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+        return peft.get_peft_model(llama(recipe), peft.LoraConfig(**LORA))
+    return convert(peft.get_peft_model(llama(), peft.LoraConfig(**LORA)), recipe)
 
 
 @proves("PEFT", "adapters before", "adapters after")
@@ -43,19 +37,16 @@ def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
 
 @proves("PEFT", "merge")
 def test_merging_gives_the_float8_model_of_the_merged_weights():
-    model = adapted("tensorwise", "convert, then adapt")
+    model = adapted("tensorwise")
     train_by_hand(model)
-    merged = model.merge_and_unload().eval()
-    expected = llama().eval()
+    merged, expected = model.merge_and_unload(), llama("tensorwise")
     expected.load_state_dict(merged.state_dict())
-    convert_to_float8_training(expected, config="tensorwise", module_filter_fn=not_the_head)
-    tokens = Tokens()[0]["input_ids"][None]
     assert len(float8_names(merged)) == 14
-    assert torch.equal(merged(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+    assert torch.equal(logits_of(merged), logits_of(expected))
 
 
 def test_the_way_back_and_the_report_of_an_adapted_model():
-    model = adapted("rowwise", "convert, then adapt")
+    model = adapted("rowwise")
     report = {layer.name: layer.converted for layer in conversion_report(model).layers}
     assert sum(report.values()) == 14
     assert not any(converted for name, converted in report.items() if "lora" in name)
@@ -83,35 +74,34 @@ ADAPTERS = {
 NEED_THE_TRANSPOSED_WEIGHT = {"hra"}
 
 
-def converted():
+def build_converted():
     return llama("rowwise", layers=1)
 
 
-def frozen():
+def build_frozen():
     return freeze_to_float8(llama(layers=1), config="rowwise", module_filter_fn=not_the_head)
 
 
-@pytest.mark.parametrize(("kind", "base"), thinned(ADAPTERS, [frozen, converted], together=1))
-def test_other_adapters_train_and_load(kind, base, tmp_path):
+@pytest.mark.parametrize(("kind", "build"), thinned(ADAPTERS, [build_frozen, build_converted], together=1))
+def test_other_adapters_train_and_load(kind, build, tmp_path):
     torch.manual_seed(1)
-    if base is frozen and kind in NEED_THE_TRANSPOSED_WEIGHT:
+    if build is build_frozen and kind in NEED_THE_TRANSPOSED_WEIGHT:
         with pytest.raises(NotImplementedError, match=r"has no views in high precision.*call to_high_precision\(\)"):
-            train_by_hand(peft.get_peft_model(base(), ADAPTERS[kind]), only=[0])
+            train_by_hand(peft.get_peft_model(build(), ADAPTERS[kind]), only=[0])
         return
-    model = peft.get_peft_model(base(), ADAPTERS[kind])
+    model = peft.get_peft_model(build(), ADAPTERS[kind])
     before = copy.deepcopy([p for p in model.parameters() if p.requires_grad])
     assert all(loss > 0 for loss in train_by_hand(model, only=range(2)))
     after = [p for p in model.parameters() if p.requires_grad]
     assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
     model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(base(), tmp_path)
-    tokens = Tokens()[0]["input_ids"][None]
-    assert torch.equal(loaded.eval()(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+    loaded = peft.PeftModel.from_pretrained(build(), tmp_path)
+    assert torch.equal(logits_of(loaded), logits_of(model))
 
 
 @proves("PEFT", "compile")
 @pytest.mark.nightly
 def test_compilation_changes_no_loss():
-    eager, compiled = (adapted("rowwise", "convert, then adapt") for _ in range(2))
+    eager, compiled = adapted("rowwise"), adapted("rowwise")
     losses = train_by_hand(torch.compile(compiled, backend="aot_eager", fullgraph=True))
     assert losses == pytest.approx(train_by_hand(eager), rel=1e-4)

@@ -47,7 +47,7 @@ def is_distributed_as(strategy, float8_all_gather, model):
 
 
 def by_hand(model, rank, strategy, distribute=None, **options):
-    """The losses of this rank."""
+    """Return the losses of this rank."""
     distribute = distribute or (sharded if strategy == "FSDP2" else replicated)
     after = precompute_float8_dynamic_scale_for_fsdp
     return train_by_hand(distribute(model), rank=rank, after=after, only=range(STEPS), **options)
@@ -66,13 +66,13 @@ def trl_trainer(folder, model, **options):
     return sft(folder, model, **options)
 
 
-def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
-    """The losses that it logs, means over the ranks, and those of this rank by hand."""
+def train_by_trainer(make_trainer, folder, make, strategy, float8_all_gather):
+    """Return the losses that the trainer logs, means over the ranks, and those of this rank by hand."""
     from tests.library.foreign.test_transformers_trainer import losses_of
 
     with as_torchrun_starts_a_rank() as rank:
         options = {"per_device_train_batch_size": 1, "max_steps": STEPS}
-        trained = made_by(folder, converted(float8_all_gather, make), **options)
+        trained = make_trainer(folder, converted(float8_all_gather, make), **options)
         if strategy == "FSDP2":
             make_fsdp2(trained.accelerator)
             trained.is_fsdp_enabled = True
@@ -84,7 +84,7 @@ def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
 @proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
 @proves("TRL", "DDP", "FSDP2", "FSDP2, float8 gather")
 @pytest.mark.parametrize(
-    ("made_by", "make", "strategy", "float8_all_gather"),
+    ("make_trainer", "make", "strategy", "float8_all_gather"),
     [
         (transformers_trainer, llama, *DDP),
         (transformers_trainer, llama, *GATHER),
@@ -92,20 +92,19 @@ def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
         *at_night((trl_trainer, llama, *way) for way in (DDP, FSDP2, GATHER)),
     ],
 )
-def test_a_trainer(tmp_path, made_by, make, strategy, float8_all_gather):
-    (logged, first), (_, second) = run(2, with_a_trainer, made_by, tmp_path, make, strategy, float8_all_gather)
+def test_a_trainer(tmp_path, make_trainer, make, strategy, float8_all_gather):
+    (logged, first), (_, second) = run(2, train_by_trainer, make_trainer, tmp_path, make, strategy, float8_all_gather)
     assert logged == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-4)
 
 
-def with_adapters(strategy, float8_all_gather):
-    """The losses of this rank with Accelerate and by hand."""
+def train_adapters(strategy, float8_all_gather):
+    """Return the losses of this rank with Accelerate and by hand."""
     from tests.library.foreign.test_peft import adapted
 
     accelerator = accelerator_on(strategy, "no")
     rank = accelerator.process_index
-    made, plain = (adapted(rowwise(float8_all_gather), "convert, then adapt") for _ in range(2))
-    model, optimizer = made, optimizer_of(made)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, plain = (adapted(rowwise(float8_all_gather)) for _ in range(2))
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
     after = precompute_float8_dynamic_scale_for_fsdp
     losses = train_by_hand(model, optimizer, accelerator.backward, rank=rank, after=after, only=range(STEPS))
     assert is_distributed_as(strategy, float8_all_gather, model)
@@ -123,12 +122,12 @@ def with_adapters(strategy, float8_all_gather):
 @proves("PEFT", "DDP", "FSDP2", "FSDP2, float8 gather")
 @pytest.mark.parametrize(("strategy", "float8_all_gather"), [GATHER, *at_night([DDP, FSDP2])])
 def test_adapters(strategy, float8_all_gather):
-    for by_accelerate, expected in run(2, with_adapters, strategy, float8_all_gather):
+    for by_accelerate, expected in run(2, train_adapters, strategy, float8_all_gather):
         assert by_accelerate == expected
 
 
-def with_fabric(make, strategy, float8_all_gather):
-    """The losses of this rank with Fabric and by hand."""
+def train_by_fabric(make, strategy, float8_all_gather):
+    """Return the losses of this rank with Fabric and by hand."""
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
     from lightning_fabric.strategies import ModelParallelStrategy
@@ -157,12 +156,12 @@ def with_fabric(make, strategy, float8_all_gather):
     [(mixture, *GATHER), *at_night([(llama, *DDP), (llama, *FSDP2), (llama, *GATHER)])],
 )
 def test_fabric(make, strategy, float8_all_gather):
-    for by_the_library, expected in run(2, with_fabric, make, strategy, float8_all_gather):
-        assert by_the_library == expected
+    for by_library, expected in run(2, train_by_fabric, make, strategy, float8_all_gather):
+        assert by_library == expected
 
 
-def with_lightning(folder, make, strategy, float8_all_gather):
-    """The losses of this rank with Lightning's Trainer and by hand."""
+def train_by_lightning(folder, make, strategy, float8_all_gather):
+    """Return the losses of this rank with Lightning's Trainer and by hand."""
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
     from pytorch_lightning.strategies import ModelParallelStrategy
 
@@ -196,5 +195,5 @@ def with_lightning(folder, make, strategy, float8_all_gather):
     [(llama, *DDP), *at_night([(llama, *FSDP2), (llama, *GATHER), (mixture, *GATHER)])],
 )
 def test_lightnings_trainer(tmp_path, make, strategy, float8_all_gather):
-    for by_the_library, expected in run(2, with_lightning, tmp_path, make, strategy, float8_all_gather):
-        assert by_the_library == expected
+    for by_library, expected in run(2, train_by_lightning, tmp_path, make, strategy, float8_all_gather):
+        assert by_library == expected
