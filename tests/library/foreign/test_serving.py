@@ -14,7 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from quaver import calibrate_float8_static_scales, convert_to_float8_training
 from quaver.export import load_frozen, matches_serving, save_float8
 from quaver.recipes import scaling
-from tests.library.foreign.llama import llama, mixture
+from tests.library.foreign.llama import convert, llama, mixture
 from tests.library.recipes.test_scale_rules import samples
 from tests.reference import assert_same_bits
 
@@ -42,16 +42,16 @@ def test_transformers(scale_fmt, dtype):
     """But blocks with an inf or a NaN, which it casts with a scale of 1."""
     config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=scale_fmt)
     hp = next(samples(dtype)).repeat(2, 1)[:256, :256].contiguous()
-    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": hp})
+    expected = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": hp})
     rule = "transformers" if scale_fmt == "float" else "transformers-ue8m0"
     codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, mode=rule)
-    assert_same_bits(codes, made["a.weight"])
-    assert_same_bits(dequant, made["a.weight_scale_inv"].float())
+    assert_same_bits(codes, expected["a.weight"])
+    assert_same_bits(dequant, expected["a.weight_scale_inv"].float())
 
 
-def trained(serving, make=llama, dtype=torch.float32):
-    """After a step, so that weights are no round numbers."""
-    model = convert_to_float8_training(make().to(dtype), serving=serving)
+def train_one_step(serving, build=llama, dtype=torch.float32):
+    """Return a converted model after a step, so that its weights are no round numbers."""
+    model = convert_to_float8_training(build().to(dtype), serving=serving)
     with calibrate_float8_static_scales(model) if serving == "vllm-static" else contextlib.nullcontext():
         model(TOKENS)
     model(TOKENS, labels=TOKENS).loss.backward()
@@ -70,7 +70,7 @@ def trained(serving, make=llama, dtype=torch.float32):
 )
 def test_the_engine_multiplies_what_training_multiplied(serving, dtype, bound):
     """In float32 transformers computes what compressed-tensors does, else weights and activations in bfloat16."""
-    match = matches_serving(trained(serving, dtype=dtype), TOKENS)
+    match = matches_serving(train_one_step(serving, dtype=dtype), TOKENS)
     assert match, match
     assert len(match.weights) == len(match.inputs) == 14
     assert match.engine < bound
@@ -79,7 +79,7 @@ def test_the_engine_multiplies_what_training_multiplied(serving, dtype, bound):
 
 
 def test_experts_have_the_codes_of_the_folder(tmp_path):
-    model = trained("vllm-per-token", mixture)
+    model = train_one_step("vllm-per-token", mixture)
     save_float8(model, tmp_path / "served")
     match = matches_serving(model, TOKENS, folder=tmp_path / "served")
     experts = [share for name, share in match.weights.items() if ".experts." in name]
@@ -89,7 +89,7 @@ def test_experts_have_the_codes_of_the_folder(tmp_path):
 
 def test_a_folder_alone(tmp_path):
     """Its codes and the engine's rule are the forward of training, to the bit."""
-    model = trained("vllm-block", dtype=torch.bfloat16).eval()
+    model = train_one_step("vllm-block", dtype=torch.bfloat16).eval()
     save_float8(model, tmp_path / "served", format="fp8")
     config = copy.deepcopy(model.config)
     loaded = load_frozen(type(model)(config).bfloat16().eval(), tmp_path / "served", serving="vllm-block")
@@ -105,9 +105,7 @@ def test_a_folder_alone(tmp_path):
 
 def test_other_codes_are_found():
     """Of a model that was trained with quaver's rule, and of a folder in another format."""
-    model = convert_to_float8_training(
-        llama().bfloat16(), config="rowwise", module_filter_fn=lambda _, name: name != "lm_head"
-    )
+    model = convert(llama().bfloat16(), "rowwise")
     with pytest.raises(ValueError, match="for a model that was not converted with one serving="):
         matches_serving(model, TOKENS)
     match = matches_serving(model, TOKENS, serving="vllm-per-token")

@@ -45,88 +45,86 @@ def llama4():
     return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(pad_token_id=0, **SIZES, **experts))
 
 
-def by_rows(weight):
+def quantize_rows(weight):
     scale = weight.abs().amax(-1, keepdim=True) / 448
     return (weight / scale).to(torch.float8_e4m3fn), scale
 
 
-def by_blocks(weight):
+def quantize_blocks(weight):
     *_, rows, columns = weight.shape
     scale = weight.unflatten(-2, (rows // 32, 32)).unflatten(-1, (columns // 32, 32)).abs().amax((-3, -1)) / 448
     return (weight / scale.repeat_interleave(32, -2).repeat_interleave(32, -1)).to(torch.float8_e4m3fn), scale
 
 
-def linears(infix):
-    """`input_linear.7.weight`, or another name, of each expert."""
+def write_rows(name, matrix):
+    """Return the codes and the scale of a matrix, or of each matrix of a stack, under their names in a file."""
+    codes, scale = quantize_rows(matrix)
+    return {name: codes, f"{name}_scale": scale}
+
+
+def write_linears(infix):
+    """Return a function that writes experts as linears, such as `input_linear.7.weight`."""
 
     def write(name, stack):
-        base = name.removesuffix(".weight")
+        prefix, tensors = f"{name.removesuffix('.weight')}{infix}", {}
         for index, matrix in enumerate(stack):
-            codes, scale = by_rows(matrix)
-            yield from ((f"{base}{infix}.{index}.weight", codes), (f"{base}{infix}.{index}.weight_scale", scale))
+            tensors |= write_rows(f"{prefix}.{index}.weight", matrix)
+        return tensors
 
     return write
 
 
-def gate_and_up(name, stack):
+def write_gate_and_up(name, stack):
     prefix, _, leaf = name.rpartition(".")
-    leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    leaves, tensors = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",), {}
     for index, matrix in enumerate(stack):
         for part, rows in zip(leaves, matrix.chunk(len(leaves)), strict=True):
-            codes, scale = by_rows(rows)
-            yield from ((f"{prefix}.{index}.{part}.weight", codes), (f"{prefix}.{index}.{part}.weight_scale", scale))
+            tensors |= write_rows(f"{prefix}.{index}.{part}.weight", rows)
+    return tensors
 
 
-def granite_stack(name, stack):
-    codes, scale = by_rows(stack)
-    yield from ((name, codes), (f"{name}_scale", scale))
+def write_transposed_blocks(name, stack):
+    codes, scale = quantize_blocks(stack.mT.contiguous())
+    return {name: codes, f"{name}_scale_inv": scale}
 
 
-def transposed_blocks(name, stack):
-    codes, scale = by_blocks(stack.mT.contiguous())
-    yield from ((name, codes), (f"{name}_scale_inv", scale))
-
-
-def one_number(name, stack):
+def write_with_one_scale(name, stack):
     scale = stack.abs().max() / 448
-    yield from ((name, (stack / scale).to(torch.float8_e4m3fn)), (f"{name}_weight_scale", scale))
-    yield f"{name}_input_scale", torch.tensor(0.5)
+    codes = (stack / scale).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_weight_scale": scale, f"{name}_input_scale": torch.tensor(0.5)}
 
 
-def one_an_expert(name, stack):
+def write_with_a_scale_for_each_expert(name, stack):
     scale = stack.abs().amax((1, 2)) / 448
-    yield from (
-        (name, (stack / scale[:, None, None]).to(torch.float8_e4m3fn)),
-        (f"{name}_weight_scale", scale[:, None]),
-    )
+    return {name: (stack / scale[:, None, None]).to(torch.float8_e4m3fn), f"{name}_weight_scale": scale[:, None]}
 
 
 WRITERS = {
-    "llm-compressor, Granite": (granite, linears(""), by_rows, "weight_scale", ROWS),
-    "llm-compressor, Granite 4": (granite, linears(".experts"), by_rows, "weight_scale", ROWS),
-    "llm-compressor, Granite's stacks": (granite, granite_stack, by_rows, "weight_scale", ROWS),
-    "llm-compressor, Qwen3-VL": (qwen3_vl, gate_and_up, by_rows, "weight_scale", ROWS),
-    "Qwen, Qwen3-VL": (qwen3_vl, transposed_blocks, by_blocks, "weight_scale_inv", BLOCKS),
-    "modelopt, Llama 4": (llama4, one_number, None, "weight_scale", FP8),
-    "modelopt, one an expert": (llama4, one_an_expert, None, "weight_scale", FP8),
+    "llm-compressor, Granite": (granite, write_linears(""), quantize_rows, "weight_scale", ROWS),
+    "llm-compressor, Granite 4": (granite, write_linears(".experts"), quantize_rows, "weight_scale", ROWS),
+    "llm-compressor, Granite's stacks": (granite, write_rows, quantize_rows, "weight_scale", ROWS),
+    "llm-compressor, Qwen3-VL": (qwen3_vl, write_gate_and_up, quantize_rows, "weight_scale", ROWS),
+    "Qwen, Qwen3-VL": (qwen3_vl, write_transposed_blocks, quantize_blocks, "weight_scale_inv", BLOCKS),
+    "modelopt, Llama 4": (llama4, write_with_one_scale, None, "weight_scale", FP8),
+    "modelopt, one an expert": (llama4, write_with_a_scale_for_each_expert, None, "weight_scale", FP8),
 }
 
 
 @pytest.fixture
 def written(request, tmp_path):
-    """The model, and its folder as a writer has it."""
-    make, experts, linear, scale_name, quantization = WRITERS[request.param]
+    """Return a model, and its folder as a tool writes it."""
+    build, write_experts, quantize_linear, scale_name, quantization = WRITERS[request.param]
     torch.manual_seed(0)
-    model = make().eval()
+    model = build().eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1)
     model.save_pretrained(tmp_path / "hp")
     tensors = {}
     for name, weight in load_file(tmp_path / "hp" / "model.safetensors").items():
         if weight.dim() == 3 and "visual" not in name:
-            tensors |= dict(experts(name, weight))
-        elif linear is not None and name.endswith("_proj.weight") and "visual" not in name:
-            tensors[name], tensors[name.replace("weight", scale_name)] = linear(weight)
+            tensors |= write_experts(name, weight)
+        elif quantize_linear is not None and name.endswith("_proj.weight") and "visual" not in name:
+            tensors[name], tensors[name.replace("weight", scale_name)] = quantize_linear(weight)
         else:
             tensors[name] = weight
     config = json.loads((tmp_path / "hp" / "config.json").read_text()) | {"quantization_config": quantization}
@@ -138,15 +136,16 @@ def written(request, tmp_path):
 def test_stacks_are_read_and_frozen(written):
     model, folder = written
     kind, weights = type(model), dict(load_float8(folder, model=model, dtype=torch.float32))
-    assert all(sqnr_db(each, weights[name]) > 30 for name, each in model.state_dict().items() if name in weights)
+    assert all(sqnr_db(tensor, weights[name]) > 30 for name, tensor in model.state_dict().items() if name in weights)
     frozen = load_frozen(kind._from_config(model.config, dtype=torch.float32), folder)
     assert_same({name: values_of(frozen)[name] for name in weights}, weights)
-    assert "frozen" in next(each.reason for each in conversion_report(frozen).layers if "gate_up_proj" in each.name)
+    reasons = [layer.reason for layer in conversion_report(frozen).layers if "gate_up_proj" in layer.name]
+    assert "frozen" in reasons[0]
     loaded = kind.from_pretrained(folder, quantization_config=QuaverConfig(frozen=True), dtype=torch.float32)
     assert_same(values_of(loaded), values_of(frozen))
     trained = kind.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"), dtype=torch.float32)
     assert_same(trained.state_dict(), values_of(frozen))
-    assert any(isinstance(each, Float8Experts) for each in trained.modules())
+    assert any(isinstance(module, Float8Experts) for module in trained.modules())
     tokens = torch.arange(16).view(1, 16)
     with torch.no_grad():
         assert sqnr_db(model(tokens).logits, loaded(tokens).logits) > 25
@@ -156,7 +155,7 @@ def test_stacks_are_read_and_frozen(written):
 def test_stacks_in_four_bits_are_refused(written):
     model, folder = written
     tensors = load_file(folder / "model.safetensors")
-    name = next(each for each in tensors if each.endswith("gate_up_proj"))
+    name = next(name for name in tensors if name.endswith("gate_up_proj"))
     tensors[name] = tensors[name].view(torch.uint8)
     tensors[f"{name}_weight_scale_2"] = torch.ones(())
     save_file(tensors, folder / "model.safetensors")

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from quaver import convert_to_float8_training
 from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
-from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
+from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, train_by_hand
 from tests.library.foreign.test_accelerate import save_and_resume, variant_and_loop_by_hand
 from tests.library.foreign.test_transformers_trainer import losses_of, trainer
 from tests.library.foreign.test_two_ranks import sharded
@@ -37,7 +36,7 @@ def test_a_padded_batch(name):
     torch.manual_seed(0)
     model_class, config_class, sizes = MODELS[name]
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).train()
-    convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
+    convert(model, "rowwise")
     tokens = torch.randint(3, 64, (2, 128))
     mask = torch.ones_like(tokens)
     mask[1, -40:] = 0
@@ -56,7 +55,7 @@ def test_a_padded_batch(name):
     "options", [{"gradient_accumulation_steps": 2}, *at_night([({},), ({"gradient_checkpointing": True},)])], ids=str
 )
 def test_transformers_trainer(tmp_path, options):
-    """The losses of a run that stores are near those of one that keeps, and generate() says the same."""
+    """Losses are near those of a run that stores nothing in float8, and generate() returns the same tokens."""
     runs = []
     for stores in (False, True):
         model = llama("rowwise")
@@ -69,11 +68,10 @@ def test_transformers_trainer(tmp_path, options):
         runs[-1].train()
         assert runs[-1].evaluate()["eval_loss"] > 0
     assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=0.01)
-    weights = zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True)
-    assert not all(torch.equal(kept, stored) for kept, stored in weights)
+    assert not all(map(torch.equal, runs[0].model.parameters(), runs[1].model.parameters()))
 
 
-def stored_llama(recipe="rowwise"):
+def storing_llama(recipe="rowwise"):
     model = llama(recipe)
     store_activations_in_float8(model)
     return model
@@ -82,7 +80,7 @@ def stored_llama(recipe="rowwise"):
 @pytest.mark.parametrize("variant", ["checkpointing", *at_night([("accumulate",)])])
 def test_accelerate(variant):
     """Accumulated gradients or checkpoints under DDP, and an evaluation: the losses of torch's DDP by hand."""
-    for by_accelerate, by_hand in run_on_ranks(2, variant_and_loop_by_hand, variant, stored_llama):
+    for by_accelerate, by_hand in run_on_ranks(2, variant_and_loop_by_hand, variant, storing_llama):
         assert variant == "checkpointing" or by_accelerate == by_hand
         assert by_accelerate == pytest.approx(by_hand, rel=0.01)
 
@@ -95,8 +93,8 @@ def test_accelerate_with_fsdp2_goes_on_after_a_save(tmp_path):
         assert resumed == whole
 
 
-def with_fsdp2(checkpointing):
-    """The losses of this rank: of a model that keeps, of one that stores before it is sharded, and of one after."""
+def train_with_fsdp2(checkpointing):
+    """Return the losses of this rank: of a plain model, of one that stores before it is sharded, and of one after."""
     losses = []
     for when in ("never", "before", "after"):
         model = llama("rowwise")
@@ -113,10 +111,10 @@ def with_fsdp2(checkpointing):
 
 @pytest.mark.parametrize("checkpointing", [False, *at_night([(True,)])])
 def test_fsdp2(checkpointing):
-    for kept, before, after in run_on_ranks(2, with_fsdp2, checkpointing):
+    for plain, before, after in run_on_ranks(2, train_with_fsdp2, checkpointing):
         assert before == after
-        assert before == pytest.approx(kept, rel=0.01)
-        assert before != kept  # of checkpointed blocks the last norm alone, which is outside
+        assert before == pytest.approx(plain, rel=0.01)
+        assert before != plain  # of checkpointed blocks the last norm alone, which is outside
 
 
 def test_lightning(tmp_path):
@@ -124,31 +122,31 @@ def test_lightning(tmp_path):
     from tests.library.foreign import test_lightning
 
     def fit(steps, **options):
-        with mock.patch.object(test_lightning, "llama", stored_llama):
+        with mock.patch.object(test_lightning, "llama", storing_llama):
             module = test_lightning.Module("rowwise", False)
         run = test_lightning.trainer(tmp_path / str(steps), steps, accumulate_grad_batches=2)
         run.fit(module, batches(), batches(), **options)
         return module, run.checkpoint_callback.best_model_path
 
     whole, path = fit(BATCHES // 2)
-    assert whole.losses == train_by_hand(stored_llama(), every=2)
+    assert whole.losses == train_by_hand(storing_llama(), every=2)
     assert whole.losses != train_by_hand(llama("rowwise"), every=2)
     resumed, _ = fit(BATCHES // 2 + 1, ckpt_path=path)
     assert resumed.losses[0] < whole.losses[0]
 
 
 def test_peft():
-    """Stored before or after adapters are added; then merged, while a copy that keeps is a teacher."""
+    """The model stores before or after adapters are added; then they are merged, and a copy that keeps teaches it."""
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
-    stores_first, adapts_first = (peft.get_peft_model(make("rowwise"), adapter) for make in (stored_llama, llama))
+    stores_first, adapts_first = (peft.get_peft_model(build("rowwise"), adapter) for build in (storing_llama, llama))
     adapts_first.load_state_dict(stores_first.state_dict())
     teacher = copy.deepcopy(adapts_first)
     store_activations_in_float8(adapts_first)
-    kept = train_by_hand(copy.deepcopy(teacher), only=range(2))
+    expected = train_by_hand(copy.deepcopy(teacher), only=range(2))
     for model in (stores_first, adapts_first):
         losses = train_by_hand(model, only=range(2))
-        assert losses == pytest.approx(kept, rel=0.01)
-        assert losses != kept
+        assert losses == pytest.approx(expected, rel=0.01)
+        assert losses != expected
     prompt = torch.arange(8)[None]
     merged = stores_first.merge_and_unload().requires_grad_()
     logits = merged(prompt).logits
