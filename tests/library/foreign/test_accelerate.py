@@ -14,11 +14,10 @@ import torch
 
 from quaver import (
     Float8LinearConfig,
-    convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
 )
-from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand, weights_of
+from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, train_by_hand, weights_of
 from tests.library.foreign.table import proves, refuses
 from tests.ranks import RanksError, run
 from tests.steps import full
@@ -27,7 +26,7 @@ from tests.thinned import at_night
 
 @contextmanager
 def as_torchrun_starts_a_rank():
-    """With torchrun's environment, and without what Accelerate knows from before."""
+    """Set torchrun's environment, and forget what Accelerate stored before."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -64,16 +63,16 @@ def make_fsdp2(accelerator, state_dict_type=None):
     )
 
 
-def moved(model, before):
-    """The names of the parameters that are no longer as before."""
+def find_changed(model, before):
+    """Return the names of the parameters that differ from `before`."""
     after = {name: full(parameter).float() for name, parameter in model.named_parameters()}
     return {name for name in before if not torch.equal(before[name].float(), after[name])}
 
 
 def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype=torch.float32):
-    """Losses of this rank, and the names of the weights that moved."""
+    """Return the losses of this rank, and the names of the weights that changed."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=float8_all_gather)
-    model = convert_to_float8_training(llama().to(dtype), config=config, module_filter_fn=not_the_head)
+    model = convert(llama().to(dtype), config)
     accelerator = accelerator_on(strategy, mixed_precision)
     before = weights_of(model)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
@@ -86,7 +85,7 @@ def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype
         after=precompute_float8_dynamic_scale_for_fsdp,
         only=range(2),
     )
-    return losses, moved(accelerator.unwrap_model(model), before)
+    return losses, find_changed(accelerator.unwrap_model(model), before)
 
 
 @proves("Accelerate", "FSDP2", "FSDP2, float8 gather")
@@ -121,8 +120,8 @@ def test_bfloat16_parameters():
         run(2, train, "FSDP2", "tensorwise", True, "bf16", torch.bfloat16)
 
 
-def steps_of(accelerator, model, optimizer, batches):
-    """The losses of a loop as Accelerate's documentation writes it."""
+def train_as_documented(accelerator, model, optimizer, batches):
+    """Train in a loop as Accelerate's documentation writes it, and return the losses."""
     losses = []
     for batch in batches:
         with accelerator.accumulate(model):
@@ -134,23 +133,23 @@ def steps_of(accelerator, model, optimizer, batches):
     return losses
 
 
-def variant_and_loop_by_hand(variant, make=llama):
-    """The losses of Accelerate with DDP, an evaluation last, and those of torch's DDP in a loop written by hand."""
+def train_by_accelerate_and_by_hand(variant, build=llama):
+    """Return the losses of Accelerate with DDP, an evaluation last, and those of torch's DDP in a loop by hand."""
     every = 2 if variant == "accumulate" else 1
     accelerator = accelerator_on("DDP", "no", gradient_accumulation_steps=every)
-    model, rank = make("rowwise"), accelerator.process_index
+    model, rank = build("rowwise"), accelerator.process_index
     if variant == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if variant == "compile":
         model = torch.compile(model, backend="aot_eager")
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    by_accelerate = steps_of(accelerator, model, optimizer, batches(rank))
-    replica = torch.nn.parallel.DistributedDataParallel(make("rowwise"))
+    by_accelerate = train_as_documented(accelerator, model, optimizer, batches(rank))
+    replica = torch.nn.parallel.DistributedDataParallel(build("rowwise"))
     by_hand = train_by_hand(replica, rank=rank, every=every, within_a_step=replica.no_sync)
     if variant != "compile":  # it would compile again
         with torch.inference_mode():
-            for each, losses in ((model, by_accelerate), (replica, by_hand)):
-                losses.append(each.eval()(**batches(rank)[-1]).loss.item())
+            for trained, losses in ((model, by_accelerate), (replica, by_hand)):
+                losses.append(trained.eval()(**batches(rank)[-1]).loss.item())
     return by_accelerate, by_hand
 
 
@@ -158,7 +157,7 @@ def variant_and_loop_by_hand(variant, make=llama):
 @pytest.mark.parametrize("variant", ["accumulate", *at_night([("checkpointing",), ("compile",)])])
 def test_the_losses_of_a_loop_written_by_hand(variant):
     """To the bit; compiled code may sum in another order. DDP around a compiled float8 model broke elsewhere."""
-    for by_accelerate, by_hand in run(2, variant_and_loop_by_hand, variant):
+    for by_accelerate, by_hand in run(2, train_by_accelerate_and_by_hand, variant):
         assert by_accelerate == pytest.approx(by_hand, rel=1e-4 if variant == "compile" else 0)
         assert by_hand[-1] < by_hand[0]
 
@@ -166,11 +165,11 @@ def test_the_losses_of_a_loop_written_by_hand(variant):
 def save_and_resume(
     strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of, change=lambda model: None
 ):
-    """The losses of a whole run after its state was saved, and of one that loads it."""
+    """Return the losses of a whole run after its state was saved, and of one that loads it."""
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), enable_fsdp_float8_all_gather=float8_all_gather)
-    both = []
+    losses = []
     for resumed in (False, True):
-        model = convert_to_float8_training(llama(), config=config, module_filter_fn=not_the_head)
+        model = llama(config)
         change(model)
         accelerator = accelerator_on(strategy, "no", state_dict_type)
         model, optimizer = accelerator.prepare(model, make_optimizer(model))
@@ -180,8 +179,8 @@ def save_and_resume(
         else:
             steps(only=range(2))
             accelerator.save_state(folder)
-        both.append(steps(only=range(2, BATCHES)))
-    return both
+        losses.append(steps(only=range(2, BATCHES)))
+    return losses
 
 
 @proves("Accelerate", "save, resume")
@@ -197,8 +196,8 @@ def test_a_resumed_run_goes_on_as_before(strategy, float8_all_gather, state_dict
         assert resumed == whole
 
 
-def launched_by_hand():
-    """The losses of this rank from batch 2 on, with delayed scaling."""
+def train_delayed_by_hand():
+    """Return the losses of this rank from batch 2 on, with delayed scaling."""
     model = llama("delayed")
     replica = torch.nn.parallel.DistributedDataParallel(model)
     sync = partial(sync_float8_amax_and_scale_history, model)
@@ -214,8 +213,9 @@ def test_processes_that_accelerate_launch_starts(tmp_path):
     subprocess.run([*launch, "0"], check=True, timeout=600)
     (tmp_path / "state").rename(tmp_path / "moved")
     subprocess.run([*launch, "2"], check=True, timeout=600)
-    found = [json.loads((tmp_path / f"{start}.{rank}.json").read_text()) for start in (0, 2) for rank in (0, 1)]
-    assert found == [found[0]] * 4
-    assert found[0]["type"] == "DistributedType.MULTI_CPU"
-    expected = torch.tensor(run(2, launched_by_hand)).mean(0).tolist()
-    assert found[0]["losses"] == expected
+    report, *others = (
+        json.loads((tmp_path / f"{start}.{rank}.json").read_text()) for start in (0, 2) for rank in (0, 1)
+    )
+    assert others == [report] * 3
+    assert report["type"] == "DistributedType.MULTI_CPU"
+    assert report["losses"] == torch.tensor(run(2, train_delayed_by_hand)).mean(0).tolist()

@@ -61,7 +61,7 @@ def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     assert losses_of(run) == pytest.approx(losses, abs=5e-5)
     followed = scales_of(run.model)
     assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
-    entry = [each for each in run.state.log_history if "loss" in each][-1]
+    entry = [entry for entry in run.state.log_history if "loss" in entry][-1]
     assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
     assert entry["float8_saturated"] >= 0
     assert entry["float8_scale_fit"] > 0
@@ -92,7 +92,7 @@ def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
 class FailingBatch(TrainerCallback):
     """Raises between the two microbatches of the second step."""
 
-    def on_substep_end(self, args, state, control, **of_trainer):
+    def on_substep_end(self, args, state, control, **options):
         if state.global_step == 1:
             raise OSError("no batch")
 
@@ -155,11 +155,11 @@ def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
 
 
 class ScopeIsOpen(TrainerCallback):
-    """Finds weights that are cast once between the two microbatches of each step."""
+    """Asserts between the two microbatches of each step that weights are cast once."""
 
     count = 0
 
-    def on_substep_end(self, args, state, control, model, **of_trainer):
+    def on_substep_end(self, args, state, control, model, **options):
         with pytest.raises(RuntimeError, match="opened by a Trainer's Float8Callback"), cast_weights_once(model):
             pass
         self.count += 1
@@ -168,12 +168,12 @@ class ScopeIsOpen(TrainerCallback):
 @proves("transformers' Trainer", "accumulate")
 def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_steps": 2}
-    once = trainer(tmp_path, rowwise(), **options)
-    once.add_callback(scope := ScopeIsOpen())
-    once.train()
+    run = trainer(tmp_path, rowwise(), **options)
+    run.add_callback(scope := ScopeIsOpen())
+    run.train()
     assert scope.count == 2
-    each = trained_by(tmp_path, rowwise(), [], **OPTIONS, **options)
-    assert losses_of(once) == losses_of(each)
+    without_callback = trained_by(tmp_path, rowwise(), [], **OPTIONS, **options)
+    assert losses_of(run) == losses_of(without_callback)
 
 
 @proves("transformers' Trainer", "accumulate", "evaluate")
@@ -196,7 +196,7 @@ def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
 class StopInTheMiddle(TrainerCallback):
     """Stops between the two microbatches of the second step."""
 
-    def on_substep_end(self, args, state, control, **of_trainer):
+    def on_substep_end(self, args, state, control, **options):
         control.should_training_stop = state.global_step == 1
 
 
@@ -238,10 +238,7 @@ def lora():
 @proves("PEFT", "train", "accumulate", "checkpointing", "evaluate")
 @pytest.mark.parametrize(
     "options",
-    [
-        {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2, "gradient_checkpointing": True},
-        *at_night([({},)]),
-    ],
+    [{"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2, "gradient_checkpointing": True}, *at_night([({},)])],
 )
 def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
     model, every = lora(), options.get("gradient_accumulation_steps", 1)

@@ -16,7 +16,7 @@ from quaver.integrations.torchao import main
 from tests.isolated import Forked, isolated
 from tests.library.foreign.llama import BATCHES, batches, float8_names, llama, optimizer_of, weights_of
 from tests.library.foreign.table import proves
-from tests.library.foreign.test_accelerate import accelerator_on, moved, steps_of
+from tests.library.foreign.test_accelerate import accelerator_on, find_changed, train_as_documented
 from tests.ranks import run
 from tests.steps import assert_same
 from tests.thinned import at_night
@@ -106,8 +106,8 @@ def step_under_the_shim(converts):
 
 @pytest.mark.parametrize("converts", [True, False])
 def test_the_first_step_without_a_float8_linear_is_noticed(converts):
-    said = Forked(step_under_the_shim, converts).finished().stderr
-    assert said.count("an optimizer has stepped, and no linear is in float8") == (not converts)
+    stderr = Forked(step_under_the_shim, converts).finished().stderr
+    assert stderr.count("an optimizer has stepped, and no linear is in float8") == (not converts)
 
 
 PROGRAM = """
@@ -141,11 +141,10 @@ HALF = BATCHES // 2
 
 
 def train_with_accelerate(strategy, recipe, variant, folder):
-    """Losses of Accelerate's fp8 and of quaver's conversion by hand, and the names of the weights that moved.
+    """Return the losses of Accelerate's fp8 and of quaver's conversion by hand, and the weights that changed.
 
-    An evaluation follows the steps, and then the second half again, from the state that was saved before it.
-
-    `recipe` None: Accelerate's own config, which asks for a float8 all-gather also without FSDP2.
+    An evaluation follows the steps, and then the second half again, from the state that was saved before it. Without a
+    recipe Accelerate has its own config, which asks for a float8 all-gather also without FSDP2.
     """
     from accelerate.utils import AORecipeKwargs
     from accelerate.utils.ao import find_first_last_linear_layers
@@ -176,12 +175,12 @@ def train_with_accelerate(strategy, recipe, variant, folder):
         plain = getattr(plain, "_orig_mod", plain)  # compiled inside DDP
         assert_float8_training(plain, optimizer.optimizer)
         parts = batches(accelerator.process_index)
-        steps = partial(steps_of, accelerator, prepared, optimizer)
+        steps = partial(train_as_documented, accelerator, prepared, optimizer)
         state = str(folder / str(by_accelerate))
         losses = steps(parts[:HALF])
         accelerator.save_state(state)
         losses += steps(parts[HALF:])
-        trained = moved(plain, before)
+        trained = find_changed(plain, before)
         if variant != "compile":  # it would compile again
             with torch.inference_mode():
                 losses.append(prepared.eval()(**parts[0]).loss.item())

@@ -11,7 +11,7 @@ import transformers
 
 from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
 from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, train_by_hand
-from tests.library.foreign.test_accelerate import save_and_resume, variant_and_loop_by_hand
+from tests.library.foreign.test_accelerate import save_and_resume, train_by_accelerate_and_by_hand
 from tests.library.foreign.test_transformers_trainer import losses_of, trainer
 from tests.library.foreign.test_two_ranks import sharded
 from tests.ranks import run as run_on_ranks
@@ -80,7 +80,7 @@ def storing_llama(recipe="rowwise"):
 @pytest.mark.parametrize("variant", ["checkpointing", *at_night([("accumulate",)])])
 def test_accelerate(variant):
     """Accumulated gradients or checkpoints under DDP, and an evaluation: the losses of torch's DDP by hand."""
-    for by_accelerate, by_hand in run_on_ranks(2, variant_and_loop_by_hand, variant, storing_llama):
+    for by_accelerate, by_hand in run_on_ranks(2, train_by_accelerate_and_by_hand, variant, storing_llama):
         assert variant == "checkpointing" or by_accelerate == by_hand
         assert by_accelerate == pytest.approx(by_hand, rel=0.01)
 

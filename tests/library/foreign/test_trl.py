@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,16 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quaver import serving_config
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.library.foreign.llama import (
-    BATCHES,
-    Tokens,
-    clip,
-    float8_names,
-    llama,
-    scales_of,
-    train_by_hand,
-    weights_of,
-)
+from tests.library.foreign.llama import BATCHES, Tokens, clip, float8_names, llama, scales_of, train_by_hand, weights_of
 from tests.library.foreign.table import proves
 from tests.library.foreign.test_transformers_trainer import losses_of, settings, trained
 from tests.steps import assert_same
@@ -35,17 +27,17 @@ WORDS = [f"w{number}" for number in range(126)]
 
 def tokenizer():
     model = WordLevel({word: number for number, word in enumerate([*WORDS, "<pad>", "<eos>"])}, unk_token="<pad>")
-    made = Tokenizer(model)
-    made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    words = Tokenizer(model)
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def tokens():
-    samples = Tokens()
-    return Dataset.from_list([{k: v.tolist() for k, v in samples[number].items()} for number in range(len(samples))])
+    samples = map(Tokens().__getitem__, range(len(Tokens())))
+    return Dataset.from_list([{key: tensor.tolist() for key, tensor in sample.items()} for sample in samples])
 
 
-def moved(model, before):
+def find_changed(model, before):
     return {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
 
 
@@ -55,7 +47,7 @@ class InOrder(trl.SFTTrainer):
 
 
 def sft(folder, model, callbacks=(), **options):
-    """SFTTrainer as test_transformers_trainer.py makes a Trainer."""
+    """Return an SFTTrainer as test_transformers_trainer.py makes a Trainer."""
     arguments = trl.SFTConfig(**settings(folder, **options), loss_type="nll", max_length=None)
     data = {"train_dataset": tokens(), "eval_dataset": tokens(), "processing_class": tokenizer()}
     return InOrder(model, arguments, callbacks=[Float8Callback(), *callbacks], **data)
@@ -69,7 +61,7 @@ def test_sft_has_the_losses_of_a_loop_written_by_hand(tmp_path, gradient_checkpo
     run = sft(tmp_path, model, gradient_checkpointing=gradient_checkpointing)
     run.train()
     assert losses_of(run) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), abs=1e-4)
-    assert moved(model, before) == set(before)
+    assert find_changed(model, before) == set(before)
 
 
 @proves("TRL", "accumulate", "compile")
@@ -130,7 +122,7 @@ def test_sft_adds_adapters_to_a_converted_model(tmp_path):
     before = weights_of(run.model)
     run.train()
     assert len(float8_names(run.model)) == 14
-    assert moved(run.model, before) == {name for name in before if "lora_" in name}
+    assert find_changed(run.model, before) == {name for name in before if "lora_" in name}
 
 
 @proves("TRL", "evaluate")
@@ -155,21 +147,21 @@ def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
     )
     run.train()
     assert len(float8_names(model)) == 14
-    assert moved(model, before) == set(before)
+    assert find_changed(model, before) == set(before)
     losses = losses_of(run)
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)
     assert losses[-1] < losses[0]
     assert run.evaluate()["eval_rewards/accuracies"] == 1.0
 
 
-def saved_and_loaded(folder, config="rowwise"):
-    """A model with a name, by which TRL loads the reference."""
+def save_and_load(folder, config="rowwise"):
+    """Return a model with a name, by which TRL loads the reference."""
     llama().save_pretrained(folder / "model")
     return prepare_model_for_float8(LlamaForCausalLM.from_pretrained(folder / "model"), config)
 
 
 def dpo(folder, model, convert_reference=True, **options):
-    """DPOTrainer after one step on four pairs."""
+    """Return a DPOTrainer after one step on four pairs."""
     pairs = [{"prompt": " w1 w2", "chosen": f" w{n + 1} w{n + 2}", "rejected": f" w{n + 5} w{n + 9}"} for n in range(4)]
     run = trl.DPOTrainer(
         model,
@@ -194,7 +186,7 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
 @proves("TRL", "reference model")
 @pytest.mark.parametrize("convert", [True, False])
 def test_the_reference_that_trl_loads_is_in_float8_too(tmp_path, convert):
-    run = dpo(tmp_path, saved_and_loaded(tmp_path), convert)
+    run = dpo(tmp_path, save_and_load(tmp_path), convert)
     assert len(float8_names(run.ref_model)) == (14 if convert else 0)
     assert (losses_of(run)[0] == pytest.approx(math.log(2), abs=1e-6)) is convert
 
@@ -205,17 +197,19 @@ def test_the_reference_that_trl_loads_is_in_float8_too(tmp_path, convert):
 def test_the_first_batch_has_no_divergence_from_the_reference_that_trl_loads(kind, tmp_path):
     options = settings(tmp_path, max_steps=1, per_device_train_batch_size=4)
     data = [{"prompt": f"w{i} w2", "completion": f" w{i + 3} w5", "label": i % 2 == 0} for i in range(8)]
-    others = {"processing_class": tokenizer(), "callbacks": [Float8Callback()]}
     if kind == "KTO":
-        arguments = trl.KTOConfig(**options)
-        run = trl.KTOTrainer(
-            saved_and_loaded(tmp_path), args=arguments, train_dataset=Dataset.from_list(data), **others
-        )
+        make_trainer, arguments = trl.KTOTrainer, trl.KTOConfig(**options)
     else:
-        prompts = Dataset.from_list(data).select_columns("prompt")
+        make_trainer = partial(trl.RLOOTrainer, reward_funcs=[lambda completions, **kwargs: [1.0] * len(completions)])
         arguments = trl.RLOOConfig(**options, num_generations=2, max_completion_length=8, beta=0.1)
-        rewards = [lambda completions, **kwargs: [1.0] * len(completions)]
-        run = trl.RLOOTrainer(saved_and_loaded(tmp_path), rewards, args=arguments, train_dataset=prompts, **others)
+        data = [{"prompt": sample["prompt"]} for sample in data]
+    run = make_trainer(
+        save_and_load(tmp_path),
+        args=arguments,
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer(),
+        callbacks=[Float8Callback()],
+    )
     run.train()
     assert run.state.log_history[0]["kl"] == 0
     assert len(float8_names(run.ref_model)) == 14
@@ -226,7 +220,7 @@ SERVINGS = "vllm-per-token", "sglang-block"
 
 @proves("TRL", "reference model")
 @pytest.mark.parametrize(
-    "recipe", ["delayed", *at_night((each,) for each in ("rowwise", "tensorwise", "blockwise", "mxfp8", *SERVINGS))]
+    "recipe", ["delayed", *at_night((name,) for name in ("rowwise", "tensorwise", "blockwise", "mxfp8", *SERVINGS))]
 )
 @pytest.mark.parametrize("reference", ["loaded", *at_night([("given",)])])
 def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
@@ -234,11 +228,11 @@ def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
 
     The second step has the delayed scales of the first, the reference's too.
     """
-    model = saved_and_loaded(tmp_path, serving_config(recipe) if recipe in SERVINGS else recipe)
+    model = save_and_load(tmp_path, serving_config(recipe) if recipe in SERVINGS else recipe)
     options = {"max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 4, "num_generations": 2}
     run = trl.GRPOTrainer(
         model,
-        [lambda completions, **kwargs: [float(len(set(each.split()))) for each in completions]],
+        [lambda completions, **kwargs: [float(len(set(completion.split()))) for completion in completions]],
         args=trl.GRPOConfig(**settings(tmp_path, **options), max_completion_length=8, beta=0.1),
         train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 2}"} for i in range(8)]),
         processing_class=tokenizer(),
@@ -247,5 +241,5 @@ def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
     if reference == "given":
         run.ref_model = copy.deepcopy(model).eval()
     run.train()
-    assert [each["kl"] for each in run.state.log_history if "kl" in each] == [0.0, 0.0]
+    assert [entry["kl"] for entry in run.state.log_history if "kl" in entry] == [0.0, 0.0]
     assert len(float8_names(run.ref_model)) == 14

@@ -8,9 +8,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from quaver import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
-from tests.library.foreign.llama import batches, clip, llama, mixture, not_the_head, optimizer_of, train_by_hand
+from tests.library.foreign.llama import (
+    batches,
+    clip,
+    convert,
+    llama,
+    mixture,
+    not_the_head,
+    optimizer_of,
+    train_by_hand,
+)
 from tests.library.foreign.table import proves
 from tests.library.foreign.test_accelerate import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
 from tests.ranks import run
@@ -36,7 +45,7 @@ def rowwise(float8_all_gather):
 
 
 def converted(float8_all_gather, make=llama):
-    return convert_to_float8_training(make(), config=rowwise(float8_all_gather), module_filter_fn=not_the_head)
+    return convert(make(), rowwise(float8_all_gather))
 
 
 def is_distributed_as(strategy, float8_all_gather, model):
