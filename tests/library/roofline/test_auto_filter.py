@@ -10,8 +10,8 @@ from quaver import auto_filter_for_recipe, conversion_report, convert_to_float8_
 def test_auto_filter_skips_small_layers_and_says_its_estimate():
     sizes = {"tiny": (64, 64), "big": (8192, 8192), "odd": (8192, 8190), "head": (8192, 8192)}
     model = nn.ModuleDict({name: nn.Linear(*size, device="meta") for name, size in sizes.items()})
-    chosen = auto_filter_for_recipe("tensorwise", device="H200", skip=("head",))
-    convert_to_float8_training(model, module_filter_fn=chosen)
+    module_filter_fn = auto_filter_for_recipe("tensorwise", device="H200", skip=("head",))
+    convert_to_float8_training(model, module_filter_fn=module_filter_fn)
     layers = {layer.name: layer for layer in conversion_report(model).layers}
     assert [name for name, layer in layers.items() if layer.converted] == ["big"]
     for name in ("tiny", "big"):

@@ -11,28 +11,32 @@ from quaver.roofline.cost import predict_linear_cost, recipe_casts
 from quaver.roofline.device_specs import find_device_spec
 
 RECORDED = json.loads((Path(__file__).parents[3] / "benchmarks/results/ledger.json").read_text())
-LEDGERS = {each["name"]: each for each in RECORDED["ledgers"]}
+LEDGERS = {ledger["name"]: ledger for ledger in RECORDED["ledgers"]}
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
 TOKENS, SEQ_LEN = 2 * 8192, 8192
 D, Q, K, H = SHAPE = BlockShape(4096, 4096, 1024, 14336)
 LINEARS = [(D, Q, 3), (D, K, 3), (D, K, 3), (Q, D, 1), (D, H, 2), (D, H, 2), (H, D, 1)]
-"""In, out, and the linears that read the same input."""
+"""In features, out features, and how many linears read the same input."""
+EVERY_RECIPE = pytest.mark.parametrize("recipe", [None, *RECIPES, "blockwise"])
 
 
-def cast_bytes(recipe):
-    casts = ((recipe_casts(recipe, input_readers=readers), k, n) for k, n, readers in LINEARS)
+def count_cast_bytes(recipe):
     return sum(
         cast.bytes_per_element * elements
-        for of_operands, k, n in casts
-        for cast, elements in zip(of_operands, (TOKENS * k, k * n, TOKENS * n), strict=True)
+        for k, n, readers in LINEARS
+        for cast, elements in zip(
+            recipe_casts(recipe, input_readers=readers), (TOKENS * k, k * n, TOKENS * n), strict=True
+        )
     )
 
 
-def milliseconds(recipe):
+def predict_milliseconds(recipe):
     spec = find_device_spec("H200")
-    named = recipe or "tensorwise"
-    costs = [predict_linear_cost(TOKENS, k, n, named, spec, input_readers=readers) for k, n, readers in LINEARS]
-    linears = sum((each.float8 if recipe else each.bfloat16).total_s for each in costs)
+    costs = [
+        predict_linear_cost(TOKENS, k, n, recipe or "tensorwise", spec, input_readers=readers)
+        for k, n, readers in LINEARS
+    ]
+    linears = sum((cost.float8 if recipe else cost.bfloat16).total_s for cost in costs)
     return 1e3 * (
         linears
         + sum(seconds_between_matmuls(SHAPE, TOKENS, spec))
@@ -41,23 +45,23 @@ def milliseconds(recipe):
 
 
 def test_bytes_by_hand():
-    """Of a float32 stream alone: 2 norms, one rotation and SwiGLU have nothing else to move."""
+    """Two norms, one rotation and SwiGLU move the residual stream and their own operands alone."""
     assert bytes_between_matmuls(BlockShape(1, 0, 0, 0), residual_bytes=4) == (26, 36)
     assert bytes_between_matmuls(BlockShape(0, 1, 1, 0)) == (8, 8)
     assert bytes_between_matmuls(BlockShape(0, 0, 0, 1)) == (6, 10)
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES, "blockwise"])
+@EVERY_RECIPE
 def test_bytes_are_near_those_of_compiled_code(recipe):
     counted = LEDGERS[f"quaver {recipe}" if recipe else "bfloat16"]["overhead_bytes"]
-    modelled = TOKENS * sum(bytes_between_matmuls(SHAPE)) + (cast_bytes(recipe) if recipe else 0)
-    # blockwise: casts that wait for the amax of a block read twice, and no floor has that; with gradients of weights in
-    # high precision Inductor merges nearly each cast with what makes its operand, which the formula reads once more
-    unlike = {"blockwise": 0.3, "rowwise_with_gw_hp": 0.2}
-    assert modelled == pytest.approx(counted, rel=unlike.get(recipe, 0.13))
+    predicted = TOKENS * sum(bytes_between_matmuls(SHAPE)) + (count_cast_bytes(recipe) if recipe else 0)
+    # blockwise: casts that wait for the amax of a block read twice, and no floor has that. With gradients of weights in
+    # high precision Inductor fuses most casts with the producers of their operands, which the formula reads again.
+    tolerances = {"blockwise": 0.3, "rowwise_with_gw_hp": 0.2}
+    assert predicted == pytest.approx(counted, rel=tolerances.get(recipe, 0.13))
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES, "blockwise"])
+@EVERY_RECIPE
 def test_seconds_are_near_those_of_compiled_code(recipe):
     counted = sum(LEDGERS[f"quaver {recipe}" if recipe else "bfloat16"]["milliseconds"].values())
-    assert milliseconds(recipe) == pytest.approx(counted, rel=0.05)
+    assert predict_milliseconds(recipe) == pytest.approx(counted, rel=0.05)

@@ -33,29 +33,24 @@ def test_recipes_rank_by_what_they_read_and_multiply():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "microbatches", "bytes_per_element", "kernels"),
+    ("recipe", "apart", "at_once"),  # bytes per element and kernels for input, weight and grad_output
     [
-        ("tensorwise", None, (6, 8, 6), (2, 3, 2)),
-        ("tensorwise", 1, (6, 6, 6), (2, 2, 2)),
-        ("rowwise", None, (6, 6, 6), (2, 2, 2)),
-        ("rowwise", 1, (6, 6, 6), (2, 2, 2)),
-        ("rowwise_with_gw_hp", None, (3, 6, 3), (1, 3, 1)),
-        ("rowwise_with_gw_hp", 1, (3, 6, 3), (1, 3, 1)),
-        ("rowwise_with_tensorwise_weight", None, (6, 8, 6), (2, 3, 2)),
-        ("rowwise_with_tensorwise_weight", 1, (6, 6, 6), (2, 2, 2)),
-        ("delayed", None, (4, 6, 4), (2, 3, 2)),
-        ("delayed", 1, (4, 4, 4), (2, 2, 2)),
-        ("delayed_with_dynamic_weight", None, (4, 8, 4), (2, 3, 2)),
-        ("delayed_with_dynamic_weight", 1, (4, 6, 4), (2, 2, 2)),
+        ("tensorwise", ((6, 8, 6), (2, 3, 2)), ((6, 6, 6), (2, 2, 2))),
+        ("rowwise", ((6, 6, 6), (2, 2, 2)), ((6, 6, 6), (2, 2, 2))),
+        ("rowwise_with_gw_hp", ((3, 6, 3), (1, 3, 1)), ((3, 6, 3), (1, 3, 1))),
+        ("rowwise_with_tensorwise_weight", ((6, 8, 6), (2, 3, 2)), ((6, 6, 6), (2, 2, 2))),
+        ("delayed", ((4, 6, 4), (2, 3, 2)), ((4, 4, 4), (2, 2, 2))),
+        ("delayed_with_dynamic_weight", ((4, 8, 4), (2, 3, 2)), ((4, 6, 4), (2, 2, 2))),
     ],
 )
-def test_bytes_and_kernels_of_the_casts(recipe, microbatches, bytes_per_element, kernels):
-    casts = recipe_casts(recipe, microbatches=microbatches)
-    assert tuple(each.bytes_per_element for each in casts) == bytes_per_element
-    assert tuple(each.kernels for each in casts) == kernels
+def test_bytes_and_kernels_of_the_casts(recipe, apart, at_once):
+    """The casts of a weight are made apart for each of its matmuls, or at once for both."""
+    for microbatches, expected in ((None, apart), (1, at_once)):
+        casts = recipe_casts(recipe, microbatches=microbatches)
+        assert tuple(zip(*((cast.bytes_per_element, cast.kernels) for cast in casts), strict=True)) == expected
 
 
-def test_casts_are_divided_between_those_who_share_them():
+def test_casts_are_divided_between_their_readers():
     input, weight, grad_output = recipe_casts("tensorwise", microbatches=4, input_readers=3)
     assert (input.bytes_per_element, weight.bytes_per_element, grad_output.bytes_per_element) == (2, 1.5, 6)
     assert speedup("tensorwise") < speedup("tensorwise", microbatches=1) < speedup("tensorwise", microbatches=8)
@@ -81,9 +76,8 @@ def test_the_parts_by_hand():
     bfloat16_casts = (cost.bfloat16.input_casts_s, cost.bfloat16.weight_casts_s, cost.bfloat16.widening_s)
     assert bfloat16_casts == (0, 0, 0)
     assert cost.float8.total_s == pytest.approx(sum(astuple(cost.float8)))
-    rowwise, half = (
-        predict_linear_cost(m, k, n, "rowwise", round_numbers, shares=each) for each in (None, {"output": 0.5})
-    )
+    rowwise = predict_linear_cost(m, k, n, "rowwise", round_numbers)
+    half = predict_linear_cost(m, k, n, "rowwise", round_numbers, shares={"output": 0.5})
     assert rowwise.float8.output_s == pytest.approx(1.07 * cost.float8.output_s)
     assert astuple(half.float8)[:2] == pytest.approx((2 * cost.float8.output_s, cost.float8.grad_input_s))
 

@@ -17,20 +17,14 @@ REPORTED = {
     "NVIDIA GB200": "GB200",
     "AMD Instinct MI300X": "MI300X",
 }
-OTHERS = (
-    "Some GPU",
-    "NVIDIA H100 80GB HBM2e",
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-    "NVIDIA H200 NVL",
-    "GH200",
-    "a100-80gb",
-)
+UNKNOWN = ("Some GPU", "GH200", "a100-80gb", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM2e")
+MIG_SLICE = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 
 
 def test_devices_have_whole_names():
     """A part of a name would take an A100 of 40 GB for one of 80, and a slice of an H100 for a whole one."""
     assert {name: find_device_spec(name).name for name in REPORTED} == REPORTED
-    assert not any(map(find_device_spec, OTHERS))
+    assert not any(map(find_device_spec, (*UNKNOWN, MIG_SLICE)))
     assert find_device_spec("a100-40gb").memory_gb < find_device_spec("A100").memory_gb / 1.9
     assert find_device_spec("h100-pcie").bfloat16_tflops < 0.8 * find_device_spec("H100").bfloat16_tflops
     assert all(find_device_spec(spec.name) is spec for spec in DEVICE_SPECS)
