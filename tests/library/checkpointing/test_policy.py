@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import weakref
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from quaver import (
@@ -25,7 +27,6 @@ from quaver import (
 from quaver.checkpointing import policy as checkpointing
 from quaver.checkpointing.policy import MATMULS, apply_activation_checkpointing
 from quaver.kernels import cpu
-from quaver.lab.trainer.memory import TensorBytes
 from tests.models import Block, rope_tables
 from tests.steps import assert_same, draw
 from tests.thinned import at_night, thinned
@@ -60,8 +61,12 @@ def make(recipe: str | None, mode: str = "none", option: str = "op", **shape) ->
     return net
 
 
+def copy_scales(net: nn.Module) -> list[torch.Tensor]:
+    return [scale.clone() for scale in float8_scaling_state(net).state_dict().values()]
+
+
 def train(net: nn.Module, *, dtype=torch.float32, autocast=True, offload=False) -> list[torch.Tensor]:
-    """Two steps; every output, gradient and kept scale. With `offload` a recomputation gets its input as a copy."""
+    """Run two steps, and return outputs, gradients and scales. With `offload` a recomputation reads copied inputs."""
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -71,16 +76,16 @@ def train(net: nn.Module, *, dtype=torch.float32, autocast=True, offload=False) 
             output = net(source * 1.5)
         output.square().mean().backward()
         results += [output, source.grad, *(parameter.grad.clone() for parameter in net.parameters())]
-        results += [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+        results += copy_scales(net)
         if float8_scaling_state(net):
             sync_float8_amax_and_scale_history(net)
-            results += [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+            results += copy_scales(net)
     return results
 
 
 @pytest.fixture(params=CASTS)
 def casts(request, monkeypatch):
-    """With the casts in C, which no policy sees, and with those in PyTorch, all of which one sees."""
+    """Run casts in C, which no policy sees, or in PyTorch, where a policy sees each operation."""
     if request.param == "pytorch":
         monkeypatch.setattr(cpu, "AVAILABLE", False)
 
@@ -147,8 +152,8 @@ IN_C = [*((module, "rowwise") for module in MODULES), ("blocks", "delayed"), ("b
     ("module", "recipe", "casts"),
     [
         *thinned(MODULES, RECIPES, ["pytorch"], together=1),
-        *((*each, "extension") for each in IN_C),
-        *at_night((*each, "extension") for each in itertools.product(MODULES, RECIPES) if each not in IN_C),
+        *((*case, "extension") for case in IN_C),
+        *at_night((*case, "extension") for case in itertools.product(MODULES, RECIPES) if case not in IN_C),
     ],
     indirect=["casts"],
 )
@@ -180,26 +185,42 @@ def test_a_checkpointed_module_runs_without_gradients(recipe, mode, without_grad
             assert torch.equal(net(torch.ones(4, 64, 64) * 1.0), expected)
 
 
+def find_storages(values) -> dict[int, torch.UntypedStorage]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+
+
 class Calls(TorchDispatchMode):
-    """Counts calls of each operation."""
+    """Counts the calls of each operation, and the bytes that they allocate, of fake tensors too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter = Counter()
+        self._storages = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[func] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        older = find_storages((args, kwargs))
+        new = {key: storage for key, storage in find_storages(result).items() if key not in older}
+        self._storages |= {key: weakref.ref(storage) for key, storage in new.items()}
+        return result
 
     @property
     def matmuls(self) -> int:
-        return sum(self.counts[each] for each in MATMULS)
+        return sum(self.counts[matmul] for matmul in MATMULS)
+
+    def count_live_bytes(self) -> int:
+        """Return the bytes of the allocated storages that still exist."""
+        gc.collect()
+        return sum(storage.nbytes() for reference in self._storages.values() if (storage := reference()) is not None)
 
 
 def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
-    """A bfloat16 block 4096 wide on 16384 tokens: bytes kept by its forward, calls of its forward and backward.
+    """Run a bfloat16 block 4096 wide on 16384 tokens; return the bytes that its forward keeps, and the calls of both
+    passes.
 
-    Fake tensors are seen by the policy as a GPU's are: in single operations of PyTorch, and whole float8 matmuls.
+    On fake tensors the policy sees what it sees on a GPU: single operations of PyTorch, and whole float8 matmuls.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -207,14 +228,12 @@ def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
         with FakeTensorMode():
             net = make(recipe, mode, width=4096)
             input = torch.randn(4, 4096, 4096, requires_grad=True)
-            with TensorBytes() as tensors:
-                with Calls() as forward:
-                    output = net(input)
-                gc.collect()
-                tables = 2 * 4096 * 512 * 4  # of rope, which a model computes once
-                kept = tensors.live_bytes - output.untyped_storage().nbytes() - tables
-                with Calls() as backward:
-                    output.backward(torch.ones_like(output))
+            with Calls() as forward:
+                output = net(input)
+            tables = 2 * 4096 * 512 * 4  # of rope, which a model computes once
+            kept = forward.count_live_bytes() - output.untyped_storage().nbytes() - tables
+            with Calls() as backward:
+                output.backward(torch.ones_like(output))
     finally:
         torch.set_default_dtype(before)
     return max(kept, 0), forward, backward
@@ -229,7 +248,7 @@ def bfloat16_steps() -> dict[str, tuple[int, Calls, Calls]]:
     return {mode: fake_step(None, mode) for mode in RECOMPUTED_MATMULS}
 
 
-@pytest.mark.parametrize("recipe", [None, "rowwise", *at_night((each,) for each in FLOAT8 if each != "rowwise")])
+@pytest.mark.parametrize("recipe", [None, "rowwise", *at_night((name,) for name in FLOAT8 if name != "rowwise")])
 def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls(recipe, bfloat16_steps):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     steps = {mode: fake_step(recipe, mode) for mode in RECOMPUTED_MATMULS} if recipe else bfloat16_steps
@@ -248,10 +267,9 @@ def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
     kept, gradients = [], []
     for _ in range(3):
         net.zero_grad()
-        with TensorBytes() as tensors:
+        with Calls() as forward:
             output = net(input)
-            gc.collect()
-            kept.append(tensors.live_bytes)
+        kept.append(forward.count_live_bytes())
         with Calls() as backward:
             output.sum().backward()
         assert backward.matmuls == 14 + 3
@@ -273,10 +291,9 @@ def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
     kept = {}
     for mode in ("none", "selective", "full"):
         net, input = make(recipe, mode, width=64), torch.randn(4, 64, 64, requires_grad=True)
-        with TensorBytes() as tensors:
+        with Calls() as forward:
             output = net(input)
-            gc.collect()
-            kept[mode] = tensors.live_bytes
+        kept[mode] = forward.count_live_bytes()
         output.sum().backward()
     tokens, width = 4 * 64, 64
     # q, v, gate and the projection back; attention, and its log-sum-exp for 4 heads
@@ -304,14 +321,14 @@ COMPILED_MATMULS = {"none": 4 + 8, "selective": 4 + 8 + 1, "full": 4 + 8 + 3}
 
 
 def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[list, int, list[torch.Tensor]]:
-    """Compile without code generation: the tensors kept, the matmuls of forward and backward, and the results."""
+    """Compile without code generation; return the tensors kept, the matmuls of both passes, and the results."""
     graphs = []
 
-    def keep(graph, inputs):
+    def record(graph, inputs):
         graphs.append(graph)
         return make_boxed_func(graph)
 
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition)
     torch.manual_seed(1)
     net = SmallAttention()
     if recipe:
@@ -326,15 +343,14 @@ def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[l
     torch.compiler.reset()
     forward, backward = graphs
     (returned,) = (node for node in forward.graph.nodes if node.op == "output")
-    made = [node for node in returned.args[0][1:] if node.op != "placeholder"]
-    values = [node.meta["val"] for node in made if isinstance(node.meta["val"], torch.Tensor)]
+    values = [node.meta["val"] for node in returned.args[0][1:] if node.op != "placeholder"]
+    kept = [value for value in values if isinstance(value, torch.Tensor)]
     matmuls = sum(node.target in MATMULS for graph in graphs for node in graph.graph.nodes)
-    observed = [each.clone() for each in float8_scaling_state(net).state_dict().values()]
-    return values, matmuls, [output, input.grad, *(each.grad for each in net.parameters()), *observed]
+    return kept, matmuls, [output, input.grad, *(parameter.grad for parameter in net.parameters()), *copy_scales(net)]
 
 
-def nbytes(tensors: list[torch.Tensor]) -> int:
-    return sum(int(each.numel()) * each.element_size() for each in tensors if each.dtype is not torch.uint8)
+def count_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(int(tensor.numel()) * tensor.element_size() for tensor in tensors if tensor.dtype is not torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +363,7 @@ def test_a_compiled_block_keeps_what_the_policy_says(recipe, modes):
     for mode in modes[1:]:
         assert_same(runs[mode][2], runs["none"][2], mode)
     if recipe != "delayed":  # whose graphs return what they recorded, too
-        none, selective, *full = (nbytes(kept) for kept, *_ in runs.values())
+        none, selective, *full = (count_bytes(kept) for kept, *_ in runs.values())
         tokens, width = 4 * 128, 128
         kept = 2 * tokens * 3 * width  # two linears and attention in bfloat16
         assert kept <= selective <= AMAXES * kept + 4 * tokens * 4 + 32  # and the log-sum-exp of attention
@@ -358,7 +374,7 @@ def test_a_compiled_block_keeps_what_the_policy_says(recipe, modes):
 def test_a_memory_budget_reaches_the_compiler(memory_budget_restored):
     apply_activation_checkpointing([], mode="memory_budget", memory_budget=0.25)
     assert compiler_config.activation_memory_budget == 0.25
-    kept = [nbytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.25)]
+    kept = [count_bytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.25)]
     assert 0 < kept[1] <= 0.25 * kept[0]
 
 
@@ -408,19 +424,16 @@ def test_bad_arguments(arguments, message):
     assert type(layer) is nn.Linear
 
 
-def test_a_model_in_place_of_its_blocks():
+def test_a_model_in_place_of_its_blocks_and_a_second_checkpoint_are_refused():
     with pytest.raises(TypeError, match="modules: expected blocks, such as model.layers, got Linear"):
         apply_activation_checkpointing(nn.Linear(2, 2))
-
-
-def test_a_module_is_checkpointed_once():
     net = make(None, "full", width=64)
     with pytest.raises(ValueError, match="this Block is checkpointed already"):
         apply_activation_checkpointing(net.layers)
 
 
-def silu_kept(**changes) -> tuple[int, list[torch.Tensor]]:
-    """How many results of silu a block's forward saves for its backward, gradients not counted."""
+def count_saved_silus(**changes) -> tuple[int, list[torch.Tensor]]:
+    """Return how many results of silu a block's forward saves for its backward, and the gradients."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 64, bias=False))
     apply_activation_checkpointing([block], **changes)
@@ -433,14 +446,14 @@ def silu_kept(**changes) -> tuple[int, list[torch.Tensor]]:
 
 
 def test_a_policy_can_be_told_what_to_keep_and_what_not():
-    kept, expected = silu_kept()
+    kept, expected = count_saved_silus()
     assert kept == 0
     for changes, number in (
         ({"also_keep": ["aten.silu"]}, 1),
         ({"also_keep": ["aten.silu.default", "aten.abs"]}, 1),
         ({"also_keep": ["aten.silu"], "never_keep": ["aten.silu"]}, 0),
     ):
-        kept, gradients = silu_kept(**changes)
+        kept, gradients = count_saved_silus(**changes)
         assert kept == number
         assert_same(gradients, expected)
 
@@ -489,12 +502,7 @@ class FlashAttention(nn.Module):
 
 @pytest.mark.parametrize(
     ("module", "recomputed"),
-    [
-        (FlashAttention(), 0),
-        (FlashAttention(0.0), 0),
-        (FlashAttention(0.1), 1),
-        (FlashAttention(dropout_p=0.1), 1),
-    ],
+    [(FlashAttention(), 0), (FlashAttention(0.0), 0), (FlashAttention(0.1), 1), (FlashAttention(dropout_p=0.1), 1)],
 )
 def test_attention_that_draws_random_numbers_is_not_saved(module, recomputed):
     apply_activation_checkpointing([module])

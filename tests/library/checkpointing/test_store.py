@@ -1,8 +1,10 @@
 """Activations stored in float8: which tensors, how well, in how many bytes, eager and compiled, and the way back."""
 
 import copy
+import gc
 import inspect
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from quaver import convert_to_float8_training
@@ -24,11 +27,7 @@ from quaver.checkpointing import (
 from quaver.checkpointing import hooks as store_hooks
 from quaver.checkpointing.codes import MemoryLayout, dequantize_activation, quantize_activation
 from quaver.checkpointing.partition import StoringPartitioner
-from quaver.lab.recorder.allocator import measure_usage
-from quaver.lab.settings import Model
-from quaver.lab.trainer.mixture import Mixture
 from quaver.recipes.scaling import dynamic_cast_blocks
-from quaver.runtime.slow_paths import clear_slow_paths
 from tests.library.checkpointing.test_policy import Net, make
 from tests.models import rope_tables
 from tests.reference import sqnr_db
@@ -47,43 +46,69 @@ def inputs(seed=0, shape=SHAPE):
     return draw(*shape, seed=seed).requires_grad_()
 
 
-def step(net, x=None, forward_is_done=lambda: None):
-    """The gradients of a step, by name, with that of its input."""
-    x = inputs() if x is None else x
-    net.zero_grad()
+def compute_loss(net, x):
     with torch.autocast("cpu", torch.bfloat16):
-        loss = net(x).float().square().mean()
-    forward_is_done()
-    loss.backward()
-    return {"": x.grad, **{name: each.grad for name, each in net.named_parameters() if each.grad is not None}}
+        return net(x).float().square().mean()
 
 
-def stored(recipe, **shape):
+def step(net):
+    """Return the gradients of a step: of each parameter by name, and of the input as ""."""
+    net.zero_grad()
+    compute_loss(net, x := inputs()).backward()
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    return {"": x.grad, **{name: grad for name, grad in gradients.items() if grad is not None}}
+
+
+def differentiate(module, *arguments, x=None):
+    """Return the gradient of a module's input."""
+    x = inputs() if x is None else x
+    return torch.autograd.grad(module(x, *arguments).sum(), x)[0]
+
+
+def make_storing(recipe, **shape):
     net = make(recipe, width=256, **shape)
     store_activations_in_float8(net)
     return net
 
 
-def compile_blocks(net, **options):
-    """As Inductor partitions, but with PyTorch's kernels in place of Inductor's."""
+def list_classes(net):
+    return [type(module) for module in net.modules()]
+
+
+def nest(**modules):
+    """Return a model of modules with these names."""
+    return nn.Sequential(OrderedDict(modules))
+
+
+def compile_modules(modules, **options):
+    """Compile with Inductor's partitioner, but PyTorch's kernels."""
     backend = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph),
         bw_compiler=lambda graph, _: make_boxed_func(graph),
         partition_fn=StoringPartitioner(),
     )
-    for layer in net.layers:
-        layer.compile(fullgraph=True, backend=backend, **options)
+    for module in modules:
+        module.compile(fullgraph=True, backend=backend, **options)
+
+
+def count_saved_bytes(forward):
+    """Return the bytes that PyTorch's CPU allocator holds more of while the result of `forward` is alive."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _result = forward()
+        gc.collect()
+    return sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
 def saved_bytes(net):
-    def measured_step(forward_is_done=lambda: None):
-        step(net, forward_is_done=forward_is_done)
-        net.zero_grad()
+    step(net)
+    net.zero_grad()
+    return count_saved_bytes(lambda: compute_loss(net, inputs()))
 
-    measured_step()
-    with measure_usage(torch.device("cpu")) as measured:
-        measured_step(measured.mark)
-    return measured.usage.saved_bytes
+
+@pytest.fixture(scope="module")
+def bfloat16_bytes():
+    return saved_bytes(make(None, width=256))
 
 
 VIEWS = {
@@ -115,15 +140,9 @@ def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_o
 
 def test_decoding_is_one_operator_of_a_graph():
     codes, scale, layout, *_ = quantize_activation(draw(4, 128), 32)
-    compiled = torch.compile(
-        lambda *args: torch.ops.quaver.dequantize_activation(*args), backend="eager", fullgraph=True
-    )
+    operator = torch.ops.quaver.dequantize_activation
+    compiled = torch.compile(lambda *args: operator(*args), backend="eager", fullgraph=True)
     assert torch.equal(*(call(codes, scale, layout, torch.float32) for call in (compiled, dequantize_activation)))
-
-
-@pytest.fixture(scope="module")
-def bfloat16_bytes():
-    return saved_bytes(make(None, width=256))
 
 
 # Where a graph is cut depends on whether a linear's backward reads its input in high precision. A test below compiles a
@@ -137,9 +156,9 @@ def bfloat16_bytes():
     ],
 )
 def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloat16_bytes):
-    exact, net = make(recipe, width=256), stored(recipe)
+    exact, net = make(recipe, width=256), make_storing(recipe)
     if compiled:
-        compile_blocks(net)
+        compile_modules(net.layers)
     grads, approximate = step(exact), step(net)
     assert min(sqnr_db(grads[name], approximate[name]) for name in grads) > 18
     if recipe:  # the last linear reads what it saved, and the gradient of the loss
@@ -157,22 +176,18 @@ def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloa
     ],
 )
 def test_a_checkpoint_recomputes_in_high_precision_and_stores_nothing(recipe, mode):
-    plain, net = make(recipe, mode, width=256), make(recipe, width=256)
-    store_activations_in_float8(net)
+    plain, net = make(recipe, mode, width=256), make_storing(recipe)
     apply_activation_checkpointing(net.layers, mode=mode)
-    expected, got = step(plain), step(net)
-    assert_same(got, expected)
+    assert_same(step(net), step(plain))
     assert saved_bytes(net) == saved_bytes(plain)
 
 
 def test_a_reentrant_checkpoint_recomputes_in_high_precision():
-    exact, net = step(make("rowwise", width=256)), stored("rowwise")
-    layer = net.layers[0]
-    cos_sin = rope_tables(64, 64, "cpu")
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = checkpoint(layer, inputs(), *cos_sin, use_reentrant=True).float().square().mean()
-    loss.backward()
-    assert all(torch.equal(each.grad, exact[f"layers.0.{name}"]) for name, each in layer.named_parameters())
+    exact, layer = step(make("rowwise", width=256)), make_storing("rowwise").layers[0]
+    tables = rope_tables(64, 64, "cpu")
+    compute_loss(lambda x: checkpoint(layer, x, *tables, use_reentrant=True), inputs()).backward()
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, exact[f"layers.0.{name}"])
 
 
 class FeedForward(nn.Module):
@@ -188,24 +203,20 @@ class FeedForward(nn.Module):
 
 def test_inductor_stores_what_a_float8_linear_computes():
     """Inductor's own passes, partitioner and kernels."""
-    net = nn.Sequential()
-    net.block = FeedForward()
-    convert_to_float8_training(net, config="rowwise")
+    net = convert_to_float8_training(nest(block=FeedForward()), config="rowwise")
     x = inputs().detach()
 
-    def gradient(forward_is_done=lambda: None):
+    def compute_sum():
         with torch.autocast("cpu", torch.bfloat16):
-            loss = net.block(x).sum()
-        forward_is_done()
-        return torch.autograd.grad(loss, net.block.up.weight)[0]
+            return net.block(x).sum()
 
-    exact = gradient()
+    (exact,) = torch.autograd.grad(compute_sum(), net.block.up.weight)
     store_activations_in_float8(net, modules=["block"])
     net.block.compile(fullgraph=True)
-    assert 20 < sqnr_db(exact, gradient()) < 60  # infinite if nothing was stored
-    with measure_usage(torch.device("cpu")) as measured:
-        gradient(measured.mark)
-    assert measured.usage.saved_bytes < (1 + 1.1 * 2) * x.numel()  # a byte for each element of the input and the result
+    (approximate,) = torch.autograd.grad(compute_sum(), net.block.up.weight)
+    assert 20 < sqnr_db(exact, approximate) < 60  # infinite if nothing was stored
+    # a byte for each element of the input and the result
+    assert count_saved_bytes(compute_sum) < (1 + 1.1 * 2) * x.numel()
 
 
 class Gate(nn.Module):
@@ -220,12 +231,11 @@ def test_a_compiled_graph_that_stores_is_not_mistaken_for_one_that_does_not():
     grads = []
     for store in (False, True, False):
         torch.compiler.reset()
-        net = nn.Sequential()
-        net.gate = Gate()
+        net = nest(gate=Gate())
         if store:
             store_activations_in_float8(net, modules=["gate"])
         net.gate.compile(fullgraph=True)
-        grads.append(torch.autograd.grad(net.gate(x := inputs()).sum(), x)[0])
+        grads.append(differentiate(net.gate))
     assert torch.equal(grads[0], grads[2])
     assert 20 < sqnr_db(grads[0], grads[1]) < 60  # infinite if nothing was stored
 
@@ -264,17 +274,15 @@ def test_the_operators_of_a_graph_say_where_each_annotation_begins_and_ends():
         net.around.block.up = up
         net.compile(fullgraph=True, backend=lambda graph, _: graphs.append(graph.graph) or graph.forward)
         net(inputs())
-        constants = [(each, [arg for arg in each.args if isinstance(arg, int | str)]) for each in graphs[0].nodes]
-        return str([(each.op, str(each.target), args) for each, args in constants])
+        constants = [(node, [arg for arg in node.args if isinstance(arg, int | str)]) for node in graphs[0].nodes]
+        return str([(node.op, str(node.target), args) for node, args in constants])
 
     plain, around = operators(), operators(["around"])
     assert plain == operators(ends=True)
     assert around == operators(["around"])
     different = [plain, around, operators(["around"], 32), operators(["around"], ends=True)]
-    different += [
-        operators(modules) for modules in (["around.gate"], ["around.block"], ["around.gate", "around.block"])
-    ]
     different.append(operators(["around"], linear_is_added_later=True))
+    different += [operators(names) for names in (["around.gate"], ["around.block"], ["around.gate", "around.block"])]
     assert len(set(different)) == len(different)
 
 
@@ -288,20 +296,16 @@ def test_changed_rules_change_the_key_of_graphs(file, monkeypatch):
 
 @pytest.mark.parametrize("how", ["dynamic shapes", "backend='eager'", "backend='aot_eager'", "backend='inductor'"])
 def test_other_compiled_code_stores_nothing_and_says_so(caplog, how, monkeypatch):
-    clear_slow_paths()
-    net = nn.Sequential()
-    net.gate = Gate()
-    (exact,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
+    net = nest(gate=Gate())
+    exact = differentiate(net.gate)
     store_activations_in_float8(net, modules=["gate"])
     if how == "dynamic shapes":
-        net.layers = [net.gate]
-        compile_blocks(net, dynamic=True)
+        compile_modules([net.gate], dynamic=True)
     else:
         if "inductor" in how:  # without Inductor's own compilation
             monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
         net.gate.compile(fullgraph=True, backend=how.split("'")[1])
-    (got,) = torch.autograd.grad(net.gate(x := inputs()).sum(), x)
-    assert torch.equal(got, exact)
+    assert torch.equal(differentiate(net.gate), exact)
     assert (f"{how} does not store activations" in caplog.text) == ("inductor" not in how)
 
 
@@ -322,17 +326,18 @@ class Masked(nn.Module):
     ("kind", "compiled"), [("bool", False), ("infinite", False), ("infinite", True), *at_night([("bool", True)])]
 )
 def test_masks_and_statistics_stay_as_they_are(kind, compiled):
-    net = nn.Sequential()
-    net.attention = Masked()
+    net = nest(attention=Masked())
     mask = torch.ones(64, 64, dtype=torch.bool).tril().expand(2, 4, 64, 64).clone()
     mask = mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-    exact = torch.autograd.grad(net.attention(inputs(), mask).square().sum(), list(net.parameters()))
+
+    def compute_gradients():
+        return torch.autograd.grad(net.attention(inputs(), mask).square().sum(), list(net.parameters()))
+
+    exact = compute_gradients()
     assert store_activations_in_float8(net) == ["attention", "attention.norm"]
     if compiled:
-        net.layers = [net.attention]
-        compile_blocks(net)
-    got = torch.autograd.grad(net.attention(inputs(), mask).square().sum(), list(net.parameters()))
-    assert min(map(sqnr_db, exact, got)) > 18
+        compile_modules([net.attention])
+    assert min(map(sqnr_db, exact, compute_gradients())) > 18
 
 
 class Ends(nn.Module):
@@ -343,59 +348,69 @@ class Ends(nn.Module):
 
 
 def test_a_compiled_graph_stores_no_result_that_lives_on():
-    net = nn.Sequential()
-    net.ends = Ends()
-    (exact,) = torch.autograd.grad(net.ends(x := inputs()).square().sum(), x)
+    net = nest(ends=Ends())
+
+    def square(x):
+        return net.ends(x).square()
+
+    exact = differentiate(square)
     store_activations_in_float8(net, modules=["ends"])
     net.ends.compile(fullgraph=True)  # Inductor removes the detach between both
-    (got,) = torch.autograd.grad(net.ends(x := inputs()).square().sum(), x)
-    assert sqnr_db(exact, got) > 100
+    assert sqnr_db(exact, differentiate(square)) > 100
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_float64_stays_as_it_is(compiled):
-    net = nn.Sequential()
-    net.gate = Gate()
-    x = inputs().detach().double().requires_grad_()
-    (exact,) = torch.autograd.grad(net.gate(x).sum(), x)
+    net, x = nest(gate=Gate()), inputs().detach().double().requires_grad_()
+    exact = differentiate(net.gate, x=x)
     store_activations_in_float8(net, modules=["gate"])
     if compiled:
-        net.layers = [net.gate]
-        compile_blocks(net)
-    (got,) = torch.autograd.grad(net.gate(x).sum(), x)
-    torch.testing.assert_close(got, exact, rtol=1e-14, atol=1e-14)
+        compile_modules([net.gate])
+    torch.testing.assert_close(differentiate(net.gate, x=x), exact, rtol=1e-14, atol=1e-14)
+
+
+class Experts(nn.Module):
+    """Four experts, each of which takes every token."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (nn.Parameter(draw(4, 256, columns) * 0.1) for columns in (512, 256))
+
+    def forward(self, hidden):
+        gate, up = (hidden.flatten(0, 1).expand(4, -1, -1) @ self.gate_up_proj).chunk(2, -1)
+        return (F.silu(gate) * up) @ self.down_proj
+
+
+def list_stored(report):
+    return [tensor for tensor in report.saved if tensor.sqnr_db is not None]
 
 
 def test_experts_store_and_weights_in_any_form_stay_as_they_are():
     """Experts have no module inside; autocast casts their 3-D parameters. A row that was looked up is an activation."""
-    shape = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=4, top_k=2)
-    net = nn.Sequential()
-    net.embedding, net.mixture, net.norm = nn.Embedding(64, 256), Mixture(shape, None), nn.LayerNorm((2, 256))
-    for parameter in net.mixture.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    assert store_activations_in_float8(net) == ["mixture.experts", "norm"]
+    net = nest(embedding=nn.Embedding(64, 256), experts=Experts(), norm=nn.LayerNorm((2, 256)))
+    assert store_activations_in_float8(net) == ["experts", "norm"]
 
     def step():
         with torch.autocast("cpu", torch.bfloat16):
             looked_up = net.norm(net.embedding(torch.arange(64)).view(32, 2, 256))
-            net.mixture(looked_up).float().square().mean().backward()
+            net.experts(looked_up).float().square().mean().backward()
 
     report = activation_report(net, step)
-    stored = [(each.module, each.shape) for each in report.saved if each.sqnr_db is not None]
+    stored = [(tensor.module, tensor.shape) for tensor in list_stored(report)]
     assert ("norm", (32, 2, 256)) in stored
-    assert sum(module == "mixture.experts" for module, _ in stored) > 3
-    assert not [shape for _, shape in stored if shape[0] == 4]
+    assert sum(module == "experts" for module, _ in stored) > 3
+    assert not [shape for _, shape in stored if shape[-2] == 256]
     assert report.bytes_before > 4 * 256 * 768 * 2  # so there were such weights
 
 
 def test_the_report_names_each_tensor_its_bytes_and_its_error():
-    net = stored("rowwise", blocks=2)
+    net = make_storing("rowwise", blocks=2)
     report = activation_report(net, lambda: step(net))
-    by_name = {(each.module, each.shape[-1], str(each.dtype)) for each in report.saved if each.sqnr_db is not None}
-    assert ("layers.0.input_layernorm", 256, "torch.float32") in by_name
-    assert ("layers.1.mlp", 896, "torch.bfloat16") in by_name
-    assert all(each.sqnr_db > 28 for each in report.saved if each.sqnr_db is not None)
-    assert not [each for each in report.saved if each.dtype is torch.float8_e4m3fn and each.sqnr_db is not None]
+    stored = {(tensor.module, tensor.shape[-1], tensor.dtype) for tensor in list_stored(report)}
+    assert ("layers.0.input_layernorm", 256, torch.float32) in stored
+    assert ("layers.1.mlp", 896, torch.bfloat16) in stored
+    assert all(tensor.sqnr_db > 28 for tensor in list_stored(report))
+    assert torch.float8_e4m3fn not in {dtype for _, _, dtype in stored}
     assert report.bytes_after < 0.6 * report.bytes_before
     assert set(report.gradient_sqnr_db) == {"layers.0", "layers.1"}
     assert min(report.gradient_sqnr_db.values()) > 18
@@ -420,10 +435,10 @@ def test_views_of_one_tensor_are_lines_that_sum_to_the_total():
     store_activations_in_float8(net, modules=["0"])
     report = activation_report(net, lambda: net(x).square().sum().backward())
     *lines, total, _ = str(report).replace("unchanged", "-").splitlines()
-    columns = [[int(each.replace(",", "")) for each in line.removesuffix(" dB").split()[-3:-1]] for line in lines]
-    before, after = map(sum, zip(*columns, strict=True))
+    cells = [line.removesuffix(" dB").split()[-3:-1] for line in lines]
+    before, after = (sum(int(cell.replace(",", "")) for cell in column) for column in zip(*cells, strict=True))
     assert total == f"{before:,} bytes before, {after:,} bytes with float8"
-    assert len([each for each in report.saved if each.shape == x.shape and each.bytes_before >= x.numel() * 4]) == 5
+    assert sum(tensor.shape == x.shape and tensor.bytes_before >= x.numel() * 4 for tensor in report.saved) == 5
 
 
 def test_one_storage_is_stored_once_until_it_is_written_to():
@@ -441,14 +456,13 @@ def test_a_new_storage_in_the_place_of_a_freed_one_has_codes_of_its_own():
     pack = store_hooks.Pack(store_hooks.ActivationStorage("", 128), [inputs()], None)
     for seed in range(20):
         x = inputs(seed) * 1
-        kept = pack(x)
-        expected = x.detach().clone()
+        packed, expected = pack(x), x.detach().clone()
         del x
-        assert sqnr_db(expected, kept.restore()) > 28
+        assert sqnr_db(expected, packed.restore()) > 28
 
 
 def test_a_double_backward_is_refused():
-    net, x = stored("rowwise"), inputs()
+    net, x = make_storing("rowwise"), inputs()
     with pytest.raises(RuntimeError, match="do not support double backward"):
         torch.autograd.grad(net(x).sum(), x, create_graph=True)
 
@@ -458,8 +472,7 @@ def test_a_write_to_a_tensor_that_is_left_as_it_is_is_refused():
         def forward(self, x, scale):
             return x * scale
 
-    net = nn.Sequential()
-    net.scales = Scales()
+    net = nest(scales=Scales())
     assert store_activations_in_float8(net, modules="scale?") == ["scales"]
     scale = torch.ones(256)
     loss = net.scales(inputs(), scale).sum()
@@ -469,21 +482,14 @@ def test_a_write_to_a_tensor_that_is_left_as_it_is_is_refused():
 
 
 def test_hooks_around_the_model_get_the_codes():
-    net = stored("rowwise")
-    expected, seen = step(net), []
-
-    def pack(tensor):
-        seen.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        got = step(net)
-    assert_same(got, expected)
-    residual = [each for each in seen if each.shape == SHAPE and each.dtype is torch.float32]
-    assert len(residual) == 1  # the loss saves the output
+    net = make_storing("rowwise")
+    expected, packed = step(net), []
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        assert_same(step(net), expected)
+    # the loss saves the output
+    assert sum(tensor.shape == SHAPE and tensor.dtype is torch.float32 for tensor in packed) == 1
     with save_on_cpu():
-        offloaded = step(net)
-    assert_same(offloaded, expected)
+        assert_same(step(net), expected)
 
 
 def test_a_module_around_checkpoints_stores_their_inputs():
@@ -498,8 +504,8 @@ def test_a_module_around_checkpoints_stores_their_inputs():
     plain = Around()
     net = copy.deepcopy(plain)
     store_activations_in_float8(net, modules=["", "layers.*"])
-    expected, got = step(plain), step(net)
-    assert min(sqnr_db(expected[name], got[name]) for name in expected) > 18
+    exact, approximate = step(plain), step(net)
+    assert min(sqnr_db(exact[name], approximate[name]) for name in exact) > 18
     assert saved_bytes(plain) - saved_bytes(net) > 1.6 * 0.74 * inputs().nbytes  # the loss saves one of them as it is
 
 
@@ -507,45 +513,38 @@ def test_a_module_around_checkpoints_stores_their_inputs():
 def test_a_model_is_saved_whole(modules):
     net = make("rowwise", width=256)
     store_activations_in_float8(net, modules=modules)
-    again = by_torch_save(net)
-    assert [type(each) for each in again.modules()] == [type(each) for each in net.modules()]
-    expected = step(net)
-    assert_same(step(again), expected)
+    loaded = by_torch_save(net)
+    assert list_classes(loaded) == list_classes(net)
+    assert_same(step(loaded), step(net))
 
 
-def test_evaluation_and_other_threads_of_autograd_are_as_before():
-    net = stored("rowwise")
-    plain = make("rowwise", width=256)
-    with torch.no_grad():
-        assert torch.equal(net(inputs()), plain(inputs()))
-    with torch.inference_mode():
-        assert torch.equal(net(inputs().detach()), plain(inputs().detach()))
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_forwards_without_gradients_are_as_before(without_gradients):
+    with without_gradients():
+        assert torch.equal(make_storing("rowwise")(inputs().detach()), make("rowwise", width=256)(inputs().detach()))
 
 
 def test_classes_keep_their_names_and_signatures_and_exported_programs_store_nothing():
     """Libraries find blocks to shard by their class's name, and a batch's columns by the signature of forward."""
-    net = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), Gate())
-    plain = copy.deepcopy(net)
+    plain = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), Gate())
+    net = copy.deepcopy(plain)
     store_activations_in_float8(net, modules=["*"])
     for ours, theirs in zip(net.modules(), plain.modules(), strict=True):
         assert repr(ours) == repr(theirs)
         assert inspect.signature(ours.forward) == inspect.signature(theirs.forward)
     x = inputs().detach()
-    exported = torch.export.export(net, (x,))
-    assert [node.name for node in exported.graph.nodes] == [
-        node.name for node in torch.export.export(plain, (x,)).graph.nodes
-    ]
+    exported, expected = ([node.name for node in torch.export.export(m, (x,)).graph.nodes] for m in (net, plain))
+    assert exported == expected
     assert torch.equal(torch.jit.trace(net, x)(x), plain(x))
 
 
 def test_the_way_back_and_copies():
-    net, plain = stored("rowwise"), make("rowwise", width=256)
+    net, plain = make_storing("rowwise"), make("rowwise", width=256)
     twin = copy.deepcopy(net)
     assert net.state_dict().keys() == plain.state_dict().keys()
-    expected = step(net)
-    assert_same(step(twin), expected)
+    assert_same(step(twin), step(net))
     stop_storing_activations(net)
-    assert [type(each) for each in net.modules()] == [type(each) for each in plain.modules()]
+    assert list_classes(net) == list_classes(plain)
     exact = step(plain)
     assert_same(step(net), exact)
     assert not torch.equal(step(twin)[""], exact[""])
@@ -553,53 +552,47 @@ def test_the_way_back_and_copies():
 
 def test_habits_of_users_have_the_gradients_of_a_plain_step():
     """Evaluation in between, functional_call, accumulated gradients and a kept graph."""
-    net = stored("rowwise")
+    net = make_storing("rowwise")
     expected = step(net)
     net.eval()
     with torch.no_grad():
         net(inputs())
     net.train()
-    called = {name: each.detach().clone().requires_grad_() for name, each in net.named_parameters()}
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = torch.func.functional_call(net, called, (inputs(),)).float().square().mean()
-    loss.backward(retain_graph=True)
-    assert all(torch.equal(called[name].grad, expected[name]) for name in called)
-    loss.backward()
-    assert all(torch.equal(called[name].grad, 2 * expected[name]) for name in called)
+    copies = {name: parameter.detach().clone().requires_grad_() for name, parameter in net.named_parameters()}
+    loss = compute_loss(lambda x: torch.func.functional_call(net, copies, (x,)), inputs())
+    for times in (1, 2):
+        loss.backward(retain_graph=True)
+        assert all(torch.equal(copies[name].grad, times * expected[name]) for name in copies)
 
 
-REFUSED = {
-    "block_size": (
-        lambda net: store_activations_in_float8(net, block_size=64),
-        "block_size: expected one of 32, 128, got 64",
-    ),
-    "pattern": (
-        lambda net: store_activations_in_float8(net, modules=["layers.*.mpl"]),
-        "'layers.*.mpl' matches no module",
-    ),
-    "only linears": (
-        lambda net: store_activations_in_float8(net, modules=["*_proj"]),
-        "'*_proj' matches only linears, convolutions and embeddings",
-    ),
-    "patched": (
-        lambda net: (setattr(net.layers[0].mlp, "forward", len), store_activations_in_float8(net)),
-        "layers.0.mlp overrides `forward` on the instance",
-    ),
-    "twice": (
-        lambda net: (store_activations_in_float8(net), store_activations_in_float8(net)),
-        "layers.0.self_attn stores its activations in float8 already",
-    ),
-    "nothing": (lambda net: store_activations_in_float8(nn.Linear(4, 4)), "in Linear, got none"),
-    "report": (lambda net: activation_report(net, lambda: step(net)), "no module that stores saved anything"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_refused_in_one_line_and_changes_nothing(case):
-    call, message = REFUSED[case]
-    net: Net = make("rowwise", width=256)
-    classes = [type(each) for each in net.modules()]
+@pytest.mark.parametrize(
+    ("prepare", "options", "message"),
+    [
+        (None, {"block_size": 64}, "block_size: expected one of 32, 128, got 64"),
+        (None, {"modules": ["layers.*.mpl"]}, "'layers.*.mpl' matches no module"),
+        (None, {"modules": ["*_proj"]}, "'*_proj' matches only linears, convolutions and embeddings"),
+        (
+            lambda net: setattr(net.layers[0].mlp, "forward", len),
+            {},
+            "layers.0.mlp overrides `forward` on the instance",
+        ),
+        (store_activations_in_float8, {}, "layers.0.self_attn stores its activations in float8 already"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_and_changes_nothing(prepare, options, message):
+    net = make("rowwise", width=256)
+    if prepare:
+        prepare(net)
+    classes = list_classes(net)
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        call(net)
+        store_activations_in_float8(net, **options)
     assert "\n" not in str(refused.value)
-    assert case == "twice" or [type(each) for each in net.modules()] == classes
+    assert list_classes(net) == classes
+
+
+def test_models_without_a_module_that_stores_are_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"\A.*in Linear, got none.*\Z"):
+        store_activations_in_float8(nn.Linear(4, 4))
+    net = make("rowwise", width=256)
+    with pytest.raises(ValueError, match=r"\A.*no module that stores saved anything.*\Z"):
+        activation_report(net, lambda: step(net))
