@@ -26,9 +26,18 @@ from quaver.runtime.slow_paths import warn_once
 from tests.mixture import GroupedExperts
 
 
-def note(linear, device, backend):
+def record_run(linear, device, backend):
     """Record a forward as on a device that this machine may lack."""
     note_run(linear, torch.device(device), linear.config, lambda config, device: backend)
+
+
+def assert_refused(model, message, optimizer=None, **options):
+    with pytest.raises(RuntimeError, match=message):
+        assert_float8_training(model, optimizer, **options)
+
+
+def step(model):
+    model(torch.ones(4, 16)).sum().backward()
 
 
 def test_training_may_be_required_to_multiply_natively():
@@ -36,27 +45,23 @@ def test_training_may_be_required_to_multiply_natively():
     assert_float8_training(model)
     for ran_on in (None, "cpu"):  # a smoke test before it moved
         for linear in model if ran_on else ():
-            note(linear, ran_on, "exact")
-        with pytest.raises(RuntimeError, match="have not run yet, so the backends .* are unknown: 0, 1$"):
-            assert_float8_training(model, require_native=True)
+            record_run(linear, ran_on, "exact")
+        assert_refused(model, "have not run yet, so the backends .* are unknown: 0, 1$", require_native=True)
     for linear in model:
-        note(linear, "cuda:0", "native")
+        record_run(linear, "cuda:0", "native")
     assert_float8_training(model, require_native=True)
     warn_once("key", "no native matmul on cuda:0")
     for ran_on, backend in (("cuda:1", "exact"), ("cuda:2", "native and exact")):
-        note(model[1], ran_on, backend)
+        record_run(model[1], ran_on, backend)
         assert_float8_training(model)
-        with pytest.raises(RuntimeError, match="multiply exactly, not on float8 units: 1; no native matmul"):
-            assert_float8_training(model, require_native=True)
+        assert_refused(model, "multiply exactly, not on float8 units: 1; no native matmul", require_native=True)
 
 
 def test_a_cpu_has_no_float8_units():
     model = convert_to_float8_training(nn.Linear(16, 16))
-    with pytest.raises(RuntimeError, match="have not run yet"):
-        assert_float8_training(model, require_native=True)
+    assert_refused(model, "have not run yet", require_native=True)
     model(torch.ones(2, 16))
-    with pytest.raises(RuntimeError, match="multiply exactly, because a CPU has no float8 units: "):
-        assert_float8_training(model, require_native=True)
+    assert_refused(model, "multiply exactly, because a CPU has no float8 units: ", require_native=True)
 
 
 class Attention(nn.Module):
@@ -67,23 +72,10 @@ class Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, input):
-        assert isinstance(self.proj.weight, nn.Parameter)
-        return self.proj(self.projected(input.to(self.proj.weight.dtype)))
+        return self.proj(self.project(input))
 
-    def projected(self, input):
+    def project(self, input):
         return F.linear(input, weight=self.qkv.weight, bias=self.qkv.bias)[..., :16]
-
-    def fuse(self):
-        return self.proj.weight.t()
-
-
-def step(model):
-    model(torch.ones(4, 16)).sum().backward()
-
-
-def refused(model, reason):
-    with pytest.raises(RuntimeError, match=reason):
-        assert_float8_training(model)
 
 
 def test_a_linear_whose_weight_its_parent_reads_is_no_float8():
@@ -98,11 +90,11 @@ def test_a_linear_whose_weight_its_parent_reads_is_no_float8():
     assert [layer.name for layer in report.skipped] == ["0.qkv", "1.qkv"]
     assert all(layer.reason.startswith(f"converted, but {reason}") for layer in report.skipped)
     assert report.float8_flops_fraction == pytest.approx(1 / 3)
-    refused(model, f"0.qkv, 1.qkv: converted, but {reason}.*; leave it out")
+    assert_refused(model, f"0.qkv, 1.qkv: converted, but {reason}.*; leave it out")
     for attention in model[:2]:
-        attention.projected = lambda input: attention.qkv(input)[..., :16]  # noqa: B023 - the last one for both
+        attention.project = lambda input: attention.qkv(input)[..., :16]  # noqa: B023 - the last one for both
     step(model)
-    refused(model, "  0.qkv: converted, but")
+    assert_refused(model, "  0.qkv: converted, but")
     model[0].qkv(torch.ones(1, 16))
     assert_float8_training(model)
 
@@ -110,29 +102,29 @@ def test_a_linear_whose_weight_its_parent_reads_is_no_float8():
 def test_only_what_others_trained_without_is_idle():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     step(model)
-    for copied in (lambda old: nn.Linear(16, 16), copy.deepcopy, Float8Linear.from_float):
-        model[1] = convert_to_float8_training(copied(model[1]))
+    for renew in (lambda old: nn.Linear(16, 16), copy.deepcopy, Float8Linear.from_float):
+        model[1] = convert_to_float8_training(renew(model[1]))
         assert conversion_report(model).layers[1].backend == "not run yet"
         assert_float8_training(model)
         model[0](torch.ones(1, 16))
-        refused(model, "1: converted, but it did not run while others trained: nothing called it")
+        assert_refused(model, "1: converted, but it did not run while others trained: nothing called it")
 
 
 def test_an_expert_without_tokens_and_a_compiled_linear_may_run_later():
     experts = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), "head": nn.Linear(16, 32)})
     convert_to_float8_training(experts)
     experts["experts"][1](torch.ones(1, 16))
-    refused(experts, "  head: converted, but it did not run")
+    assert_refused(experts, "  head: converted, but it did not run")
     torch.compile(experts["head"], backend="eager", fullgraph=True)(torch.ones(1, 16))
     experts["experts"][1](torch.ones(1, 16))
     assert_float8_training(experts)
     experts["head"] = convert_to_float8_training(nn.Linear(16, 32))  # no such linear was compiled since
     experts["experts"][1](torch.ones(1, 16))
-    refused(experts, "  head: converted, but it did not run")
+    assert_refused(experts, "  head: converted, but it did not run")
 
 
-def calling(module):
-    """A forward that calls the original, as hooks of Accelerate, diffusers and LyCORIS do."""
+def wrap_forward(module):
+    """Return a forward that calls the original, as hooks of Accelerate, diffusers and LyCORIS do."""
     return functools.update_wrapper(functools.partial(type(module).forward, module), module.forward)
 
 
@@ -141,10 +133,10 @@ def test_a_wrapper_is_judged_by_what_ran(replaced_at, caplog):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     if replaced_at == "after a step":
         step(model)
-    model[0].forward = calling(model[0])
+    model[0].forward = wrap_forward(model[0])
     replaced = "its forward was replaced on the instance"
     if replaced_at == "after a step":
-        refused(model, f"0: {replaced}, and it has not run since")
+        assert_refused(model, f"0: {replaced}, and it has not run since")
     else:
         assert_float8_training(model)
         assert f"0: {replaced}: it runs in float8 only if the replacement calls the original forward" in caplog.text
@@ -154,11 +146,11 @@ def test_a_wrapper_is_judged_by_what_ran(replaced_at, caplog):
     assert conversion_report(model).layers[0].reason == ""
     model[1].forward = lambda input: F.linear(input, model[1].weight)
     step(model)
-    refused(model, f"1: {replaced}, and it has not run since")
+    assert_refused(model, f"1: {replaced}, and it has not run since")
     model[1] = convert_to_float8_training(nn.Linear(16, 16))
     model[1].forward = lambda input: F.linear(input, model[1].weight)
     step(model)
-    refused(model, "1: converted, .*: the forward that replaced its own does not call the original")
+    assert_refused(model, "1: converted, .*: the forward that replaced its own does not call the original")
 
 
 def test_experts_are_judged_by_what_ran():
@@ -167,8 +159,8 @@ def test_experts_are_judged_by_what_ran():
     experts.forward = lambda input: input
     step(model)
     assert [layer.converted for layer in conversion_report(model).layers] == [True, False]
-    refused(model, "1: converted, .*: the forward that replaced its own does not call the original")
-    experts.forward = calling(experts)
+    assert_refused(model, "1: converted, .*: the forward that replaced its own does not call the original")
+    experts.forward = wrap_forward(experts)
     step(model)
     assert_float8_training(model)
     assert conversion_report(model.to(torch.float64).float()).layers[1].backend == "exact"
@@ -179,7 +171,7 @@ def test_a_linear_remembers_what_it_ran_on_wherever_it_moves():
     step(model)
     assert {move(model)[0].backend for move in (nn.Module.bfloat16, nn.Module.float, nn.Module.cpu)} == {"exact"}
     assert conversion_report(model.to("meta")).layers[0].backend == "exact"
-    assert {copied(model[0]).backend for copied in (copy.copy, copy.deepcopy)} == {"not run yet"}
+    assert {duplicate(model[0]).backend for duplicate in (copy.copy, copy.deepcopy)} == {"not run yet"}
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
@@ -188,12 +180,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "nu
 @pytest.mark.parametrize(
     ("name", "sizes", "idle"),
     [
-        pytest.param(
-            "Mamba",
-            {**SIZES, "vocab_size": 32},
-            {"dt_proj"},
-            marks=pytest.mark.nightly,
-        ),
+        pytest.param("Mamba", {**SIZES, "vocab_size": 32}, {"dt_proj"}, marks=pytest.mark.nightly),
         (
             "WavLM",
             {**SIZES, "conv_dim": (16,), "conv_kernel": (10,), "conv_stride": (5,), "layerdrop": 0.0},
@@ -205,10 +192,9 @@ def test_models_of_transformers_whose_parents_read_weights(name, sizes, idle):
     config = getattr(transformers, f"{name}Config")(**sizes)
     model = convert_to_float8_training(transformers.AutoModel.from_config(config).train())
     model(torch.ones(1, 8, dtype=torch.long) if name == "Mamba" else torch.randn(1, 100))
-    report = conversion_report(model)
-    found = {layer.name.rpartition(".")[2] for layer in report.skipped if "did not run" in layer.reason}
-    assert found == idle
-    refused(model, "nothing called it; its parent may read its weight instead")
+    skipped = [layer for layer in conversion_report(model).skipped if "did not run" in layer.reason]
+    assert {layer.name.rpartition(".")[2] for layer in skipped} == idle
+    assert_refused(model, "nothing called it; its parent may read its weight instead")
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
@@ -218,12 +204,12 @@ def test_a_linear_whose_weight_was_deleted_is_no_float8(recipe, caplog):
     report = conversion_report(model)
     assert [layer.converted for layer in report.layers] == [False, True]
     assert report.layers[0].reason.startswith("converted, but its weight was deleted")
-    refused(model, "0: converted, but its weight was deleted")
+    assert_refused(model, "0: converted, but its weight was deleted")
     convert_to_float8_training(model.bfloat16().float(), config=recipe)
     assert "1 layers stay in high precision (0): converted, but its weight was deleted" in caplog.text
     with cast_weights_once(model):
         step(model[1])
-    assert [type(each) for each in convert_to_high_precision(model)] == [nn.Linear, nn.Linear]
+    assert [type(linear) for linear in convert_to_high_precision(model)] == [nn.Linear, nn.Linear]
 
 
 @pytest.mark.parametrize("syncs", ["before the step", "after the step", "never"])
@@ -241,23 +227,19 @@ def test_a_forgotten_sync_of_delayed_scales(syncs):
     if syncs != "never":
         assert_float8_training(model, optimizer)
         return
-    with pytest.raises(RuntimeError, match=r"without a sync, .* call sync_float8_amax_and_scale_history\(model\)"):
-        assert_float8_training(model, optimizer)
+    assert_refused(model, r"without a sync, .* call sync_float8_amax_and_scale_history\(model\)", optimizer)
     sync_float8_amax_and_scale_history(model)
     assert_float8_training(model, optimizer)
 
 
 def test_a_model_that_was_not_converted():
-    with pytest.raises(RuntimeError, match="no linear is in float8: call convert_to_float8_training"):
-        assert_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    assert_refused(nn.Linear(16, 16), "no linear is in float8: call convert_to_float8_training")
     filtered = nn.Linear(16, 16)
     with pytest.warns(UserWarning, match="nothing to convert"):
         convert_to_float8_training(filtered, module_filter_fn=lambda module, name: False)
-    with pytest.raises(RuntimeError, match=r"no linear is in float8 \(nothing to convert: .*: filter"):
-        assert_float8_training(filtered)
+    assert_refused(filtered, r"no linear is in float8 \(nothing to convert: .*: filter")
 
 
 def test_matmuls_given_as_a_string():
-    model = convert_to_float8_training(nn.Linear(16, 16))
     with pytest.raises(ValueError, match=r"matmuls: .* got the string 'output'; give \['output'\]"):
-        set_high_precision_matmuls(model, "output")
+        set_high_precision_matmuls(convert_to_float8_training(nn.Linear(16, 16)), "output")

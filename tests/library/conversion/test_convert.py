@@ -1,7 +1,6 @@
 """The module swap and the way back."""
 
 import copy
-import functools
 import logging
 import pickle
 from dataclasses import replace
@@ -74,17 +73,15 @@ def test_the_way_back_is_exact():
     convert_to_float8_training(model, include_subclasses=True)
     assert not model(tokens).equal(before(tokens))
     convert_to_high_precision(model)
-    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
     for module, old in zip(model.modules(), before.modules(), strict=True):
-        assert module.__dict__.keys() == old.__dict__.keys()
+        assert (type(module), vars(module).keys()) == (type(old), vars(old).keys())
     assert model(tokens).equal(before(tokens))
     assert not conversion_report(model).converted
     assert conversion_report(model).layers[0].reason == "not converted, or new since the conversion"
 
 
 def test_twice_with_another_config_is_refused_where_the_filter_admits_it():
-    first = {"module_filter_fn": lambda _, name: name.startswith("blocks.0")}
-    model = convert_to_float8_training(Model(), **first)
+    model = convert_to_float8_training(Model(), module_filter_fn=lambda _, name: name.startswith("blocks.0"))
     with pytest.raises(ValueError, match="already converted, with another config .* convert_to_high_precision first"):
         convert_to_float8_training(model, config="rowwise")
     assert type(model.blocks[1][0]) is nn.Linear
@@ -95,7 +92,7 @@ def test_twice_with_another_config_is_refused_where_the_filter_admits_it():
 
 
 def states(model):
-    return [(type(m), dict(vars(m)), dict(m._parameters)) for m in model.modules()]
+    return [(type(module), dict(vars(module)), dict(module._parameters)) for module in model.modules()]
 
 
 def test_twice_changes_nothing():
@@ -105,33 +102,39 @@ def test_twice_changes_nothing():
     assert (states(model), conversion_report(model)) == (before, report)
 
 
-def raises_at(n):
-    def decide(module, name):
-        if name == n:
-            raise ZeroDivisionError
-        return True
-
-    return decide
+def tie_experts():
+    model = make_mixture()
+    model[1].experts.down_proj = model[0].experts.down_proj
+    return model
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("make", "options", "error", "message"),
     [
-        ({"config": "rowise"}, ValueError),
-        ({"config": 16}, TypeError),
-        ({"module_filter_fn": raises_at("blocks.1.2")}, ZeroDivisionError),
-        ({"config": GATHERING}, ValueError),  # the head is tied
+        (Model, {"config": "rowise"}, ValueError, "unknown recipe 'rowise'"),
+        (Model, {"config": 16}, TypeError, "config"),
+        (Model, {"module_filter_fn": lambda _, name: 1 // (name != "blocks.1.2")}, ZeroDivisionError, "division"),
+        (Model, {"config": GATHERING}, ValueError, "weight of head is tied to embed"),
+        (tie_experts, {"config": GATHERING}, ValueError, "weight of 0.experts is tied to 1.experts.down_proj, so it"),
+        (Model, {"module_filter_fn": ["0"]}, TypeError, r"expected a function of a module and its name, got \['0'\]"),
+        (
+            Model,
+            {"module_filter_fn": lambda name: True},
+            TypeError,
+            "expected a function of a module and its name, got <",
+        ),
+        (Model, {"module_filter_fn": lambda module, name: 1 + name}, TypeError, "^unsupported operand"),
     ],
 )
-def test_an_error_leaves_the_model_as_it_was(options, error):
-    model = Model()
+def test_an_error_leaves_the_model_as_it_was(make, options, error, message):
+    model = make()
     before = states(model)
-    with pytest.raises(error):
+    with pytest.raises(error, match=message):
         convert_to_float8_training(model, **options)
     assert states(model) == before
 
 
-def linears_of_which_one_was_made_by_hand():
+def build_linears_with_one_made_by_hand():
     config = replace(resolve_config("delayed"), enable_fsdp_float8_all_gather=True)
     return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Float8Linear(16, 16, config=config)), config
 
@@ -139,25 +142,25 @@ def linears_of_which_one_was_made_by_hand():
 @pytest.mark.parametrize(
     ("at", "make"),
     [
-        ("add_persistent_scales", linears_of_which_one_was_made_by_hand),
-        ("make_all_gather_weights", linears_of_which_one_was_made_by_hand),
+        ("add_persistent_scales", build_linears_with_one_made_by_hand),
+        ("make_all_gather_weights", build_linears_with_one_made_by_hand),
         ("make_all_gather_weights", lambda: (make_mixture(), GATHERING)),
     ],
 )
 def test_an_error_half_way_is_undone(at, make, monkeypatch):
-    (model, config), do = make(), getattr(convert, at)
+    (model, config), function = make(), getattr(convert, at)
     before = states(model)
 
     def fail(*args):
-        do(*args)
+        function(*args)
         raise MemoryError
 
     monkeypatch.setattr(convert, at, fail)
     with pytest.raises(MemoryError):
         convert_to_float8_training(model, config=config)
-    for (cls, old, parameters), (now_cls, now, now_parameters) in zip(before, states(model), strict=True):
+    for (cls, old, old_parameters), (now_cls, now, parameters) in zip(before, states(model), strict=True):
         assert (cls, old.keys()) == (now_cls, now.keys())
-        assert all(now_parameters[name] is parameter for name, parameter in parameters.items())
+        assert all(parameters[name] is parameter for name, parameter in old_parameters.items())
     for module in model.modules():
         assert getattr(module, "scaling", None) is getattr(module, "gathering", None) is None
         assert not module._state_dict_hooks
@@ -192,18 +195,15 @@ class TitanLinear(nn.Linear, Module):
         return f"{super().extra_repr()}, note={self.note}"
 
 
-@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_subclass_with_the_forward_of_a_linear_keeps_the_rest(copied):
+@pytest.mark.parametrize("duplicate", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_subclass_with_the_forward_of_a_linear_keeps_the_rest(duplicate):
     model = nn.Sequential(TitanLinear(32, 32), nn.ReLU(), TitanLinear(32, 32, note="last"))
     before = copy.deepcopy(model)
     input = torch.randn(4, 32)
     convert_to_float8_training(model, config="rowwise")
-    twin = convert_to_float8_training(
-        nn.Sequential(*(nn.Linear(32, 32, bias=False) if isinstance(m, nn.Linear) else m for m in before)),
-        config="rowwise",
-    )
-    twin.load_state_dict(before.state_dict())
-    model = copied(model)
+    twin = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32, bias=False))
+    convert_to_float8_training(twin, config="rowwise").load_state_dict(before.state_dict())
+    model = duplicate(model)
     assert type(model[0]) is type(model[2])
     assert isinstance(model[0], Float8Linear)
     assert isinstance(model[0], TitanLinear)
@@ -217,42 +217,31 @@ def test_a_subclass_with_the_forward_of_a_linear_keeps_the_rest(copied):
     assert vars(model[0]).keys() == vars(before[0]).keys()
 
 
-def parametrized():
-    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-
-
-def patched():
-    linear = nn.Linear(16, 16)
-    linear.forward = functools.partial(nn.Linear.forward, linear)
-    return linear
-
-
-def with_attribute():
-    linear = nn.Linear(16, 16)
-    linear.config = "mine"
+def set_attribute(linear, name, value):
+    setattr(linear, name, value)
     return linear
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("change", "reason"),
     [
-        (patched, "its forward was replaced on the instance"),
-        (parametrized, "it is parametrized"),
-        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)), "it is parametrized"),
-        (lambda: nn.utils.weight_norm(nn.Linear(16, 16)), "its weight is not a parameter"),
-        (lambda: nn.utils.spectral_norm(nn.Linear(16, 16)), "its weight is not a parameter"),
+        (lambda linear: set_attribute(linear, "forward", linear.forward), "its forward was replaced on the instance"),
+        (nn.utils.parametrizations.weight_norm, "it is parametrized"),
+        (nn.utils.parametrizations.orthogonal, "it is parametrized"),
+        (nn.utils.weight_norm, "its weight is not a parameter"),
+        (nn.utils.spectral_norm, "its weight is not a parameter"),
+        (lambda linear: prune.l1_unstructured(linear, "weight", 0.5), "its weight is not a parameter"),
+        (lambda linear: Scaled(16, 16), "subclass Scaled of nn.Linear overrides forward"),
+        (lambda linear: nn.LazyLinear(16), "a LazyLinear without a shape: run a forward"),
         (
-            lambda: prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5),
-            "its weight is not a parameter",
+            lambda linear: set_attribute(linear, "config", "mine"),
+            "attributes with names that Float8Linear uses: config",
         ),
-        (lambda: Scaled(16, 16), "subclass Scaled of nn.Linear overrides forward"),
-        (lambda: nn.LazyLinear(16), "a LazyLinear without a shape: run a forward"),
-        (with_attribute, "attributes with names that Float8Linear uses: config"),
     ],
 )
-def test_what_cannot_be_converted_is_skipped_and_named(make, reason, caplog):
-    odd = make()
+def test_what_cannot_be_converted_is_skipped_and_named(change, reason, caplog):
+    odd = change(nn.Linear(16, 16))
     model = nn.ModuleDict({"odd": odd, "plain": nn.Linear(16, 16)})
     before = dict(vars(odd))
     with caplog.at_level(logging.WARNING):
@@ -262,7 +251,7 @@ def test_what_cannot_be_converted_is_skipped_and_named(make, reason, caplog):
     layers = {layer.name: layer for layer in conversion_report(model).layers}
     assert list(layers) == ["odd", "plain"]
     assert (layers["odd"].converted, layers["plain"].converted) == (False, True)
-    assert layers["odd"].reason.startswith(reason) or reason in layers["odd"].reason
+    assert reason in layers["odd"].reason
     assert vars(odd) == before
     model["odd"](torch.randn(2, 16)).sum().backward()
 
@@ -282,7 +271,7 @@ def test_a_linear_made_by_hand_is_prepared_for_the_all_gather():
 
 
 class Adapter(nn.Module):
-    """As PEFT's models: attributes that it has not are those of the model inside."""
+    """Looks up missing attributes in the model inside, as PEFT's models do."""
 
     def __init__(self, model):
         super().__init__()
@@ -317,7 +306,7 @@ def test_reports_of_wrapped_models_and_the_way_back(wrap, one_rank):
     assert (inner.summary(), inner.config) == (outer.summary(), outer.config)
     assert wrapped(tokens).equal(model(tokens))
     assert convert_to_high_precision(wrapped) is wrapped
-    assert not any(isinstance(m, Float8Linear) for m in wrapped.modules())
+    assert not any(isinstance(module, Float8Linear) for module in wrapped.modules())
     assert wrapped(tokens).equal(plain(tokens))
 
 
@@ -339,11 +328,9 @@ def test_fully_sharded_models(one_rank):
 
 
 def test_the_way_back_is_barred_before_anything_changes(one_rank):
-    model = nn.parallel.DistributedDataParallel(
-        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=GATHERING)
-    )
+    gathered = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=GATHERING)
     with pytest.raises(RuntimeError, match="module.0 cannot be converted back: DistributedDataParallel holds"):
-        convert_to_high_precision(model)
+        convert_to_high_precision(nn.parallel.DistributedDataParallel(gathered))
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     nn.utils.parametrizations.weight_norm(model[1])
     with pytest.raises(RuntimeError, match="1 cannot be converted back: its class was changed"):
@@ -372,35 +359,25 @@ def test_a_module_in_two_places_is_converted_once_in_both():
 def test_nothing_to_convert_warns_and_changes_nothing(model, filter_fn, message):
     with pytest.warns(UserWarning, match=message):
         assert convert_to_float8_training(model, module_filter_fn=filter_fn) is model
-    assert not any(isinstance(m, Float8Linear) for m in model.modules())
-
-
-@pytest.mark.parametrize("filter_fn", [["0"], lambda name: True])
-def test_a_filter_that_is_no_function_of_two_arguments(filter_fn):
-    with pytest.raises(TypeError, match=r"expected a function of a module and its name, got (\['0'\]|<)"):
-        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), module_filter_fn=filter_fn)
-
-
-def test_a_type_error_of_a_filter_is_its_own():
-    with pytest.raises(TypeError, match="^unsupported operand"):
-        convert_to_float8_training(nn.Linear(16, 16), module_filter_fn=lambda module, name: 1 + name)
+    assert not any(isinstance(module, Float8Linear) for module in model.modules())
 
 
 def test_experts_are_prepared_for_a_float8_all_gather_and_back():
     model = make_mixture(layers=1)
     expected, input = copy.deepcopy(model.state_dict()), torch.randn(8, 40)
-    parameters = dict(model.named_parameters())
+    address = model[0].experts.down_proj.data_ptr()
     plain = convert_to_float8_training(copy.deepcopy(model), config="tensorwise")
     convert_to_float8_training(model, config=GATHERING)
     weight = model[0].experts.down_proj
     assert isinstance(weight, Float8AllGatherWeight)
-    assert weight.data_ptr() == parameters["0.experts.down_proj"].data_ptr()
+    assert weight.data_ptr() == address
     assert all(layer.reason == "" for layer in conversion_report(model).converted)
     assert model(input).equal(plain(input))
-    for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        assert one[0].experts.down_proj.box.name == "down_proj"
-        state_dict = one.state_dict()
-        assert all(type(value) is torch.Tensor and value.equal(expected[name]) for name, value in state_dict.items())
+    for duplicate in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert duplicate[0].experts.down_proj.box.name == "down_proj"
+        for name, value in duplicate.state_dict().items():
+            assert type(value) is torch.Tensor
+            assert value.equal(expected[name])
     model.load_state_dict(expected, assign=True)
     assert isinstance(model[0].experts.gate_up_proj, Float8AllGatherWeight)
     by_hand = copy.deepcopy(plain)
@@ -408,18 +385,9 @@ def test_experts_are_prepared_for_a_float8_all_gather_and_back():
     reasons = {layer.name: layer.reason for layer in conversion_report(by_hand).converted}
     assert reasons["0.experts.down_proj"].startswith("gathered in high precision until")
     convert_to_high_precision(model)
-    assert {type(each) for each in model.parameters()} == {nn.Parameter}
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
     assert not hasattr(model[0].experts, "gathering")
     assert not model[0].experts._state_dict_hooks
-
-
-def test_a_float8_all_gather_refuses_experts_that_are_tied():
-    model = make_mixture()
-    model[1].experts.down_proj = model[0].experts.down_proj
-    before = states(model)
-    with pytest.raises(ValueError, match=r"weight of 0.experts is tied to 1.experts.down_proj, so it cannot"):
-        convert_to_float8_training(model, config=GATHERING)
-    assert states(model) == before
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
@@ -428,9 +396,9 @@ def test_grouped_matmuls_of_torchtitan_are_converted_back(is_alone):
     before, expected = dict(vars(experts)), experts(tokens)
     to_float8_grouped_mm(experts, Float8LinearConfig.from_recipe_name("rowwise"))
     assert not experts(tokens).equal(expected)
-    copied = copy.deepcopy(experts)
+    duplicate = copy.deepcopy(experts)
     convert_to_high_precision(experts if is_alone else nn.Sequential(nn.Linear(16, 16), experts))
     assert type(experts) is GroupedExperts
     assert vars(experts).keys() == before.keys()
     assert experts(tokens).equal(expected)
-    assert type(copied) is not GroupedExperts
+    assert type(duplicate) is not GroupedExperts

@@ -8,25 +8,23 @@ from quaver import Float8Linear, LayerRecipes, conversion_report
 from quaver.conversion.layer_recipes import convert_layers
 
 
-def model() -> nn.Module:
+def build_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
 
 
-def recipes_of(module: nn.Module) -> dict[str, str]:
+def get_recipes(module: nn.Module) -> dict[str, str]:
     return {
-        name: each.config.recipe_name.value if isinstance(each, Float8Linear) else "high_precision"
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear)
+        name: linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
+        for name, linear in module.named_modules()
+        if isinstance(linear, nn.Linear)
     }
 
 
 def test_each_layer_has_its_recipe_and_the_report_says_why_one_has_none():
-    layers = {"1": "rowwise", "2": "high_precision"}
-    converted = convert_layers(
-        model(), LayerRecipes("tensorwise", layers), module_filter_fn=lambda _, name: name != "3"
-    )
-    assert recipes_of(converted) == {"0": "tensorwise", "1": "rowwise", "2": "high_precision", "3": "high_precision"}
+    recipes = LayerRecipes("tensorwise", {"1": "rowwise", "2": "high_precision"})
+    converted = convert_layers(build_model(), recipes, module_filter_fn=lambda _, name: name != "3")
+    assert get_recipes(converted) == {"0": "tensorwise", "1": "rowwise", "2": "high_precision", "3": "high_precision"}
     reasons = {layer.name: layer.reason for layer in conversion_report(converted).skipped}
     assert reasons["2"] == "layer_recipes: high precision"
     converted(torch.randn(16, 32)).sum().backward()
@@ -62,7 +60,7 @@ def test_bad_entries_are_refused(entries, message):
 
 
 def test_a_layer_that_is_not_there_is_refused_before_any_is_converted():
-    plain = model()
+    plain = build_model()
     with pytest.raises(ValueError, match="layer_recipes: '7' is not a module of this Sequential"):
         convert_layers(plain, LayerRecipes("tensorwise", {"7": "rowwise"}))
-    assert set(recipes_of(plain).values()) == {"high_precision"}
+    assert set(get_recipes(plain).values()) == {"high_precision"}

@@ -23,14 +23,18 @@ from quaver.runtime.slow_paths import warn_once
 from tests.library.conversion.test_convert import Model
 
 
+def get_layers(report):
+    return {layer.name: layer for layer in report.layers}
+
+
 def test_a_report_is_of_the_model_as_it_is():
     model = convert_to_float8_training(Model())
     assert conversion_report(model.blocks[0]).summary().startswith("2 of 2")
     model.blocks[0][0] = nn.Linear(32, 64)
-    layers = {layer.name: layer for layer in conversion_report(model).layers}
+    layers = get_layers(conversion_report(model))
     assert layers["blocks.0.0"].reason == "not converted, or new since the conversion"
     model.to_empty(device="cpu")
-    assert {layer.name: layer for layer in conversion_report(copy.deepcopy(model)).layers} == layers
+    assert get_layers(conversion_report(copy.deepcopy(model))) == layers
     by_hand = nn.Sequential(Float8Linear(16, 16, config="rowwise"), nn.Linear(16, 16))
     assert [layer.converted for layer in conversion_report(by_hand).layers] == [True, False]
     assert conversion_report(by_hand).config == str(resolve_config("rowwise"))
@@ -78,11 +82,8 @@ def test_the_row_wise_recipe_for_fsdp2_is_named(caplog):
 def test_the_report_has_every_linear_and_why():
     model = Model()
     assert convert_to_float8_training(model, module_filter_fn=lambda _, name: "blocks.1" not in name) is model
-    assert {name for name, m in model.named_modules() if isinstance(m, Float8Linear)} == {
-        "blocks.0.0",
-        "blocks.0.2",
-        "head",
-    }
+    converted = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    assert converted == {"blocks.0.0", "blocks.0.2", "head"}
     report = conversion_report(model)
     reasons = {layer.name: (layer.converted, layer.reason) for layer in report.layers}
     assert reasons == {
@@ -98,8 +99,8 @@ def test_the_report_has_every_linear_and_why():
         "attention.out_proj": (False, "its parent reads the weight without calling the module (nn.MultiheadAttention)"),
         "head": (True, "weight tied to embed"),
     }
-    converted, total = 2 * 32 * 64 + 32 * 48, 4 * 32 * 64 + (1 + 3 + 1) * 32 * 32 + 32 * 48
-    assert report.float8_flops_fraction == pytest.approx(converted / total)
+    in_float8, total = 2 * 32 * 64 + 32 * 48, 4 * 32 * 64 + (1 + 3 + 1) * 32 * 32 + 32 * 48
+    assert report.float8_flops_fraction == pytest.approx(in_float8 / total)
     assert json.loads(json.dumps(report.to_dict()))["layers"][0]["name"] == "blocks.0.0"
     assert "3 of 8 matmul weights in float8" in str(report)
     for name in reasons:
@@ -114,10 +115,10 @@ def test_convolutions_are_named_because_the_share_of_flops_leaves_them_out():
 
 
 def test_a_filter_may_say_why():
-    model = convert_to_float8_training(
-        Model(), module_filter_fn=lambda _, name: FilterDecision(name == "head", f"because {name}")
-    )
-    layers = {layer.name: layer for layer in conversion_report(model).layers}
+    def decide(_, name):
+        return FilterDecision(name == "head", f"because {name}")
+
+    layers = get_layers(conversion_report(convert_to_float8_training(Model(), module_filter_fn=decide)))
     assert layers["head"].reason == "because head; weight tied to embed"
     assert layers["blocks.0.0"].reason == "because blocks.0.0"
 
@@ -129,7 +130,7 @@ class Mlp(nn.Module):
 
 
 class ListOfExperts(nn.Module):
-    """As DeepSeek's own code has them: a list of MLPs, shared ones, and a router."""
+    """A list of MLPs, shared ones, and a router, as in DeepSeek's own code."""
 
     def __init__(self, experts=8, **settings):
         super().__init__()
@@ -140,19 +141,13 @@ class ListOfExperts(nn.Module):
         vars(self).update(settings)
 
 
-def share_of_experts(model, *, converted=()):
-    """The share of FLOPs in float8 where only the layers whose names have one of these words are converted."""
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: any(word in name for word in converted))
-    return conversion_report(model)
+def report_on(model, *, converted):
+    """Return the report on a model whose layers are converted if their names contain this word."""
+    return conversion_report(convert_to_float8_training(model, module_filter_fn=lambda _, name: converted in name))
 
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
@@ -183,13 +178,13 @@ def test_the_active_experts_of_transformers_models_are_counted(name, settings, a
     config = getattr(transformers, f"{name}Config")(**SIZES, **settings)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    report = share_of_experts(model, converted=["lm_head"])
+    report = report_on(model, converted="lm_head")
     assert report.notes == []
-    of_experts = [layer for layer in report.layers if ".experts." in layer.name]
-    assert {layer.matrices_per_token for layer in of_experts} == {active}
-    assert sum(layer.flops_per_token for layer in of_experts) == 2 * active * 6 * expert_flops
-    of_shared = [layer for layer in report.layers if ".shared_" in layer.name]
-    assert sum(layer.flops_per_token for layer in of_shared) == 2 * 6 * shared_flops
+    experts = [layer for layer in report.layers if ".experts." in layer.name]
+    assert {layer.matrices_per_token for layer in experts} == {active}
+    assert sum(layer.flops_per_token for layer in experts) == 2 * active * 6 * expert_flops
+    shared = [layer for layer in report.layers if ".shared_" in layer.name]
+    assert sum(layer.flops_per_token for layer in shared) == 2 * 6 * shared_flops
     total = sum(layer.flops_per_token for layer in report.layers)
     assert report.float8_flops_fraction == pytest.approx(6 * 32 * 64 / total)
     assert f" {active} a token  " in str(report)
@@ -220,13 +215,12 @@ class Config:
     ],
 )
 def test_the_active_experts_of_a_list_are_counted(settings, active):
-    report = share_of_experts(ListOfExperts(**settings), converted=["experts"])
+    report = report_on(ListOfExperts(**settings), converted="experts")
     expert, head = 2 * 16 * 32, 16 * 48
     in_float8 = (active or 1) * expert + 2 * expert
     assert report.float8_flops_fraction == pytest.approx(in_float8 / (in_float8 + head))
-    layers = {layer.name: layer for layer in report.layers}
-    assert layers["experts.3.up"].matrices_per_token == (active or 1) / 8
-    assert layers["shared_experts.0.up"].matrices_per_token == 1
+    assert get_layers(report)["experts.3.up"].matrices_per_token == (active or 1) / 8
+    assert get_layers(report)["shared_experts.0.up"].matrices_per_token == 1
     assert ("the number of experts in experts that a token uses is unknown" in str(report)) is (active is None)
 
 
@@ -234,24 +228,19 @@ def test_a_router_says_how_many_experts_are_active():
     model = ListOfExperts()
     model.gate.top_k = 2
     nested = nn.ModuleDict({"wrapped": nn.Sequential(model)})
-    layers = {layer.name: layer for layer in conversion_report(nested).layers}
-    assert layers["wrapped.0.experts.0.up"].matrices_per_token == 2 / 8
-
-
-def matrices_per_token(report):
-    return {layer.name: layer.matrices_per_token for layer in report.layers}
+    assert get_layers(conversion_report(nested))["wrapped.0.experts.0.up"].matrices_per_token == 2 / 8
 
 
 def test_experts_without_a_count_are_said_to_be_unknown(caplog):
     model = nn.ModuleDict({"experts": Experts(), "other": nn.Linear(16, 16)})
     report = conversion_report(convert_to_float8_training(model))
-    assert matrices_per_token(report)["experts.w1"] == 1
+    assert get_layers(report)["experts.w1"].matrices_per_token == 1
     for text in (caplog.text, str(report), str(report.to_dict()["notes"])):
         assert "the number of experts in experts.w1 that a token uses is unknown" in text
     model.shared_experts = model.pop("experts")
     report = conversion_report(model)
-    assert matrices_per_token(report)["shared_experts.w1"] == 4
-    assert matrices_per_token(report)["shared_experts.bilinear.weight"] == 24
+    assert get_layers(report)["shared_experts.w1"].matrices_per_token == 4
+    assert get_layers(report)["shared_experts.bilinear.weight"].matrices_per_token == 24
     assert report.notes == []
 
 
@@ -281,8 +270,8 @@ def test_a_weight_that_another_library_quantized_or_stores_in_float8_is_named_as
     if scale:
         model[0].register_parameter(scale, nn.Parameter(torch.ones(1)))
     convert_to_float8_training(model, include_subclasses=True)
-    (skipped,) = conversion_report(model).skipped
-    assert skipped.reason.startswith(expected)
+    (layer,) = conversion_report(model).skipped
+    assert layer.reason.startswith(expected)
 
 
 class Linear(nn.Module):

@@ -21,21 +21,11 @@ from quaver import (
     use_float8_primary_weights,
 )
 from quaver.conversion.layer_recipes import convert_layers
+from quaver.linear import function
 from quaver.recipes.reference import ReferenceLinear
 from quaver.recipes.serving import SERVING, find_serving
 from tests.reference import assert_same_bits
-
-ROWS = [name for name in SERVING if SERVING[name].recipe == "rowwise"]
-BLOCKS = [name for name in SERVING if SERVING[name].recipe == "blockwise"]
-
-
-def recorded(monkeypatch):
-    """The operands of every matmul, in order."""
-    from quaver.linear import function
-
-    multiplied, mm = [], function.mm
-    monkeypatch.setattr(function, "mm", lambda a, b, *rest: multiplied.append((a, b)) or mm(a, b, *rest))
-    return multiplied
+from tests.steps import assert_same, results_of
 
 
 @pytest.mark.parametrize("serving", [name for name in SERVING if name != "vllm-static"])
@@ -48,36 +38,34 @@ def test_a_linear_is_the_reference(serving):
     reference.load_state_dict(linear.state_dict())
     assert find_serving(float8.config) == serving
     results = []
-    for each in (float8, reference):
+    for module in (float8, reference):
         x = input.clone().requires_grad_()
-        each(x).square().mean().backward()
-        results.append((each(x), x.grad, each.weight.grad, each.bias.grad))
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        module(x).square().mean().backward()
+        results.append((module(x), x.grad, module.weight.grad, module.bias.grad))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("serving", "base"), [("vllm-per-token", "rowwise_with_gw_hp"), ("deepgemm", "blockwise")])
 def test_the_backward_multiplies_what_the_recipe_multiplies(serving, base, monkeypatch):
-    """But a weight in blocks, whose one set of codes serves both directions."""
+    """Except for a weight in blocks, whose one set of codes serves both directions."""
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(64, 256)
-    multiplied = recorded(monkeypatch)
+    multiplied, mm = [], function.mm
+    monkeypatch.setattr(function, "mm", lambda a, b, *rest: multiplied.append((a, b)) or mm(a, b, *rest))
     for options in ({"config": base}, {"config": base, "serving": serving}):
         x = input.clone().requires_grad_()
         output = convert_to_float8_training(copy.deepcopy(linear), **options)(x)
         output.backward(torch.ones_like(output) * 0.3)
-    alone, served = multiplied[:3], multiplied[3:]
-    names = ("output", "grad_weight", "grad_input")
-    equal = {
-        name: [torch.equal(a.data.float(), b.data.float()) for a, b in zip(*pair, strict=True)]
-        for name, *pair in zip(names, alone, served, strict=True)
-    }
-    assert equal == {"output": [False] * 2, "grad_weight": [True] * 2, "grad_input": [True, base != "blockwise"]}
+    output, grad_weight, grad_input = (
+        [torch.equal(a.data.float(), b.data.float()) for a, b in zip(alone, served, strict=True)]
+        for alone, served in zip(multiplied[:3], multiplied[3:], strict=True)
+    )
+    assert (output, grad_weight, grad_input) == ([False] * 2, [True] * 2, [True, base != "blockwise"])
 
 
 @pytest.mark.parametrize("serving", ["vllm-per-token-kernel", "compressed-tensors", "deepgemm"])
 def test_weights_that_are_quantized_before_the_forward(serving):
-    """Of a scope, of primary and of frozen weights."""
+    """In a scope, as primary weights, and as frozen weights."""
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(64, 256)
     expected = convert_to_float8_training(copy.deepcopy(linear), serving=serving)(input)
@@ -90,22 +78,21 @@ def test_weights_that_are_quantized_before_the_forward(serving):
     assert_same_bits(frozen(input), expected)
 
 
-def calibrated_scales(**options):
-    """Of the inputs of some linears."""
+def calibrate_input_scales(**options):
     torch.manual_seed(0)
     model = convert_to_float8_training(nn.ModuleList(nn.Linear(64, 64) for _ in range(32)), **options)
     input = torch.randn(16, 64)
     with calibrate_float8_static_scales(model):
         for index, linear in enumerate(model):
             linear(input * (1 + index / 7))
-    scales = [each.persistent_scales(torch.device("cpu"), recording=False).input.quant_scale for each in model]
-    return torch.stack(scales)
+    scales = [linear.persistent_scales(torch.device("cpu"), recording=False) for linear in model]
+    return torch.stack([scale.input.quant_scale for scale in scales])
 
 
 def test_a_static_scale_is_the_one_that_an_engine_reads_from_the_folder():
     """It multiplies by RN(1 / RN(1 / quant_scale)), which is another number for 17% of the mantissas."""
-    own = calibrated_scales(config=Float8LinearConfig(cast_config_input=CastConfig(ScalingType.STATIC)))
-    served = calibrated_scales(serving="vllm-static")
+    own = calibrate_input_scales(config=Float8LinearConfig(cast_config_input=CastConfig(ScalingType.STATIC)))
+    served = calibrate_input_scales(serving="vllm-static")
     assert (own != served).sum() > 1
     assert_same_bits(1 / (1 / own), served)
     assert_same_bits(1 / (1 / served), served)
@@ -131,20 +118,14 @@ def test_casts_of_a_config():
 
 
 def test_compiled_code_multiplies_the_same():
-    """One rule that divides, in rows and in blocks."""
+    """A rule that divides, in rows and in blocks."""
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
     for linear, serving in ((eager[0], "vllm-per-token-kernel"), (eager[2], "vllm-block")):
         convert_to_float8_training(linear, serving=serving)
     compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
     input = torch.randn(32, 128)
-    outputs = []
-    for module in (eager, compiled):
-        outputs.append(module(input))
-        outputs[-1].sum().backward()
-    assert_same_bits(*outputs)
-    for a, b in zip(compiled.parameters(), eager.parameters(), strict=True):
-        assert_same_bits(a.grad, b.grad)
+    assert_same(results_of(compiled, input, grad_output=1.0), results_of(eager, input, grad_output=1.0))
 
 
 class Mixture(nn.Module):
@@ -154,30 +135,28 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
 
-def model():
+def build_model():
     linears = {"gate": nn.Linear(32, 32), "router": nn.Linear(32, 32), "lm_head": nn.Linear(32, 64)}
     return nn.ModuleDict({"mlp": Mixture(), **linears})
 
 
 def test_heads_and_routers_stay_in_high_precision():
-    reasons = {
-        each.name: each.reason
-        for each in conversion_report(convert_to_float8_training(model(), serving="deepgemm")).skipped
-    }
+    skipped = conversion_report(convert_to_float8_training(build_model(), serving="deepgemm")).skipped
+    reasons = {layer.name: layer.reason for layer in skipped}
     assert reasons == dict.fromkeys(["mlp.gate", "router", "lm_head"], "high precision in deepgemm")
     with pytest.raises(ValueError, match=r"engines keep mlp\.gate in high precision, but it would be"):
-        convert_to_float8_training(model(), serving="deepgemm", module_filter_fn=lambda module, name: True)
+        convert_to_float8_training(build_model(), serving="deepgemm", module_filter_fn=lambda module, name: True)
 
 
 def test_recipes_by_layer_leave_heads_and_routers_out_too():
     recipes = LayerRecipes("blockwise", {"mlp.experts.0": "blockwise_with_gw_hp"})
-    skipped = conversion_report(convert_layers(model(), recipes, serving="deepgemm")).skipped
+    skipped = conversion_report(convert_layers(build_model(), recipes, serving="deepgemm")).skipped
     assert [layer.name for layer in skipped] == ["mlp.gate", "router", "lm_head"]
     assert {layer.reason for layer in skipped} == {"high precision in deepgemm"}
     listed = LayerRecipes("blockwise", {"lm_head": "blockwise_with_gw_hp"})
     for options in ({"recipes": listed}, {"recipes": recipes, "module_filter_fn": lambda module, name: True}):
         with pytest.raises(ValueError, match="serving='deepgemm': engines keep .* in high precision"):
-            convert_layers(model(), serving="deepgemm", **options)
+            convert_layers(build_model(), serving="deepgemm", **options)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What else is done with a converted model: evaluated, copied, pickled, exported, traced."""
+"""Converted models in evaluation, and their copies, pickles, exported and traced programs."""
 
 import copy
 import io
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quaver import convert_to_float8_training, freeze_to_float8, sync_float8_amax_and_scale_history
+from tests.steps import by_torch_save
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed"]
 
@@ -24,14 +25,7 @@ def make(recipe):
     return model
 
 
-def saved_and_loaded(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def exported(model, example, *, smallest):
+def export(model, example, *, smallest):
     return torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=smallest)},))
 
 
@@ -40,13 +34,11 @@ def test_evaluation_and_copies_have_the_bits_of_training(recipe):
     model, input = make(recipe), torch.randn(48, 64)
     expected = model(input)
     model.eval()
-    assert model(input).equal(expected)
-    with torch.no_grad():
-        assert model(input).equal(expected)
-    with torch.inference_mode():
-        assert model(input).equal(expected)
-    assert copy.deepcopy(model)(input).equal(expected)
-    assert saved_and_loaded(model)(input).equal(expected)
+    for scope in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with scope():
+            assert model(input).equal(expected)
+    for duplicate in (copy.deepcopy(model), by_torch_save(model)):
+        assert duplicate(input).equal(expected)
     if recipe == "frozen":
         with pytest.raises(AttributeError, match="dtype"):  # as torch's pickle of any float8 tensor
             pickle.loads(pickle.dumps(model))
@@ -64,16 +56,15 @@ def test_exported_and_traced_programs(recipe):
     buffer.seek(0)
     assert torch.export.load(buffer).module()(example).equal(expected)
     with torch.no_grad():
-        assert exported(model, example, smallest=2).module()(few).equal(model(few))
+        assert export(model, example, smallest=2).module()(few).equal(model(few))
         assert torch.jit.trace(model, example)(example).equal(expected)
     with pytest.raises(ValueError, match="Unknown type annotation"):
         torch.jit.script(model)
     if recipe in ("blockwise", "mxfp8"):
         more = example[: {"blockwise": 129, "mxfp8": 33}[recipe]].contiguous()
-        assert exported(model, example, smallest=len(more)).module()(more).equal(model(more))
-        with pytest.raises(
-            torch._dynamo.exc.UserError, match="!= 1"
-        ):  # when this fails, docs/limitations.md can say so
-            exported(model, example, smallest=2)
+        assert export(model, example, smallest=len(more)).module()(more).equal(model(more))
+        # When this fails, docs/limitations.md can say so.
+        with pytest.raises(torch._dynamo.exc.UserError, match="!= 1"):
+            export(model, example, smallest=2)
     else:
-        assert exported(model, example, smallest=2).module()(few).equal(model(few))
+        assert export(model, example, smallest=2).module()(few).equal(model(few))
