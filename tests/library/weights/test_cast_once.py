@@ -10,11 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-import quaver.experts.grouped_mm
-import quaver.linear.quantize
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, convert_to_high_precision
 from quaver.checkpointing.policy import selective_checkpoint_contexts
+from quaver.experts import grouped_mm
 from quaver.experts.module_weight import weights_under
+from quaver.linear import quantize
 from tests.mixture import DIM, make_mixture
 from tests.reference import RECIPES
 from tests.steps import assert_same, train
@@ -23,148 +23,144 @@ from tests.thinned import at_night
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def model_of(recipe):
+def build_model(recipe):
     model = nn.Sequential(nn.Linear(DIM, 96), nn.SiLU(), nn.Linear(96, DIM, bias=False))
     return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
-def mixture_of(recipe, is_transposed=False):
+def build_mixture(recipe, is_transposed=False):
     return convert_to_float8_training(make_mixture(layers=1, is_transposed=is_transposed), config=recipe)[0]
 
 
-def transposed_mixture_of(recipe):
-    return mixture_of(recipe, is_transposed=True)
+def build_transposed_mixture(recipe):
+    return build_mixture(recipe, is_transposed=True)
 
 
-def microbatches(count):
+def draw_microbatches(count):
     return [torch.randn(32, DIM) for _ in range(count)]
 
 
-def gradients_of(model, microbatches, call=None):
+def compute_gradients(model, microbatches, call=None):
+    """Return the losses and the accumulated gradients."""
     model.zero_grad()
     losses = train(model, None, microbatches, call=call)
-    return losses, [p.grad.clone() for p in model.parameters()]
+    return losses, [parameter.grad.clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(
     ("make", "recipe", "backend"),
     [
-        *((model_of, recipe, None) for recipe in (*RECIPES, "blockwise")),
-        *itertools.product((mixture_of, transposed_mixture_of), (*RECIPES[:3], "blockwise", "mxfp8"), [None]),
-        (mixture_of, "tensorwise", "aot_eager"),
+        *((build_model, recipe, None) for recipe in (*RECIPES, "blockwise")),
+        *itertools.product((build_mixture, build_transposed_mixture), (*RECIPES[:3], "blockwise", "mxfp8"), [None]),
+        (build_mixture, "tensorwise", "aot_eager"),
         *at_night(
             [
-                *((model_of, recipe, "aot_eager") for recipe in (*RECIPES, "blockwise")),
-                (model_of, "rowwise", "inductor"),
-                (transposed_mixture_of, "rowwise", "aot_eager"),
-                (mixture_of, "rowwise", "aot_eager"),
-                (transposed_mixture_of, "tensorwise", "aot_eager"),
+                *itertools.product((build_model,), (*RECIPES, "blockwise"), ["aot_eager"]),
+                *itertools.product((build_transposed_mixture,), ("rowwise", "tensorwise"), ["aot_eager"]),
+                (build_model, "rowwise", "inductor"),
+                (build_mixture, "rowwise", "aot_eager"),
             ]
         ),
     ],
 )
 def test_changes_no_number(make, recipe, backend):
-    model, given = make(recipe), microbatches(3)
+    model, batches = make(recipe), draw_microbatches(3)
     call = torch.compile(model, fullgraph=True, backend=backend) if backend else None
-    expected = gradients_of(model, given)
+    expected = compute_gradients(model, batches)
     with cast_weights_once(model):
-        assert_same(gradients_of(model, given, call), expected)
+        assert_same(compute_gradients(model, batches, call), expected)
 
 
-def checkpointed(contexts):
+def checkpoint_with(contexts):
     return lambda model, input: checkpoint(model, input, use_reentrant=False, context_fn=contexts)
 
 
 CALLS = {
     "plain": lambda model, input: model(input),
-    "full": checkpointed(noop_context_fn),
-    "op": checkpointed(selective_checkpoint_contexts),
+    "full": checkpoint_with(noop_context_fn),
+    "op": checkpoint_with(selective_checkpoint_contexts),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("make", "recipe"),
-    [*((model_of, recipe) for recipe in (*RECIPES[:3], "blockwise")), (mixture_of, "rowwise")],
+    [*((build_model, recipe) for recipe in (*RECIPES[:3], "blockwise")), (build_mixture, "rowwise")],
 )
 def test_a_backward_outside_multiplies_by_the_codes_of_its_forward(make, recipe, call):
     """A backward may run when the scope of its forward is closed, or another one is open."""
-    model, (input,) = make(recipe), microbatches(1)
-    expected = gradients_of(model, [input])
+    model, (input,) = make(recipe), draw_microbatches(1)
+    _, expected = compute_gradients(model, [input])
     for forward_scope, backward_scope in itertools.product((cast_weights_once, nullcontext), repeat=2):
         model.zero_grad()
         with forward_scope(model):
             loss = CALLS[call](model, input).square().mean()
         with backward_scope(model):
             loss.backward()
-        assert_same([p.grad for p in model.parameters()], expected[1])
+        assert_same([parameter.grad for parameter in model.parameters()], expected)
 
 
 @pytest.mark.parametrize(("recipe", "casts_of_each"), [("tensorwise", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 2)])
 def test_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
     """Row-wise, one read makes both casts."""
-    mixture, casts, cast_groups = mixture_of(recipe), [], quaver.experts.grouped_mm.cast_groups
+    mixture, casts, cast_groups = build_mixture(recipe), [], grouped_mm.cast_groups
 
     def count(hp, cast, ends, *args):
         if ends is None:
             casts.append(hp.shape)
         return cast_groups(hp, cast, ends, *args)
 
-    monkeypatch.setattr(quaver.experts.grouped_mm, "cast_groups", count)
+    monkeypatch.setattr(grouped_mm, "cast_groups", count)
     with cast_weights_once(mixture):
-        gradients_of(mixture, microbatches(3))
+        compute_gradients(mixture, draw_microbatches(3))
     for weight in (mixture.experts.gate_up_proj, mixture.experts.down_proj):
         assert casts.count(weight.flatten(0, 1).shape) == casts_of_each
     casts.clear()
-    gradients_of(mixture, microbatches(1))
+    compute_gradients(mixture, draw_microbatches(1))
     assert len(casts) == 4  # forward and backward
 
 
 @RECIPE
 def test_casts_each_weight_once_per_layout(recipe, monkeypatch):
-    model = model_of(recipe)
-    casts = []
+    model, casts = build_model(recipe), []
 
-    def counted(name, function):
-        def count(hp, dtype, *args):
-            layouts = args[0] + args[1] if name == "cast_rowwise" else 1
-            casts.extend([hp.shape] * layouts)
-            return function(hp, dtype, *args)
+    def count(cast):
+        def counting(hp, dtype, *args):
+            casts.extend([hp.shape] * (args[0] + args[1] if cast.__name__ == "cast_rowwise" else 1))
+            return cast(hp, dtype, *args)
 
-        return count
+        return counting
 
-    for granularity, cast in quaver.linear.quantize.CASTS.items():
-        monkeypatch.setitem(quaver.linear.quantize.CASTS, granularity, counted(cast.__name__, cast))
-    monkeypatch.setattr(
-        quaver.linear.quantize, "cast_with_scale", counted("cast_with_scale", quaver.linear.quantize.cast_with_scale)
-    )
+    for granularity, cast in quantize.CASTS.items():
+        monkeypatch.setitem(quantize.CASTS, granularity, count(cast))
+    monkeypatch.setattr(quantize, "cast_with_scale", count(quantize.cast_with_scale))
     layouts = 1 if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else 2
     with cast_weights_once(model):
-        gradients_of(model, microbatches(4))
+        compute_gradients(model, draw_microbatches(4))
     for linear in (model[0], model[2]):
         assert casts.count(linear.weight.shape) == layouts
 
 
-def replace_down_proj(model, layer=None):
-    model.experts.down_proj = nn.Parameter(model.experts.down_proj.clone())
+def load_own_state(module):
+    module.load_state_dict(copy.deepcopy(module.state_dict()))
+
+
+def replace(module, name):
+    setattr(module, name, nn.Parameter(getattr(module, name).clone()))
 
 
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (model_of, lambda model, layer: model[layer].weight.mul_(2), "was changed inside cast_weights_once"),
+        (build_model, lambda model, layer: model[layer].weight.mul_(2), "was changed inside cast_weights_once"),
+        (build_model, lambda model, layer: load_own_state(model[layer]), "was changed inside"),
+        (build_model, lambda model, layer: replace(model[layer], "weight"), "was replaced inside"),
         (
-            model_of,
-            lambda model, layer: model[layer].load_state_dict(copy.deepcopy(model[layer].state_dict())),
-            "was changed inside",
+            build_mixture,
+            lambda model, layer: model.experts.down_proj[1].mul_(2),
+            "was changed inside cast_weights_once",
         ),
-        (
-            model_of,
-            lambda model, layer: setattr(model[layer], "weight", nn.Parameter(model[layer].weight.clone())),
-            "was replaced inside",
-        ),
-        (mixture_of, lambda model, layer: model.experts.down_proj[1].mul_(2), "was changed inside cast_weights_once"),
-        (mixture_of, replace_down_proj, "was replaced inside"),
+        (build_mixture, lambda model, layer: replace(model.experts, "down_proj"), "was replaced inside"),
     ],
 )
 def test_a_change_inside_is_an_error_at_the_next_use_and_at_the_exit(make, change, message):
@@ -179,14 +175,14 @@ def test_a_change_inside_is_an_error_at_the_next_use_and_at_the_exit(make, chang
 
 
 def test_compiled_code_finds_a_change_at_the_exit():
-    model = model_of("tensorwise")
+    model = build_model("tensorwise")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model), torch.no_grad():
         model[0].weight.mul_(2)
         compiled(torch.randn(32, DIM))
 
 
-@pytest.mark.parametrize("make", [model_of, mixture_of])
+@pytest.mark.parametrize("make", [build_model, build_mixture])
 def test_leaves_nothing_behind_whatever_happens(make):
     model = make("tensorwise")
     weights = [weight for _, weight in weights_under(model)]
@@ -209,10 +205,9 @@ def test_a_model_without_float8_is_left_alone():
         model(torch.ones(1, 4))
 
 
-@pytest.mark.parametrize("make", [model_of, mixture_of])
+@pytest.mark.parametrize("make", [build_model, build_mixture])
 def test_a_conversion_inside_the_scope_is_an_error(make):
-    model = make("tensorwise")
-    input = microbatches(1)[0]
+    model, (input,) = make("tensorwise"), draw_microbatches(1)
     expected = model(input)
     with cast_weights_once(model):
         with pytest.raises(RuntimeError, match="cannot be converted back inside cast_weights_once"):
@@ -222,10 +217,10 @@ def test_a_conversion_inside_the_scope_is_an_error(make):
 
 
 def test_another_config_inside_the_scope_is_an_error():
-    model = model_of("tensorwise")
+    model = build_model("tensorwise")
     with pytest.raises(RuntimeError, match="given another config"), cast_weights_once(model):
         model[0].config = Float8LinearConfig.from_recipe_name("rowwise")
-        model(microbatches(1)[0])
+        model(draw_microbatches(1)[0])
 
 
 def test_the_memory_of_a_fake_weight_is_not_asked_for(recwarn):
@@ -233,9 +228,9 @@ def test_the_memory_of_a_fake_weight_is_not_asked_for(recwarn):
     torch.set_warn_always(True)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = model_of("tensorwise")
+            model = build_model("tensorwise")
             with cast_weights_once(model):
-                sum(model(batch).sum() for batch in microbatches(2)).backward()
+                sum(model(batch).sum() for batch in draw_microbatches(2)).backward()
     finally:
         torch.set_warn_always(False)
-    assert not [str(each.message) for each in recwarn if "data pointer" in str(each.message)]
+    assert not [warning for warning in recwarn if "data pointer" in str(warning.message)]

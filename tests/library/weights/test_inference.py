@@ -8,33 +8,33 @@ from torch.optim.swa_utils import AveragedModel
 
 from quaver import Float8LinearConfig, convert_to_float8_training, convert_to_high_precision, freeze_to_float8
 from quaver.linear.weight_form import WeightForm
-from tests.library.weights.test_primary import bf16_pair, experts, linears, pair
+from tests.library.weights.test_primary import build_bfloat16_pair, build_experts, build_linears, build_pair
 from tests.mixture import DIM
 from tests.steps import assert_same, draw, results_of
 from tests.thinned import at_night
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 KINDS = {
-    "primary": lambda make: pair(make=make)[0],
-    "bfloat16 masters": lambda make: bf16_pair(make=make)[0],
+    "primary": lambda make: build_pair(make=make)[0],
+    "bfloat16 masters": lambda make: build_bfloat16_pair(make=make)[0],
     "frozen": lambda make: freeze_to_float8(convert_to_high_precision(make()), config="tensorwise"),
     "gathered": lambda make: convert_to_float8_training(convert_to_high_precision(make()), config=GATHERED),
 }
 
 
-def loaded(model):
+def load(model):
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     return model
 
 
-def averaged(model):
-    average = AveragedModel(model)
+def average(model):
+    averages = AveragedModel(model)
     for _ in range(2):
-        average.update_parameters(model)
-    return average.module
+        averages.update_parameters(model)
+    return averages.module
 
 
-def written(model):
+def write(model):
     for value in model.state_dict().values():
         value.view(-1)[0].item()
         value.mul_(2)
@@ -44,36 +44,36 @@ def written(model):
 
 
 WAYS = {
-    "load": loaded,
+    "load": load,
     "deepcopy": copy.deepcopy,
     "to": lambda model: model.to(torch.float32),
-    "averaged": averaged,
-    "written": written,
-    "written copy": lambda model: written(copy.deepcopy(model)),
+    "average": average,
+    "write": write,
+    "write copy": lambda model: write(copy.deepcopy(model)),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", [linears, experts])
-def test_what_is_made_in_inference_mode_is_what_no_grad_makes(kind, make, way):
+@pytest.mark.parametrize("make", [build_linears, build_experts])
+def test_inference_mode_makes_the_same_as_no_grad(kind, make, way):
     results, input = [], draw(8, DIM)
     for mode in (torch.no_grad, torch.inference_mode):
         model = KINDS[kind](make)
         forms = [type(parameter) for parameter in model.parameters()]
         with mode():
-            made = WAYS[way](model)
-            results.append([value.clone() for value in made.state_dict().values()] + [made(input)])
+            changed = WAYS[way](model)
+            results.append([value.clone() for value in changed.state_dict().values()] + [changed(input)])
         with torch.no_grad():
-            results[-1].append(made(input))
+            results[-1].append(changed(input))
         assert any(issubclass(form, WeightForm) for form in forms)
-        assert [type(parameter) for parameter in made.parameters()] == forms
+        assert [type(parameter) for parameter in changed.parameters()] == forms
         results_of(model, input)
     assert_same(*results)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", [linears, *at_night([(experts,)])])
+@pytest.mark.parametrize("make", [build_linears, *at_night([(build_experts,)])])
 def test_an_export_without_dynamo_computes_the_same(kind, make):
     model, input = KINDS[kind](make), draw(8, DIM)
     expected = model(input).detach()

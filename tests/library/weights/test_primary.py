@@ -2,7 +2,6 @@
 
 import copy
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import weights_under
 from quaver.optim import CombinedOptimizer, Float8AdamW
 from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
-from tests import steps as steps_of
+from tests import steps
 from tests.mixture import DIM, make_mixture
 from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.steps import assert_same, by_torch_save, draw
@@ -39,44 +38,49 @@ COMPILED = ("delayed_with_dynamic_weight",)
 """A persistent scaling; a compiled mixture has linears of `tensorwise`. The others are for the night."""
 
 
-def linears(recipe="tensorwise", dtype=torch.float32):
+def build_linears(recipe="tensorwise", dtype=torch.float32):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(DIM, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 16, bias=False))
     return convert_to_float8_training(model.to(dtype), config=recipe)
 
 
-def experts(recipe="rowwise", is_transposed=False):
+def build_experts(recipe="rowwise", is_transposed=False):
     """Primary weights of three dims beside that of a linear."""
     return convert_to_float8_training(make_mixture(layers=1, is_transposed=is_transposed), config=recipe)
 
 
-def transposed_experts(recipe):
-    return experts(recipe, is_transposed=True)
+def build_transposed_experts(recipe):
+    return build_experts(recipe, is_transposed=True)
 
 
-def adamw(parameters, **options):
+def make_adamw(parameters, **options):
     return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
-def sgd(parameters, **options):
+def make_sgd(parameters, **options):
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, **options)
 
 
-def pair(recipe="tensorwise", optimizer_of=adamw, master_dtype=torch.float32, make=linears, **options):
-    """A model with primary weights, and its optimizer."""
-    model, optimizer = ordinary(recipe, optimizer_of, make, **options)
+def build_pair(
+    recipe="tensorwise", make_optimizer=make_adamw, master_dtype=torch.float32, make=build_linears, **options
+):
+    """Return a model with primary weights, and its optimizer."""
+    model, optimizer = build_ordinary(recipe, make_optimizer, make, **options)
     return model, use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
 
 
-def ordinary(recipe="tensorwise", optimizer_of=adamw, make=linears, **options):
+def build_bfloat16_pair(**options):
+    return build_pair(master_dtype=torch.bfloat16, **options)
+
+
+def build_ordinary(recipe="tensorwise", make_optimizer=make_adamw, make=build_linears, **options):
     model = make(recipe)
-    return model, optimizer_of(model.parameters(), **options)
+    return model, make_optimizer(model.parameters(), **options)
 
 
-def train(model, optimizer, steps=range(3), **options):
-    return steps_of.train(
-        model, optimizer, [draw(8, DIM, seed=step) for step in steps], **{"microbatches": 2, **options}
-    )
+def train(model, optimizer, seeds=range(3), *, microbatches=2, **options):
+    batches = [draw(8, DIM, seed=seed) for seed in seeds]
+    return steps.train(model, optimizer, batches, microbatches=microbatches, **options)
 
 
 def assert_same_weights(model, other):
@@ -85,19 +89,20 @@ def assert_same_weights(model, other):
 
 
 def assert_codes_follow(model):
-    """The codes that the next forward reads are those of the masters."""
+    """Assert that the next forward reads the codes of the masters."""
     for _, weight in weights_under(model):
         primary = weight.parameter
         fresh = Float8PrimaryWeight.from_master(primary.wrapped, weight.config, primary.transposed)
-        assert_same(*([(each.data, each.dequant_scale) for each in of.stored()] for of in (primary, fresh)))
+        for operand, expected in zip(primary.stored(), fresh.stored(), strict=True):
+            assert_same((operand.data, operand.dequant_scale), (expected.data, expected.dequant_scale))
 
 
 OPTIMIZERS = {
-    "default": (adamw, {}),
-    "foreach": (adamw, {"foreach": True}),
-    "fused": (adamw, {"fused": True}),
-    "amsgrad": (adamw, {"amsgrad": True, "weight_decay": 0.1}),
-    "sgd": (sgd, {"foreach": True, "nesterov": True}),
+    "default": (make_adamw, {}),
+    "foreach": (make_adamw, {"foreach": True}),
+    "fused": (make_adamw, {"fused": True}),
+    "amsgrad": (make_adamw, {"amsgrad": True, "weight_decay": 0.1}),
+    "sgd": (make_sgd, {"foreach": True, "nesterov": True}),
     "adafactor": (torch.optim.Adafactor, {}),
     "adagrad": (torch.optim.Adagrad, {}),
 }
@@ -106,47 +111,46 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("make", "recipe", "optimizer", "compiled"),
     [
-        *((linears, recipe, "default", False) for recipe in ALL_RECIPES),
-        *((linears, recipe, "default", True) for recipe in COMPILED),
-        *((linears, "rowwise", optimizer, False) for optimizer in list(OPTIMIZERS)[1:]),
-        *((experts, recipe, "default", False) for recipe in OF_EXPERTS),
-        (transposed_experts, "rowwise", "default", False),
-        *at_night((experts, recipe, "default", False) for recipe in ALL_RECIPES[:-1] if recipe not in OF_EXPERTS),
-        *at_night((transposed_experts, recipe, "default", False) for recipe in ALL_RECIPES[:-1]),
-        (experts, "tensorwise", "default", True),
-        *at_night((linears, recipe, "default", True) for recipe in ALL_RECIPES if recipe not in COMPILED),
+        *((build_linears, recipe, "default", False) for recipe in ALL_RECIPES),
+        *((build_linears, recipe, "default", True) for recipe in COMPILED),
+        *((build_linears, "rowwise", optimizer, False) for optimizer in list(OPTIMIZERS)[1:]),
+        *((build_experts, recipe, "default", False) for recipe in OF_EXPERTS),
+        (build_transposed_experts, "rowwise", "default", False),
+        *at_night((build_experts, recipe, "default", False) for recipe in ALL_RECIPES[:-1] if recipe not in OF_EXPERTS),
+        *at_night((build_transposed_experts, recipe, "default", False) for recipe in ALL_RECIPES[:-1]),
+        (build_experts, "tensorwise", "default", True),
+        *at_night((build_linears, recipe, "default", True) for recipe in ALL_RECIPES if recipe not in COMPILED),
     ],
 )
 def test_losses_and_weights_are_those_of_ordinary_parameters(make, recipe, optimizer, compiled):
-    results, (optimizer_of, options) = [], OPTIMIZERS[optimizer]
-    for made in (ordinary, pair):
-        model, of_model = made(recipe, optimizer_of, make=make, **options)
-        compiles = compiled and made is pair
-        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else None
-        results.append((train(model, of_model, call=call), model))
-    (expected, reference), (losses, model) = results
+    make_optimizer, options = OPTIMIZERS[optimizer]
+    (reference, plain), (model, primary) = (
+        build(recipe, make_optimizer, make=make, **options) for build in (build_ordinary, build_pair)
+    )
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else None
+    losses, expected = train(model, primary, call=call), train(reference, plain)
     assert losses == expected
     assert len(set(losses)) == len(losses)
     assert_same_weights(model, reference)
     assert_codes_follow(model)
     for _, weight in weights_under(model):
         assert isinstance(weight.parameter, Float8PrimaryWeight)
-        stored = {each.data.data_ptr() for each in weight.parameter.stored()}
+        stored = {operand.data.data_ptr() for operand in weight.parameter.stored()}
         assert len(stored) == (2 if recipe in ("rowwise", "rowwise_with_gw_hp") else 1)
 
 
 def test_two_casts_of_a_weight_have_two_sets_of_codes():
     casts = {"cast_config_weight": CastConfig(scale_rule="vllm"), "cast_config_weight_for_grad_input": CastConfig()}
     config = Float8LinearConfig(**casts, round_scales_to_power_of_2=True)
-    (expected, reference), (losses, model) = ((train(*made), made[0]) for made in (ordinary(config), pair(config)))
-    assert losses == expected
+    (reference, plain), (model, optimizer) = build_ordinary(config), build_pair(config)
+    assert train(model, optimizer) == train(reference, plain)
     assert_same_weights(model, reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_that_has_stepped(dtype):
-    model = linears(dtype=dtype)
-    optimizer = adamw(model.parameters())
+    model = build_linears(dtype=dtype)
+    optimizer = make_adamw(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -159,13 +163,13 @@ def test_an_optimizer_that_has_stepped(dtype):
         assert train(model, optimizer) == train(reference, plain)
 
 
-def lbfgs(parameters):
+def make_lbfgs(parameters):
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
 
 def test_an_optimizer_that_evaluates_the_model_within_its_step():
     losses = []
-    for model, optimizer in (ordinary(optimizer_of=lbfgs), pair(optimizer_of=lbfgs)):
+    for model, optimizer in (build_ordinary(make_optimizer=make_lbfgs), build_pair(make_optimizer=make_lbfgs)):
 
         def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
@@ -177,8 +181,8 @@ def test_an_optimizer_that_evaluates_the_model_within_its_step():
     assert losses[0] == losses[1]
 
 
-def _with_everything(model, optimizer):
-    """Groups, a group added later, a schedule, scaled gradients and clipping."""
+def train_with_everything(model, optimizer):
+    """Train with groups, a group added later, a schedule, scaled gradients and clipping."""
     for group, rate in zip(optimizer.param_groups, (1e-2, 2e-2), strict=True):
         group["lr"] = rate
     added = nn.Parameter(torch.ones(16))
@@ -205,87 +209,83 @@ def test_groups_schedules_scaled_gradients_and_clipping():
         first, *others = parameters
         return torch.optim.AdamW([{"params": [first], "weight_decay": 0.1}, {"params": others}], lr=1e-2)
 
-    (losses, added), (expected, other) = (
-        _with_everything(*made) for made in (pair(optimizer_of=two_groups), ordinary(optimizer_of=two_groups))
+    results, expected = (
+        train_with_everything(*build(make_optimizer=two_groups)) for build in (build_pair, build_ordinary)
     )
-    assert losses == expected
-    assert torch.equal(added, other)
+    assert_same(results, expected)
 
 
 def test_casts_each_weight_once_per_step(monkeypatch):
-    model, optimizer = pair("tensorwise")
+    model, optimizer = build_pair("tensorwise")
     casts, quantize = [], Float8PrimaryWeight.quantize
     monkeypatch.setattr(Float8PrimaryWeight, "quantize", lambda weight: casts.append(weight) or quantize(weight))
     train(model, optimizer, range(3), microbatches=4)
     assert len(casts) == 3 * 2
 
 
-def bf16_pair(**options):
-    return pair(master_dtype=torch.bfloat16, **options)
-
-
 PAIRS = {
-    "primary": (pair, pair),
-    "from ordinary": (ordinary, pair),
-    "to ordinary": (pair, ordinary),
-    "bfloat16 masters": (bf16_pair, bf16_pair),
+    "primary": (build_pair, build_pair),
+    "from ordinary": (build_ordinary, build_pair),
+    "to ordinary": (build_pair, build_ordinary),
+    "bfloat16 masters": (build_bfloat16_pair, build_bfloat16_pair),
 }
 
 
-@pytest.mark.parametrize("make", [linears, experts])
+@pytest.mark.parametrize("make", [build_linears, build_experts])
 @pytest.mark.parametrize("which", PAIRS)
 def test_a_checkpoint_resumes_to_the_bit(which, make):
-    first, then = PAIRS[which]
-    model, optimizer = first(make=make)
+    build, rebuild = PAIRS[which]
+    model, optimizer = build(make=make)
     for group in optimizer.param_groups:
         group["lr"] = 2e-2  # as a schedule does
     train(model, optimizer, range(2))
     weights, states = by_torch_save((model.state_dict(), optimizer.state_dict()), weights_only=True)
     expected = train(model, optimizer, range(2, 5))
-    resumed, its_optimizer = then(make=make)
-    train(resumed, its_optimizer, range(1))  # whatever was there before
+    resumed, optimizer = rebuild(make=make)
+    train(resumed, optimizer, range(1))  # states that the load replaces
     resumed.load_state_dict(weights)
-    its_optimizer.load_state_dict(states)
-    assert its_optimizer.param_groups[0]["lr"] == 2e-2
-    assert train(resumed, its_optimizer, range(2, 5)) == expected
+    optimizer.load_state_dict(states)
+    assert optimizer.param_groups[0]["lr"] == 2e-2
+    assert train(resumed, optimizer, range(2, 5)) == expected
     assert_same_weights(resumed, model)
 
 
-def float8_adamw(parameters):
+def make_float8_adamw(parameters):
     return Float8AdamW(parameters, lr=1e-2)
 
 
-def muon_and_adamw(parameters):
+def make_muon_and_adamw(parameters):
     parameters = list(parameters)
-    matrices, others = ([each for each in parameters if (each.dim() == 2) is is_matrix] for is_matrix in (True, False))
-    return CombinedOptimizer(torch.optim.Muon(matrices, lr=1e-2), adamw(others))
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    others = [parameter for parameter in parameters if parameter.dim() != 2]
+    return CombinedOptimizer(torch.optim.Muon(matrices, lr=1e-2), make_adamw(others))
 
 
 @pytest.mark.parametrize(
-    ("option", "optimizer_of", "make"),
+    ("option", "make_optimizer", "make"),
     thinned(
         [None, "flatten_optimizer_state_dict", "full_state_dict", "ignore_frozen_params"],
-        [adamw, float8_adamw, muon_and_adamw],
-        [linears, experts],
+        [make_adamw, make_float8_adamw, make_muon_and_adamw],
+        [build_linears, build_experts],
     ),
 )
-def test_torch_distributed_checkpoint_finds_states_by_parameter(option, optimizer_of, make):
-    model, optimizer = pair(optimizer_of=optimizer_of, make=make)
+def test_torch_distributed_checkpoint_finds_states_by_parameter(option, make_optimizer, make):
+    model, optimizer = build_pair(make_optimizer=make_optimizer, make=make)
     train(model, optimizer, range(2))
     for parameter in model.parameters():
         assert optimizer.state[parameter]
         assert parameter in optimizer.state
-        assert any(parameter is each for each in optimizer.state)
+        assert any(parameter is key for key in optimizer.state)
     options = StateDictOptions(**{option: True} if option else {})
-    states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    weights, states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
     expected = train(model, optimizer, range(2, 4))
-    resumed, its_optimizer = pair(optimizer_of=optimizer_of, make=make)
-    set_state_dict(resumed, its_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
-    assert train(resumed, its_optimizer, range(2, 4)) == expected
+    resumed, optimizer = build_pair(make_optimizer=make_optimizer, make=make)
+    set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
+    assert train(resumed, optimizer, range(2, 4)) == expected
 
 
 def test_a_flat_state_dict_of_parameters_without_states():
-    """Experts that no token has reached."""
+    """Such as experts that no token has reached."""
     model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
     first, second = (Float8AdamW(model.parameters()) for _ in range(2))
     for optimizer, factor in ((first, 1.0), (second, 2.0)):
@@ -314,15 +314,20 @@ WRITES = {
 
 @pytest.mark.parametrize(
     ("recipe", "make"),
-    [("tensorwise", linears), ("rowwise_with_gw_hp", linears), ("rowwise", experts), ("rowwise", transposed_experts)],
+    [
+        ("tensorwise", build_linears),
+        ("rowwise_with_gw_hp", build_linears),
+        ("rowwise", build_experts),
+        ("rowwise", build_transposed_experts),
+    ],
 )
 @pytest.mark.parametrize("write", WRITES)
 def test_codes_follow_a_write(recipe, make, write):
-    model, optimizer = pair(recipe, make=make)
-    name, weight = next((name, each.parameter) for name, each in weights_under(model))
+    model, optimizer = build_pair(recipe, make=make)
+    name, weight = next((name, weight.parameter) for name, weight in weights_under(model))
     before = weight.detach().clone()
     with torch.no_grad():
-        WRITES[write](weight, model, name if make is not linears else f"{name}.weight")
+        WRITES[write](weight, model, name if make is not build_linears else f"{name}.weight")
     assert not torch.equal(weight, before)
     assert_codes_follow(model)
     train(model, optimizer, range(1))
@@ -330,7 +335,7 @@ def test_codes_follow_a_write(recipe, make, write):
 
 
 def test_the_parameter_answers_as_its_master():
-    model, _ = pair()
+    model, _ = build_pair()
     weight, master = model[0].weight, model[0].weight.wrapped
     assert isinstance(weight, nn.Parameter)
     assert weight.dtype is torch.float32
@@ -342,19 +347,19 @@ def test_the_parameter_answers_as_its_master():
         weight.data = weight.detach().clone().bfloat16()
 
 
-@pytest.mark.parametrize("make", [linears, experts])
+@pytest.mark.parametrize("make", [build_linears, build_experts])
 def test_copies_are_independent_and_train_on_with_their_optimizer(make):
-    model, optimizer = pair("rowwise", make=make)
+    model, optimizer = build_pair("rowwise", make=make)
     train(model, optimizer, range(2))
-    copies = [copied((model, optimizer)) for copied in (copy.deepcopy, by_torch_save)]
+    pairs = [duplicate((model, optimizer)) for duplicate in (copy.deepcopy, by_torch_save)]
     alone = copy.deepcopy(model)
     expected = train(model, optimizer, range(2, 4))
-    for copied_model, its_optimizer in copies:
-        assert train(copied_model, its_optimizer, range(2, 4)) == expected
-        assert_same_weights(copied_model, model)
-    for (_, of_copy), (_, weight) in zip(weights_under(alone), weights_under(model), strict=True):
-        assert isinstance(of_copy.parameter, Float8PrimaryWeight)
-        assert not torch.equal(of_copy.parameter, weight.parameter)
+    for twin, its_optimizer in pairs:
+        assert train(twin, its_optimizer, range(2, 4)) == expected
+        assert_same_weights(twin, model)
+    for (_, untrained), (_, weight) in zip(weights_under(alone), weights_under(model), strict=True):
+        assert isinstance(untrained.parameter, Float8PrimaryWeight)
+        assert not torch.equal(untrained.parameter, weight.parameter)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     average.update_parameters(alone)
     average.update_parameters(model)
@@ -363,11 +368,11 @@ def test_copies_are_independent_and_train_on_with_their_optimizer(make):
 
 def test_a_model_that_is_moved_takes_its_optimizer_along():
     """`to` makes new masters, as Accelerate's prepare does when it moves a model to a GPU."""
-    (reference, plain), (model, optimizer) = ordinary(), pair()
+    (reference, plain), (model, optimizer) = build_ordinary(), build_pair()
     train(reference, plain, range(1))
     train(model, optimizer, range(1))
-    for each in (reference, model):
-        each.to(torch.bfloat16).to(torch.float32)
+    for moved in (reference, model):
+        moved.to(torch.bfloat16).to(torch.float32)
     assert isinstance(model[0].weight, Float8PrimaryWeight)
     assert train(model, optimizer) == train(reference, plain)
     assert_same_weights(model, reference)
@@ -379,8 +384,7 @@ def test_stochastic_rounding_keeps_the_expected_value():
     rounded = torch.stack([round_stochastically(values, generator) for _ in range(4000)])
     assert rounded.dtype is torch.bfloat16
     assert (rounded[:, 0] == 1).all()
-    below, above = torch.tensor(1.0), torch.tensor(1 + 2**-7)
-    assert set(rounded[:, 1].tolist()) == {below.item(), above.item()}
+    assert set(rounded[:, 1].tolist()) == {1.0, 1 + 2**-7}
     # A mean of 4000 of two values a spacing d apart has a standard deviation under d / (2 * 63).
     torch.testing.assert_close(rounded[:, 1:3].float().mean(0), values[1:3], rtol=4 * 2**-7 / 126, atol=0)
     assert rounded[:, 4].isposinf().all()
@@ -408,8 +412,9 @@ def test_bfloat16_masters_follow_updates_below_their_spacing():
     assert results[0].double().mean().item() == pytest.approx(1 - 100 * 2**-11, abs=4 * deviation)
 
 
-def _bf16_pair_of_ones(seed):
-    model, optimizer = ordinary()
+def build_ones(seed):
+    """Return a model of ones with bfloat16 masters whose rounding has this seed, and its optimizer."""
+    model, optimizer = build_ordinary()
     torch.manual_seed(seed)
     optimizer = use_float8_primary_weights(model, optimizer, master_dtype=torch.bfloat16)
     for primary in optimizer.primaries:
@@ -417,8 +422,8 @@ def _bf16_pair_of_ones(seed):
     return model, optimizer
 
 
-def _steps_on_ones(optimizer, steps):
-    """Masters after equal updates of about a spacing: what the rounding makes of them."""
+def step_on_ones(optimizer, steps):
+    """Make equal updates of about a spacing, and return the rounded masters."""
     for _ in range(steps):
         for primary in optimizer.primaries:
             primary.weight.grad = torch.ones_like(primary.weight)
@@ -426,48 +431,50 @@ def _steps_on_ones(optimizer, steps):
     return [primary.weight.detach().clone() for primary in optimizer.primaries]
 
 
-def _resumed(seed, saved=lambda state: state):
-    """Two steps, a checkpoint whose optimizer part `saved` changes, and two steps of a new pair with another seed."""
-    model, optimizer = _bf16_pair_of_ones(seed)
-    _steps_on_ones(optimizer, 2)
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    model, optimizer = _bf16_pair_of_ones(100 * seed)
+def resume_on_ones(seed, change_state=lambda state: None):
+    """Take two steps, and two more from a checkpoint in an optimizer of another seed."""
+    model, optimizer = build_ones(seed)
+    step_on_ones(optimizer, 2)
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model, optimizer = build_ones(100 * seed)
     model.load_state_dict(weights)
-    optimizer.load_state_dict(saved(state))
-    return _steps_on_ones(optimizer, 2)
+    change_state(state)
+    optimizer.load_state_dict(state)
+    return step_on_ones(optimizer, 2)
 
 
-def _are_equal(masters, others):
-    return [torch.equal(a, b) for a, b in zip(masters, others, strict=True)]
+def differ_everywhere(masters, others):
+    return not any(map(torch.equal, masters, others))
 
 
 def test_bfloat16_masters_round_by_torchs_seed_and_a_resumed_run_as_the_first_would_have():
-    expected, again, other = (_steps_on_ones(_bf16_pair_of_ones(seed)[1], 4) for seed in (3, 3, 4))
-    assert all(_are_equal(again, expected))
-    assert not any(_are_equal(other, expected))
-    assert all(_are_equal(_resumed(3), expected))
+    expected, repeated, other = (step_on_ones(build_ones(seed)[1], 4) for seed in (3, 3, 4))
+    assert_same(repeated, expected)
+    assert differ_everywhere(other, expected)
+    assert_same(resume_on_ones(3), expected)
 
 
 def test_optimizer_checkpoints_of_ordinary_parameters_which_have_no_random_start_load():
-    def without(state):
+    def remove_count(state):
         del state["param_groups"][0]["stochastic_roundings"]
-        return state
 
-    again, resumed, other = (_resumed(seed, without) for seed in (3, 3, 4))
-    assert all(_are_equal(again, resumed))
-    assert not any(_are_equal(other, resumed))
+    resumed, repeated, other = (resume_on_ones(seed, remove_count) for seed in (3, 3, 4))
+    assert_same(repeated, resumed)
+    assert differ_everywhere(other, resumed)
 
 
 def test_bfloat16_masters_step_in_float32():
-    model, optimizer = bf16_pair()
+    model, optimizer = build_bfloat16_pair()
     weight, master = optimizer.primaries[0][-2:]
-    taken = []
-    optimizer.inner.register_step_pre_hook(
-        lambda *_: taken.append((weight.wrapped.nbytes + weight.grad.nbytes + master.grad.nbytes) / weight.numel())
-    )
+    sizes = []
+
+    def measure(*_):
+        sizes.append((weight.wrapped.nbytes + weight.grad.nbytes + master.grad.nbytes) / weight.numel())
+
+    optimizer.inner.register_step_pre_hook(measure)
     losses = train(model, optimizer, range(6))
     assert losses[-1] < losses[0]
-    assert set(taken) == {4.0 + 2.0 + 4.0}  # 2 + 2 between steps
+    assert set(sizes) == {4.0 + 2.0 + 4.0}  # 2 + 2 between steps
     assert weight.wrapped.nbytes / weight.numel() == 2.0
     assert model[0].weight.grad is None
     state = optimizer.state_dict()["state"]
@@ -476,50 +483,46 @@ def test_bfloat16_masters_step_in_float32():
     assert_codes_follow(model)
 
 
-def _tied():
-    model = linears()
-    embedding = nn.Embedding(48, DIM)
+def tie(config=None):
+    model, embedding = build_linears(), nn.Embedding(48, DIM)
     embedding.weight = model[0].weight
     return nn.ModuleList([model, embedding])
 
 
-def _tied_experts():
+def tie_experts(config=None):
     model = convert_to_float8_training(make_mixture(layers=2), config="rowwise")
     model[1].experts.down_proj = model[0].experts.down_proj
     return model
 
 
-def _scheduled():
-    model, optimizer = ordinary()
+def make_scheduled_sgd(parameters):
+    optimizer = make_sgd(parameters)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return model, optimizer
+    return optimizer
 
 
-def _gathering():
-    config = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
-    return model, adamw(model.parameters())
+GATHERING = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 
-ERRORS = [
-    (_scheduled, {}, "a scheduler was made for it"),
-    (_gathering, {}, "0.weight cannot .* its config has enable_fsdp_float8_all_gather; convert without it"),
-    (lambda: (m := nn.Linear(16, 16), adamw(m.parameters())), {}, "got none; convert the model"),
-    (lambda: (m := linears("delayed"), adamw(m.parameters())), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
-    (lambda: (m := _tied(), adamw(m.parameters())), {}, "it is tied: 0.0.weight, 1.weight"),
-    (
-        lambda: (m := _tied_experts(), adamw(m.parameters())),
-        {},
-        r"0\.experts\.down_proj cannot be .* it is tied: .*1\.experts\.down_proj",
-    ),
-    (lambda: (experts(), adamw(linears().parameters())), {}, "that holds weights of float8 linears or experts"),
-    (lambda: pair(), {}, "expected a torch.optim.Optimizer of ordinary parameters"),
-    (lambda: ordinary(), {"master_dtype": torch.float16}, "expected torch.float32 or torch.bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("make", "options", "message"), ERRORS)
-def test_what_cannot_be_is_refused_and_nothing_is_changed(make, options, message):
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: build_ordinary(make_optimizer=make_scheduled_sgd), {}, "a scheduler was made for it"),
+        (lambda: build_ordinary(GATHERING), {}, "0.weight cannot .* its config has enable_fsdp_float8_all_gather"),
+        (lambda: build_ordinary(make=lambda recipe: nn.Linear(16, 16)), {}, "got none; convert the model"),
+        (lambda: build_ordinary("delayed"), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
+        (lambda: build_ordinary(make=tie), {}, "it is tied: 0.0.weight, 1.weight"),
+        (
+            lambda: build_ordinary(make=tie_experts),
+            {},
+            "0.experts.down_proj cannot .* tied: .*1.experts.down_proj",
+        ),
+        (lambda: (build_experts(), build_ordinary()[1]), {}, "that holds weights of float8 linears or experts"),
+        (build_pair, {}, "expected a torch.optim.Optimizer of ordinary parameters"),
+        (build_ordinary, {"master_dtype": torch.float16}, "expected torch.float32 or torch.bfloat16"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_changed(make, options, message):
     model, optimizer = make()
     before = [type(parameter) for parameter in model.parameters()]
     with pytest.raises((ValueError, TypeError), match=message):
@@ -527,15 +530,15 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(make, options, message
     assert [type(parameter) for parameter in model.parameters()] == before
 
 
-@pytest.mark.parametrize("make", [linears, experts])
+@pytest.mark.parametrize("make", [build_linears, build_experts])
 def test_codes_of_one_recipe_are_not_those_of_another(make):
-    model, _ = pair("tensorwise", make=make)
+    model, _ = build_pair("tensorwise", make=make)
     input = torch.randn(32, DIM)
     expected = model(input)
     convert_to_high_precision(model)
     with pytest.raises(ValueError, match="was quantized under another config"):
         convert_to_float8_training(model, config="rowwise")
-    assert not any(isinstance(each, Float8Linear | Float8Experts) for each in model.modules())
+    assert not any(isinstance(module, Float8Linear | Float8Experts) for module in model.modules())
     convert_to_float8_training(model, config="tensorwise")
     assert_same(model(input), expected)
     for module in model.modules():
@@ -547,14 +550,14 @@ def test_codes_of_one_recipe_are_not_those_of_another(make):
 
 
 def test_a_weight_that_was_replaced_is_an_error_and_not_untrained():
-    model, optimizer = pair()
-    model.load_state_dict(linears().state_dict(), assign=True)
+    model, optimizer = build_pair()
+    model.load_state_dict(build_linears().state_dict(), assign=True)
     with pytest.raises(RuntimeError, match="0.weight was replaced after use_float8_primary_weights"):
         train(model, optimizer)
 
 
 def test_the_wrapped_optimizer_is_not_stepped_or_scheduled_by_itself():
-    model, optimizer = pair()
+    model, optimizer = build_pair()
     with pytest.raises(RuntimeError, match="step the optimizer that use_float8_primary_weights returned"):
         optimizer.inner.step()
     torch.optim.lr_scheduler.StepLR(optimizer.inner, 1)

@@ -1,4 +1,4 @@
-"""Forms of a weight x ways to write to it x who looks: each sees the write, or one line refuses it."""
+"""Forms of a weight x ways to write to it x readers: each reader sees the write, or one line refuses it."""
 
 import copy
 import itertools
@@ -57,49 +57,47 @@ MODULES = {
 }
 
 
-def made(kind):
+def build_model(kind):
     torch.manual_seed(0)
     return nn.Sequential(MODULES[kind]())
 
 
-def converted(kind, recipe, **changes):
+def convert(kind, recipe, **changes):
     config = replace(Float8LinearConfig.from_recipe_name(recipe), **changes)
-    return convert_to_float8_training(made(kind), config=config)
+    return convert_to_float8_training(build_model(kind), config=config)
 
 
-def plain(kind, recipe, scope):
-    return converted(kind, recipe)
-
-
-def gathered(kind, recipe, scope):
-    model = converted(kind, recipe, enable_fsdp_float8_all_gather=True)
+def gather(kind, recipe, scope):
+    model = convert(kind, recipe, enable_fsdp_float8_all_gather=True)
     fully_shard(model[0])
     fully_shard(model)
     precompute_float8_dynamic_scale_for_fsdp(model)
     return model
 
 
-def frozen(kind, recipe, scope):
-    return freeze_to_float8(made(kind), config=recipe)
-
-
-def primary(kind, recipe, scope):
-    model = converted(kind, recipe)
+def make_primary(kind, recipe, scope):
+    model = convert(kind, recipe)
     use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return model
 
 
 def cast_once(kind, recipe, scope):
-    model = converted(kind, recipe)
+    model = convert(kind, recipe)
     scope.enter_context(cast_weights_once(model))
     return model
 
 
-FORMS = {form.__name__: form for form in (plain, gathered, frozen, primary, cast_once)}
+FORMS = {
+    "plain": lambda kind, recipe, scope: convert(kind, recipe),
+    "gathered": gather,
+    "frozen": lambda kind, recipe, scope: freeze_to_float8(build_model(kind), config=recipe),
+    "primary": make_primary,
+    "cast_once": cast_once,
+}
 
 
 def name_of(model):
-    """The weight that is written to: the linear's, or the first one of the experts."""
+    """Return the name of the weight that is written to: the linear's, or the first one of the experts."""
     return next(name for name, _ in model.named_parameters())
 
 
@@ -107,23 +105,18 @@ def weight_of(model):
     return model.get_parameter(name_of(model))
 
 
-def doubled(weight):
-    """The values of a weight times two, as what an optimizer would compute from it: a DTensor where the weight is."""
+def double(weight):
+    """Return the values of a weight times two, as an optimizer computes them: a DTensor where the weight is one."""
     weight = weight.detach()
     values = weight.to_high_precision() if isinstance(weight, FrozenFloat8Weight) else (weight.mT * 1).mT
     return values * 2
 
 
-def put(model, weight):
-    name = name_of(model).removeprefix("0.")
-    setattr(model[0], name, nn.Parameter(doubled(weight)))
+def load(model, weight, **options):
+    model.load_state_dict({**model.state_dict(), name_of(model): double(weight)}, **options)
 
 
-def loaded(model, weight, **options):
-    model.load_state_dict({**model.state_dict(), name_of(model): doubled(weight)}, **options)
-
-
-def averaged(model, weight):
+def average_models(model, weight):
     source = copy.deepcopy(model)
     weight_of(source).mul_(2)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.0))
@@ -132,40 +125,37 @@ def averaged(model, weight):
     return average.module
 
 
-def as_vector(model, weight):
+def write_vector(model, weight):
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([weight]) * 2, [weight])
-
-
-def halved(weight):
-    *sizes, last = weight.shape
-    weight.requires_grad_(False).resize_(*sizes, last // 2)
 
 
 WRITES = {
     "in place": lambda model, weight: weight.mul_(2),
-    "copy_": lambda model, weight: weight.copy_(doubled(weight)),
+    "copy_": lambda model, weight: weight.copy_(double(weight)),
     "foreach mul": lambda model, weight: torch._foreach_mul_([weight], 2.0),
-    "foreach copy": lambda model, weight: torch._foreach_copy_([weight], [doubled(weight)]),
-    "foreach lerp": lambda model, weight: torch._foreach_lerp_([weight], [doubled(weight)], 1.0),
+    "foreach copy": lambda model, weight: torch._foreach_copy_([weight], [double(weight)]),
+    "foreach lerp": lambda model, weight: torch._foreach_lerp_([weight], [double(weight)], 1.0),
     "foreach itself": lambda model, weight: torch._foreach_add_([weight], [weight]),
-    "out=": lambda model, weight: torch.mul(doubled(weight), 1, out=weight),
+    "out=": lambda model, weight: torch.mul(double(weight), 1, out=weight),
     "out= itself": lambda model, weight: torch.mul(weight, 2, out=weight),
     "out= of another shape": lambda model, weight: torch.mul(torch.ones(3), 2, out=weight),
     "detached": lambda model, weight: weight.detach().mul_(2),
     "view": lambda model, weight: weight.view(-1).mul_(2),
     "rows": lambda model, weight: [rows.mul_(2) for rows in weight.split(len(weight) // 2)],
-    ".data =": lambda model, weight: setattr(weight, "data", doubled(weight)),
+    ".data =": lambda model, weight: setattr(weight, "data", double(weight)),
     ".data in place": lambda model, weight: weight.data.mul_(2),
-    "vector": as_vector,
-    "set_": lambda model, weight: weight.set_(doubled(weight)),
+    "vector": write_vector,
+    "set_": lambda model, weight: weight.set_(double(weight)),
     "transpose_": lambda model, weight: weight.transpose_(-1, -2).mul_(2),
-    "resize_": lambda model, weight: halved(weight),
-    "another parameter": put,
-    "swap_tensors": lambda model, weight: torch.utils.swap_tensors(weight, nn.Parameter(doubled(weight))),
+    "resize_": lambda model, weight: weight.requires_grad_(False).resize_(*weight.shape[:-1], weight.shape[-1] // 2),
+    "another parameter": lambda model, weight: setattr(
+        model[0], name_of(model).removeprefix("0."), nn.Parameter(double(weight))
+    ),
+    "swap_tensors": lambda model, weight: torch.utils.swap_tensors(weight, nn.Parameter(double(weight))),
     "state dict": lambda model, weight: model.state_dict()[name_of(model)].mul_(2),
-    "load_state_dict": loaded,
-    "load assigned": lambda model, weight: loaded(model, weight, assign=True),
-    "averaging": averaged,
+    "load_state_dict": load,
+    "load assigned": lambda model, weight: load(model, weight, assign=True),
+    "averaging": average_models,
     "numpy": lambda model, weight: np.multiply(weight.detach().numpy(), 2, out=weight.detach().numpy()),
 }
 RESHAPES = {"transpose_", "resize_", "out= of another shape"}
@@ -179,20 +169,20 @@ REFUSED = {
     "cast_once": {*WRITES} - {"averaging"},
 }
 LOST = {("gathered", ".data ="), ("gathered", "vector"), ("cast_once", ".data in place"), ("cast_once", "numpy")}
-"""DTensor ignores an assignment to `.data`, as with nn.Linear; a scope was promised that nobody writes unseen."""
+"""DTensor ignores an assignment to `.data`, as with nn.Linear; a scope cannot see writes to memory."""
 
 
-def output(model, folder):
+def compute_output(model, folder):
     return model(torch.ones(16, 64)).detach()
 
 
-def grad_input(model, folder):
+def compute_grad_input(model, folder):
     input = torch.ones(16, 64, requires_grad=True)
     model(input).sum().backward()
     return input.grad
 
 
-def exported(model, folder):
+def export(model, folder):
     folder = folder / str(len(list(folder.iterdir())))
     save_float8(model, folder, config={})
     name, state = name_of(model), load_float8(folder, dtype=torch.float32)
@@ -201,7 +191,7 @@ def exported(model, folder):
     return torch.stack([state[name.replace(".", f".{expert}.") + ".weight"] for expert in range(2)])
 
 
-def in_checkpoint(model, folder):
+def read_checkpoint(model, folder):
     torch.save(model.state_dict(), folder / "model.pt")
     state = torch.load(folder / "model.pt", weights_only=False)
     weight = state[name_of(model)]
@@ -210,20 +200,18 @@ def in_checkpoint(model, folder):
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-IN_FILES = {}
-"""What the files of each form, kind and recipe have before a write."""
-LOOKS = {look.__name__: look for look in (output, grad_input, exported, in_checkpoint)}
+READERS = {"output": compute_output, "grad_input": compute_grad_input, "export": export, "checkpoint": read_checkpoint}
 
 
-def _attempt(function, *arguments):
-    """The result, or the error that refuses it in one line."""
+def attempt(function, *arguments):
+    """Return the result, or the lines of the error."""
     try:
         return function(*arguments)
     except (RuntimeError, ValueError, IndexError, AssertionError) as error:
         return str(error).splitlines()
 
 
-def _outcome(before, after):
+def classify(before, after):
     if isinstance(after, list):
         return "refused" if len(after) == 1 else "refused at length"
     return {2.0: "right", 1.0: "lost"}.get((after / before).nanmean().item(), "wrong")
@@ -243,24 +231,21 @@ EXPERTS = [  # the dispatch is that of linears
 
 
 @pytest.mark.parametrize(("kind", "recipe", "cell"), [*LINEARS, *EXPERTS])
-def test_who_looks_sees_the_write_or_it_is_refused_in_one_line(request, tmp_path, kind, recipe, cell):
+def test_each_reader_sees_the_write_or_it_is_refused_in_one_line(request, tmp_path, kind, recipe, cell):
     form, write = cell
     if form == "gathered":
         request.getfixturevalue("one_rank")
     with ExitStack() as scope:
         model = FORMS[form](kind, recipe, scope)
-        before = {look.__name__: look(model, tmp_path) for look in (output, grad_input)}
-        if (form, kind, recipe) not in IN_FILES:
-            IN_FILES[form, kind, recipe] = {look.__name__: look(model, tmp_path) for look in (exported, in_checkpoint)}
-        before |= IN_FILES[form, kind, recipe]
+        before = {name: read(model, tmp_path) for name, read in READERS.items()}
         with torch.no_grad():
-            written = _attempt(WRITES[write], model, weight_of(model))
+            written = attempt(WRITES[write], model, weight_of(model))
         if isinstance(written, nn.Module):
             model = written
         is_refused = isinstance(written, list) and isinstance(written[0], str)
-        after = {name: written if is_refused else _attempt(look, model, tmp_path) for name, look in LOOKS.items()}
-        outcomes = {name: _outcome(before[name], after[name]) for name in LOOKS}
-        _attempt(scope.close)  # cast_weights_once has seen the write
+        after = {name: written if is_refused else attempt(read, model, tmp_path) for name, read in READERS.items()}
+        outcomes = {name: classify(before[name], after[name]) for name in READERS}
+        attempt(scope.close)  # cast_weights_once has seen the write
     may_be_refused = write in REFUSED[form]
     assert outcomes["output"] == outcomes["grad_input"] == ("refused" if may_be_refused else "right"), after
     allowed = {"right", "refused"} if may_be_refused else {"right"}
@@ -273,7 +258,7 @@ DYNAMIC = [recipe.value for recipe in Float8LinearRecipeName if not recipe.value
 @pytest.mark.parametrize("recipe", DYNAMIC)
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_backward_reads_the_memory_that_the_forward_read(recipe, experts):
-    """Also where `.data` is exchanged in between, as diffusers' layerwise casting does; nn.Linear saves a view."""
+    """diffusers' layerwise casting exchanges `.data` in between; nn.Linear saves a view."""
     weight = nn.Parameter(torch.randn(2, 64, 48) if experts else torch.randn(48, 64), requires_grad=False)
     input = torch.randn(32, 64, requires_grad=True)
     ends = torch.tensor([16, 32], dtype=torch.int32)
