@@ -21,112 +21,119 @@ from quaver.optim.rounding import (
     quantize_moment,
     take_low16,
 )
-from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths
+from quaver.runtime.slow_paths import list_slow_paths
+from tests import steps
 from tests.counting import CollectiveCounter
-from tests.steps import assert_same, by_torch_save, train
+from tests.steps import assert_same, by_torch_save
 from tests.thinned import at_night
 
 SHAPES = [(64, 512), (100, 300), (300,), (4, 50, 100), (16, 32, 3, 3), (70, 1000), ()]
 STORAGES = [{}, {"exp_avg": "bfloat16", "exp_avg_sq": "float32", "masters": "float32"}, {"exp_avg": "bfloat16"}]
 
 
-def made(optimizer=Float8AdamW, shapes=SHAPES, dtype=torch.float32, **options):
+def build(optimizer=Float8AdamW, shapes=SHAPES, dtype=torch.float32, **options):
+    """Return parameters and their optimizer."""
     torch.manual_seed(0)
     parameters = [nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in shapes]
     return parameters, optimizer(parameters, **{"lr": 1e-2, **options})
 
 
 def give_gradients(parameters, seed):
-    """Of magnitudes that differ within a block."""
+    """Set gradients whose magnitudes differ within a block."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         values = torch.randn(2, *parameter.shape, generator=generator)
         parameter.grad = (values[0] * 10 ** values[1]).to(parameter.dtype)
 
 
-def stepped(optimizer=Float8AdamW, steps=3, ruined=(), **options):
-    parameters, its_optimizer = made(optimizer, **options)
-    for step in range(steps):
-        give_gradients(parameters, step)
-        for place in ruined:
-            parameters[0].grad[place] = float("nan") if step == 1 else 1.0
-        its_optimizer.step()
-    return parameters, its_optimizer
+def make_steps(parameters, optimizer, seeds):
+    """Make one step for each seed of gradients, and return the parameters and the optimizer."""
+    for seed in seeds:
+        give_gradients(parameters, seed)
+        optimizer.step()
+    return parameters, optimizer
 
 
-def same(ours, theirs):
-    """All parameters and states of two (parameters, optimizer), to the bit."""
-    assert_same(*([(each, optimizer.state[each]) for each in parameters] for parameters, optimizer in (ours, theirs)))
+def train(optimizer=Float8AdamW, steps=3, **options):
+    return make_steps(*build(optimizer, **options), range(steps))
+
+
+def assert_same_states(ours, theirs):
+    """Assert that the parameters and states of two (parameters, optimizer) have equal bits."""
+    ours, theirs = ([(p, optimizer.state[p]) for p in parameters] for parameters, optimizer in (ours, theirs))
+    assert_same(ours, theirs)
 
 
 @pytest.fixture
-def in_pytorch(monkeypatch):
+def use_pytorch(monkeypatch):
     return lambda: monkeypatch.setattr(cpu_adamw, "supports", lambda *tensors: False)
 
 
+in_c = pytest.mark.skipif(not cpu_adamw.AVAILABLE, reason="no C extension")
+
+
+@in_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_c_and_pytorch_agree_in_every_bit(in_pytorch, monkeypatch, dtype, storage):
-    if not cpu_adamw.AVAILABLE:
-        pytest.skip("no C extension")
-    options = {"dtype": dtype, "steps": 2, "ruined": [(3, 5), (60, 300)], **storage}
-    in_c = stepped(**options)
-    in_pytorch()
+def test_c_and_pytorch_agree_in_every_bit(use_pytorch, monkeypatch, dtype, storage):
+    def train_with_nan():
+        parameters, optimizer = train(steps=1, dtype=dtype, **storage)
+        give_gradients(parameters, 1)
+        for place in ((3, 5), (60, 300)):
+            parameters[0].grad[place] = torch.nan
+        optimizer.step()
+        return parameters, optimizer
+
+    expected = train_with_nan()
+    use_pytorch()
     monkeypatch.setattr(buckets, "BUCKET", 5000)  # parameters in parts
-    same(in_c, stepped(**options))
-    assert in_c[1].skipped_blocks == 2
+    assert_same_states(train_with_nan(), expected)
+    assert expected[1].skipped_blocks == 2
 
 
-def test_a_bucket_is_a_quarter_of_the_elements(in_pytorch, monkeypatch):
+def test_a_bucket_is_a_quarter_of_the_elements(use_pytorch, monkeypatch):
     """Else the step of a small model would be the peak of its memory."""
-    in_pytorch()
-    sizes, run = [], buckets.update_blocks
-    monkeypatch.setattr(
-        buckets, "update_blocks", lambda old, grad, *args: sizes.append(len(grad)) or run(old, grad, *args)
-    )
-    parameters = [torch.nn.Parameter(torch.ones(256, 256)) for _ in range(4)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    Float8AdamW(parameters).step()
+    use_pytorch()
+    sizes, update_blocks = [], buckets.update_blocks
+
+    def record(old, grad, *args):
+        sizes.append(len(grad))
+        return update_blocks(old, grad, *args)
+
+    monkeypatch.setattr(buckets, "update_blocks", record)
+    train(steps=1, shapes=[(256, 256)] * 4)
     assert sizes == [256] * 4
 
 
-def test_compiled_code_agrees_in_every_bit(in_pytorch):
+def test_compiled_code_agrees_in_every_bit(use_pytorch):
     options = {"shapes": [(64, 512), (300,)], "steps": 2}  # moments in float8 and in float32
-    expected = stepped(**options)
-    in_pytorch()
-    same(expected, stepped(compile=True, **options))
+    expected = train(**options)
+    use_pytorch()
+    assert_same_states(train(compile=True, **options), expected)
 
 
+@in_c
 def test_nothing_is_compiled_where_c_does_it(monkeypatch):
-    if not cpu_adamw.AVAILABLE:
-        pytest.skip("no C extension")
     monkeypatch.setattr(buckets, "compile_update", lambda: pytest.fail("compiled"))
-    same(stepped(), stepped(compile=True))
+    assert_same_states(train(compile=True), train())
 
 
 @pytest.mark.parametrize("storage", [FLOAT32_MOMENTS, {}])
 def test_it_is_adamw(storage):
     """float32 moments are torch's up to rounding; float8 ones move parameters as far, within the codes' error."""
-    ours = stepped(steps=20, lr=1e-3, weight_decay=0.1, **storage)[0]
-    theirs, _ = made()
-    optimizer = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1)
-    before = [parameter.detach().clone() for parameter in theirs]
-    for step in range(20):
-        give_gradients(theirs, step)
-        optimizer.step()
-    for mine, other, start in zip(ours, theirs, before, strict=True):
+    options = {"steps": 20, "lr": 1e-3, "weight_decay": 0.1}
+    (ours, _), (theirs, _) = train(**options, **storage), train(torch.optim.AdamW, **options)
+    for mine, other, start in zip(ours, theirs, build()[0], strict=True):
         error = (mine - other).norm() / (other - start).norm()
         assert error < (1e-5 if storage or mine.numel() < 4096 else 0.06)
 
 
 @pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
 def test_bfloat16_parameters_follow_their_float32_masters(optimizer):
-    parameters, its_optimizer = made(optimizer, SHAPES[:2], torch.bfloat16, masters="float32")
+    parameters, its_optimizer = build(optimizer, SHAPES[:2], torch.bfloat16, masters="float32")
     start = copy.deepcopy(parameters)
     for step in range(3):
-        give_gradients(parameters, step)
-        its_optimizer.step()
+        make_steps(parameters, its_optimizer, [step])
         for parameter in parameters:
             assert torch.equal(parameter, its_optimizer.state[parameter]["master"].bfloat16())
     for parameter, before in zip(parameters, start, strict=True):
@@ -134,21 +141,19 @@ def test_bfloat16_parameters_follow_their_float32_masters(optimizer):
 
 
 def test_a_parameter_of_other_strides_is_updated_in_place():
-    expected, _ = stepped(shapes=[(100, 300)])
-    transposed = nn.Parameter(made(shapes=[(100, 300)])[0][0].detach().t().contiguous().t())
-    memory, optimizer = transposed.data_ptr(), Float8AdamW([transposed], lr=1e-2)
-    for step in range(3):
-        give_gradients([transposed], step)
-        optimizer.step()
-    assert torch.equal(transposed, expected[0])
-    assert (transposed.data_ptr(), transposed.stride()) == (memory, (1, 100))
+    (expected,), _ = train(shapes=[(100, 300)])
+    transposed = nn.Parameter(build(shapes=[(100, 300)])[0][0].detach().t().contiguous().t())
+    address = transposed.data_ptr()
+    make_steps([transposed], Float8AdamW([transposed], lr=1e-2), range(3))
+    assert torch.equal(transposed, expected)
+    assert (transposed.data_ptr(), transposed.stride()) == (address, (1, 100))
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------
 
 
-def decayed(beta2, *, stochastic, root):
-    """The mean second moment of 255 elements, over the true one, after 1 / (1 - beta2) steps without gradient."""
+def decay(beta2, *, stochastic, root):
+    """Return the mean of 255 second moments, over the true one, after 1 / (1 - beta2) steps without gradient."""
     moment = torch.full((64, 256), 0.1)
     moment[:, 0] = 1.0  # the largest of each block stays
     steps = round(1 / (1 - beta2))
@@ -156,9 +161,8 @@ def decayed(beta2, *, stochastic, root):
         moment *= beta2
         moment[:, 0] = 1.0
         values = moment.sqrt() if root else moment
-        keys = make_block_keys(
-            torch.full((64,), make_step_key(0, step, 0) - 2**31, dtype=torch.int32), torch.arange(64).int()
-        )
+        step_key = torch.full((64,), make_step_key(0, step, 0) - 2**31, dtype=torch.int32)
+        keys = make_block_keys(step_key, torch.arange(64).int())
         noise = take_low16(draw_random_bits(keys)) if stochastic else torch.full((64, 256), 2**15, dtype=torch.int32)
         values = dequantize_moment(*quantize_moment(values, values.amax(1), noise, is_root=True))
         moment = values.square() if root else values
@@ -168,17 +172,17 @@ def decayed(beta2, *, stochastic, root):
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("beta2", [0.95, 0.99, *at_night([(0.999,)])])
 def test_stochastic_rounding_does_not_freeze_second_moments(beta2, root):
-    assert decayed(beta2, stochastic=False, root=root) > 2.3
-    assert decayed(beta2, stochastic=True, root=root) == pytest.approx(1.0, abs=0.08)
+    assert decay(beta2, stochastic=False, root=root) > 2.3
+    assert decay(beta2, stochastic=True, root=root) == pytest.approx(1.0, abs=0.08)
 
 
-def distance(storage, steps, gradient_of, **options):
-    """The mean square of parameters that begin at 1, but for the first of a block; 0 is best."""
+def minimize(storage, steps, compute_gradient, **options):
+    """Train parameters from 1, and return their mean square without the first of each block; 0 is best."""
     x = nn.Parameter(torch.ones(16, 256))
     optimizer = Float8AdamW([x], lr=1e-2, weight_decay=0.0, exp_avg=storage, exp_avg_sq=storage, **options)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
-        x.grad = gradient_of(x.detach(), step, generator)
+        x.grad = compute_gradient(x.detach(), step, generator)
         optimizer.step()
     return x[:, 1:].square().mean().item()
 
@@ -187,36 +191,34 @@ def test_an_ill_conditioned_problem_converges():
     """Curvatures 1 to 1e-4 within a block, gradients in a tenth of the steps: second moments span 1e8."""
     curvature = torch.logspace(-4, 0, 256).repeat(16, 1)
 
-    def gradient(x, step, generator):
+    def compute_gradient(x, step, generator):
         noise, chosen = torch.randn(2, 16, 256, generator=generator)
         return curvature * (x + 0.1 * noise) * (chosen > 1.28)
 
-    exact = distance("float32", 600, gradient)
+    exact = minimize("float32", 600, compute_gradient)
     assert exact < 0.02
-    assert distance("float8", 600, gradient) < 2 * exact
+    assert minimize("float8", 600, compute_gradient) < 2 * exact
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", *at_night([("to nearest",)])])
-def test_an_ill_conditioned_problem_on_which_nearest_rounding_diverges(in_pytorch, monkeypatch, rounding):
+def test_an_ill_conditioned_problem_on_which_nearest_rounding_diverges(use_pytorch, monkeypatch, rounding):
     """Features of curvature 1e-5 occur in 20 steps, beside one whose gradient is 1. Then first moments of up to 4 steps
     of e4m3's subnormal numbers stay under 0.9 * m, and parameters go on in their direction for ever."""
 
-    def gradient(x, step, generator):
+    def compute_gradient(x, step, generator):
         grad = 1e-5 * x * (step < 20)
         grad[:, 0] = 1.0
         return grad
 
     if rounding == "stochastic":
-        exact, ours = (distance(storage, 400, gradient, betas=(0.9, 0.99)) for storage in ("float32", "float8"))
+        exact, ours = (minimize(storage, 400, compute_gradient, betas=(0.9, 0.99)) for storage in ("float32", "float8"))
         assert ours == pytest.approx(exact, rel=0.05)
         assert exact < 0.6
         return
-    in_pytorch()
-    halves = -0x7FFF8000  # 2^15 in the lower and in the upper 16 bits
-    monkeypatch.setattr(
-        update, "draw_random_bits", lambda keys: torch.full((len(keys), 256), halves, dtype=torch.int32)
-    )
-    assert distance("float8", 400, gradient, betas=(0.9, 0.99)) > 5
+    use_pytorch()
+    halves = torch.full((1, 256), -0x7FFF8000, dtype=torch.int32)  # 2^15 in the lower and in the upper 16 bits
+    monkeypatch.setattr(update, "draw_random_bits", lambda keys: halves.expand(len(keys), 256))
+    assert minimize("float8", 400, compute_gradient, betas=(0.9, 0.99)) > 5
 
 
 @pytest.mark.parametrize("is_root", [False, True])
@@ -230,15 +232,12 @@ def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
         assert torch.equal(codes[0, :127], exact)
     values = torch.logspace(-5, 0, 256).repeat(4096, 1)
     keys = make_block_keys(torch.zeros(4096, dtype=torch.int32), torch.arange(4096).int())
-    rounded = dequantize_moment(
-        *quantize_moment(values, values.amax(1), take_low16(draw_random_bits(keys)), is_root)
-    ).mean(0)
+    codes, scale = quantize_moment(values, values.amax(1), take_low16(draw_random_bits(keys)), is_root)
+    mean = dequantize_moment(codes, scale).mean(0)
     normal = values[0] > 2**-9 / 448 if is_root else values[0] > 0
-    torch.testing.assert_close(rounded[normal], values[0][normal], rtol=0.01, atol=1e-7)
-    assert (
-        round_to_bfloat16(torch.tensor([float("nan"), float("-inf")]), torch.tensor([65535] * 2).int()).isfinite().sum()
-        == 0
-    )
+    torch.testing.assert_close(mean[normal], values[0][normal], rtol=0.01, atol=1e-7)
+    bad = torch.tensor([torch.nan, -torch.inf])
+    assert not round_to_bfloat16(bad, torch.tensor([65535] * 2).int()).isfinite().any()
 
 
 def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
@@ -257,17 +256,15 @@ def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
 
 
 def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported(caplog):
-    parameters, optimizer = made(shapes=[(64, 512)])
-    give_gradients(parameters, 0)
+    (parameter,), optimizer = train(steps=1, shapes=[(64, 512)])
+    before, old_state = parameter.detach().clone(), copy.deepcopy(optimizer.state[parameter])
+    parameter.grad[3, 300] = torch.inf
     optimizer.step()
-    before = parameters[0].detach().clone(), copy.deepcopy(optimizer.state[parameters[0]])
-    parameters[0].grad[3, 300] = float("inf")
-    optimizer.step()
-    state = optimizer.state[parameters[0]]
-    assert torch.equal(parameters[0][3, 256:], before[0][3, 256:])
-    assert not (parameters[0][3, :256] == before[0][3, :256]).any()
-    assert torch.equal(state["exp_avg_fp8"][3, 256:], before[1]["exp_avg_fp8"][3, 256:])
-    assert torch.equal(state["exp_avg_sq_root_scale"][3, 1], before[1]["exp_avg_sq_root_scale"][3, 1])
+    state = optimizer.state[parameter]
+    assert torch.equal(parameter[3, 256:], before[3, 256:])
+    assert not (parameter[3, :256] == before[3, :256]).any()
+    assert torch.equal(state["exp_avg_fp8"][3, 256:], old_state["exp_avg_fp8"][3, 256:])
+    assert torch.equal(state["exp_avg_sq_root_scale"][3, 1], old_state["exp_avg_sq_root_scale"][3, 1])
     assert optimizer.skipped_blocks == 1
     assert "gradients are not finite in 1 blocks of 256 elements" in caplog.text
 
@@ -281,7 +278,7 @@ def test_primary_weights_are_trained():
     optimizers = [Float8AdamW(model.parameters(), lr=1e-2) for model in models]
     optimizers[1] = use_float8_primary_weights(models[1], optimizers[1])
     for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, [torch.ones(16, 256)] * 3)
+        steps.train(model, optimizer, [torch.ones(16, 256)] * 3)
     assert_same(*(model.state_dict() for model in models))
     assert_same(*(optimizer.state_dict()["state"] for optimizer in optimizers))
 
@@ -296,13 +293,11 @@ def test_a_step_between_forward_and_backward_is_noticed():
         loss.backward()
 
 
-def test_operations_do_not_grow_with_parameters(in_pytorch):
-    in_pytorch()
+def test_operations_do_not_grow_with_parameters(use_pytorch):
+    use_pytorch()
     counts = []
     for number in (8, 80):
-        parameters, optimizer = made(shapes=[(16, 256)] * number)
-        give_gradients(parameters, 0)
-        optimizer.step()
+        _, optimizer = train(steps=1, shapes=[(16, 256)] * number)
         with CollectiveCounter() as counter:
             optimizer.step()
         counts.append(counter.kernels.total())
@@ -312,18 +307,18 @@ def test_operations_do_not_grow_with_parameters(in_pytorch):
 # ---- storage and state dicts -----------------------------------------------------------------------------------------
 
 
+def count_state_bytes(optimizer, parameter):
+    """Return the bytes of the state per element of the parameter."""
+    return sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if tensor.dim()) / parameter.numel()
+
+
 def test_bytes_and_which_parameters_stay_in_float32():
     model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(512, 512), nn.LayerNorm(8192), nn.Linear(8, 8))
     optimizer = Float8AdamW(float32_embeddings(model, weight_decay=0.1))
-    give_gradients(list(model.parameters()), 0)
-    optimizer.step()
-
-    def per_element(parameter):
-        return sum(t.nbytes for t in optimizer.state[parameter].values() if t.dim()) / parameter.numel()
-
-    assert per_element(model[1].weight) == 2 + 2 * 4 / 256 <= 2.04
+    make_steps(list(model.parameters()), optimizer, [0])
+    assert count_state_bytes(optimizer, model[1].weight) == 2 + 2 * 4 / 256 <= 2.04
     in_float32 = [model[0].weight, model[1].bias, model[2].weight, model[3].weight]
-    assert [per_element(parameter) for parameter in in_float32] == [8] * 4
+    assert [count_state_bytes(optimizer, parameter) for parameter in in_float32] == [8] * 4
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
 
 
@@ -334,9 +329,8 @@ def test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded(exp_avg, 
     x = nn.Parameter(torch.zeros(16, 256))
     options = {"lr": 1.0, "weight_decay": 0.0, "eps": 0.0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     if exp_avg == "float8" != exp_avg_sq:
-        with pytest.raises(
-            ValueError, match=f"exp_avg_sq: expected 'float8' with exp_avg='float8', got '{exp_avg_sq}'"
-        ):
+        message = f"exp_avg_sq: expected 'float8' with exp_avg='float8', got '{exp_avg_sq}'"
+        with pytest.raises(ValueError, match=message):
             Float8AdamW([x], **options)
         optimizer = Float8AdamW([x], **(options | {"exp_avg_sq": "float8"}))
         saved = optimizer.state_dict()
@@ -357,34 +351,31 @@ def test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded(exp_avg, 
 
 def test_large_vectors_are_said_once_to_stay_in_float32():
     """As FSDP1's flat parameters are, and what it makes of parameters with use_orig_params."""
-    clear_slow_paths()
-    stepped(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
-    (said,) = list_slow_paths()
-    assert "[65536] stay in float32" in said
-    assert "fully_shard" in said
-    clear_slow_paths()
+    train(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
+    (warning,) = list_slow_paths()
+    assert "[65536] stay in float32" in warning
+    assert "fully_shard" in warning
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
 
 
 def test_the_documented_bytes_are_those_of_each_choice():
-    page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
     choice = r"^\| (float8|bfloat16|float32) \| (\w+) \| (\w+) \| (-|\w+) "
-    rows = re.findall(choice + r"\| ([\d.]+) " * 4 + r"\|$", page, re.MULTILINE)
+    rows = re.findall(choice + r"\| ([\d.]+) " * 4 + r"\|$", PAGE, re.MULTILINE)
     assert len(rows) == 7
     for exp_avg, exp_avg_sq, dtype, masters, *documented in rows:
         options = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         options |= {} if masters == "-" else {"masters": masters}
-        (parameter,), optimizer = stepped(steps=1, shapes=[(64, 512)], dtype=getattr(torch, dtype), **options)
+        (parameter,), optimizer = train(steps=1, shapes=[(64, 512)], dtype=getattr(torch, dtype), **options)
         state = {name: tensor.nbytes for name, tensor in optimizer.state[parameter].items() if tensor.dim()}
-        counted = [parameter.nbytes + parameter.grad.nbytes, state.pop("master", 0)]
-        counted.append(sum(state.values()))
-        assert [f"{each / parameter.numel():.3f}" for each in (*counted, sum(counted))] == documented
+        counts = [parameter.nbytes + parameter.grad.nbytes, state.pop("master", 0), sum(state.values())]
+        assert [f"{count / parameter.numel():.3f}" for count in (*counts, sum(counts))] == documented
 
 
 def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
-    for code, moment in zip(
-        re.findall(r"```python\n(.*?)```", page, re.DOTALL), ("exp_avg_fp8", "momentum_buffer_fp8"), strict=True
-    ):
+    codes = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    for code, moment in zip(codes, ("exp_avg_fp8", "momentum_buffer_fp8"), strict=True):
         names = {}
         exec(code.replace("/tmp", str(tmp_path)), names)
         assert moment in names["optimizer"].state[names["model"][1].weight]
@@ -401,22 +392,17 @@ MUON = {"shapes": [(16, 300), (300, 16), (16, 512), (30, 40)], "masters": "float
     ],
 )
 def test_a_saved_state_goes_on_to_the_same_bits(optimizer, options):
-    run = stepped(optimizer, **options)
-    resumed = copy.deepcopy(run[0])
-    other = optimizer(resumed)
-    other.load_state_dict(by_torch_save(run[1].state_dict(), weights_only=True))
-    for parameters, its_optimizer in (run, (resumed, other)):
-        give_gradients(parameters, 9)
-        its_optimizer.step()
-    same(run, (resumed, other))
-    same(run, copy.deepcopy(run))
+    parameters, first = train(optimizer, **options)
+    resumed = copy.deepcopy(parameters)
+    second = optimizer(resumed)
+    second.load_state_dict(by_torch_save(first.state_dict(), weights_only=True))
+    expected = make_steps(parameters, first, [9])
+    assert_same_states(make_steps(resumed, second, [9]), expected)
+    assert_same_states(copy.deepcopy(expected), expected)
 
 
 def test_states_of_adamw_are_converted_in_both_directions():
-    theirs, _ = made()
-    adamw = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.8, 0.9))
-    give_gradients(theirs, 0)
-    adamw.step()
+    theirs, adamw = train(torch.optim.AdamW, steps=1, lr=3e-3, betas=(0.8, 0.9))
     ours = copy.deepcopy(theirs)
     optimizer = Float8AdamW(ours)
     optimizer.load_adamw_state_dict(adamw.state_dict())
@@ -429,18 +415,15 @@ def test_states_of_adamw_are_converted_in_both_directions():
             error = (back["state"][index][name] - state[name]).norm() / state[name].norm()
             assert error < (tolerance if state[name].numel() >= 4096 else 1e-6)
     adamw.load_state_dict(back)
-    again, resumed = Float8AdamW(ours), Float8AdamW(copy.deepcopy(ours))
-    again.load_adamw_state_dict(adamw.state_dict())
-    resumed.load_state_dict(adamw.state_dict())  # as a trainer does, which knows no other method
-    give_gradients(ours, 1)
-    give_gradients(resumed.param_groups[0]["params"], 1)
-    again.step()
-    resumed.step()
-    same((ours, again), (resumed.param_groups[0]["params"], resumed))
+    twins = copy.deepcopy(ours)
+    first, second = Float8AdamW(ours), Float8AdamW(twins)
+    first.load_adamw_state_dict(adamw.state_dict())
+    second.load_state_dict(adamw.state_dict())  # as a trainer does, which knows no other method
+    assert_same_states(make_steps(twins, second, [1]), make_steps(ours, first, [1]))
 
 
 def test_states_that_do_not_fit_are_refused():
-    parameters, optimizer = stepped()
+    parameters, optimizer = train()
     saved = optimizer.state_dict()
     newer = copy.deepcopy(saved)
     newer["param_groups"][0]["state_version"] = 9
@@ -457,10 +440,9 @@ def test_states_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="or of torch.optim.AdamW, got one without .*betas"):
         optimizer.load_state_dict(momentum.state_dict())
     assert_same(optimizer.state_dict(), before)
-    _, other = made(shapes=[(64, 256), *SHAPES[1:]])
-    with pytest.raises(
-        ValueError, match=r"expected exp_avg_fp8 in torch.uint8 \[64, 256\], got torch.uint8 \[64, 512\]"
-    ):
+    _, other = build(shapes=[(64, 256), *SHAPES[1:]])
+    message = r"expected exp_avg_fp8 in torch.uint8 \[64, 256\], got torch.uint8 \[64, 512\]"
+    with pytest.raises(ValueError, match=message):
         other.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"exp_avg: expected a Parameter \[64, 256\], got Tensor \[64, 512\]"):
         other.load_adamw_state_dict(theirs.state_dict())

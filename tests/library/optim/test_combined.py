@@ -9,66 +9,61 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, load_states_of
-from tests.library.optim.test_adamw import give_gradients, same
+from tests.library.optim.test_adamw import assert_same_states, give_gradients, make_steps
 from tests.steps import assert_same, by_torch_save
 
 SHAPES = [(16, 300), (300,), (16, 512)]
 OURS, THEIRS = (Float8Muon, Float8AdamW), (torch.optim.Muon, torch.optim.AdamW)
 
 
-def made(kinds=OURS, combine=CombinedOptimizer, **options):
+def build(kinds=OURS, lr=1e-2):
+    """Return parameters, and an optimizer that combines one for the first with one for the others."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape) * 0.1) for shape in SHAPES]
-    muon, adamw = kinds
-    return parameters, combine(muon([parameters[0]], lr=1e-2, **options), adamw(parameters[1:], lr=1e-3))
+    return parameters, combine(parameters, kinds, lr=lr)
 
 
-def stepped(steps=range(3), **options):
-    parameters, optimizer = made(**options)
-    make_steps(parameters, optimizer, steps)
-    return parameters, optimizer
+def combine(parameters, kinds=OURS, lr=1e-2):
+    return CombinedOptimizer(kinds[0](parameters[:1], lr=lr), kinds[1](parameters[1:], lr=lr / 10))
 
 
-def make_steps(parameters, optimizer, steps):
-    for step in steps:
-        give_gradients(parameters, step)
-        optimizer.step()
+def train(steps=range(3), **options):
+    return make_steps(*build(**options), steps)
 
 
 def test_it_steps_both_as_they_step_alone():
-    ours = stepped()
-    parameters, both = made(combine=lambda *optimizers: optimizers)
-    for step in range(3):
-        give_gradients(parameters, step)
-        for each in both:
-            each.step()
-    assert_same(ours[0], parameters)
-    (group,) = both[0].param_groups
-    assert ours[1].param_groups[0].keys() == group.keys()
-    assert ours[1].state[ours[0][0]].keys() == both[0].state[parameters[0]].keys()
+    ours, combined = train()
+    parameters, _ = build()
+    alone = combine(parameters).optimizers
+    for seed in range(3):
+        give_gradients(parameters, seed)
+        for optimizer in alone:
+            optimizer.step()
+    assert_same(ours, parameters)
+    (group,) = alone[0].param_groups
+    assert combined.param_groups[0].keys() == group.keys()
+    assert combined.state[ours[0]].keys() == alone[0].state[parameters[0]].keys()
 
 
 @pytest.mark.parametrize("copied", ["state dict", "deepcopy", "torch.save"])
 def test_it_goes_on_to_the_same_bits(copied):
-    parameters, optimizer = stepped()
+    parameters, optimizer = train()
     if copied == "state dict":
-        again = [nn.Parameter(each.detach().clone()) for each in parameters]
-        other = CombinedOptimizer(Float8Muon([again[0]], lr=1.0), Float8AdamW(again[1:], lr=1.0))
+        twins = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+        other = combine(twins, lr=1.0)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     elif copied == "deepcopy":
-        again, other = copy.deepcopy((parameters, optimizer))
+        twins, other = copy.deepcopy((parameters, optimizer))
     else:
-        again, other = by_torch_save((parameters, optimizer))
-    for each in ((parameters, optimizer), (again, other)):
-        for group in each[1].param_groups:  # what a schedule of the learning rate does
-            group["lr"] *= 0.5
-        make_steps(*each, range(3, 5))
-    same((parameters, optimizer), (again, other))
+        twins, other = by_torch_save((parameters, optimizer))
+    for group in (*optimizer.param_groups, *other.param_groups):  # what a schedule of the learning rate does
+        group["lr"] *= 0.5
+    assert_same_states(make_steps(twins, other, range(3, 5)), make_steps(parameters, optimizer, range(3, 5)))
     assert len(other.state) == len(SHAPES)
 
 
 def test_a_closure_is_called_once():
-    parameters, optimizer = made()
+    parameters, optimizer = build()
     calls = []
 
     def closure():
@@ -78,18 +73,17 @@ def test_a_closure_is_called_once():
 
     assert optimizer.step(closure) == 3.0
     assert calls == [True]
-    assert all(optimizer.state[each] for each in parameters)
+    assert all(optimizer.state[parameter] for parameter in parameters)
 
 
 def test_states_are_converted_there_and_back():
     """float32 moments become what Float8 optimizers store of torch's state dicts; those are read to the bit."""
-    parameters, theirs = stepped(kinds=THEIRS)
-    muon, adamw = Float8Muon([parameters[0]]), Float8AdamW(parameters[1:])
-    muon.load_muon_state_dict(theirs.optimizers[0].state_dict())
-    adamw.load_adamw_state_dict(theirs.optimizers[1].state_dict())
-    ours = CombinedOptimizer(Float8Muon([parameters[0]]), Float8AdamW(parameters[1:]))
+    parameters, theirs = train(kinds=THEIRS)
+    expected, ours = combine(parameters), combine(parameters)
+    expected.optimizers[0].load_muon_state_dict(theirs.optimizers[0].state_dict())
+    expected.optimizers[1].load_adamw_state_dict(theirs.optimizers[1].state_dict())
     load_states_of(ours, theirs)
-    same((parameters, ours), (parameters, CombinedOptimizer(muon, adamw)))
+    assert_same_states((parameters, ours), (parameters, expected))
     assert ours.param_groups[0]["lr"] == 1e-2
 
     back = CombinedOptimizer(torch.optim.Muon([parameters[0]]), torch.optim.AdamW(parameters[1:], foreach=True))
@@ -100,25 +94,26 @@ def test_states_are_converted_there_and_back():
         assert_same({name: back.state[parameters[1 + number]][name] for name in state}, state)
     assert back.param_groups[1]["foreach"]
     assert back.param_groups[1]["lr"] == 1e-3
-    again = CombinedOptimizer(Float8Muon([parameters[0]], seed=3), Float8AdamW(parameters[1:], seed=3))
-    load_states_of(again, back)
-    for each in parameters:  # a value of a code is rounded to itself, whatever the seed; its scale to 1 ulp
-        counts = {} if each is parameters[0] else {"step": ours.state[each]["step"]}  # torch's Muon counts none
-        expected = {**ours.state[each], "step": torch.tensor(0.0), **counts}
-        torch.testing.assert_close(again.state[each], expected, rtol=2e-7, atol=0)
+    reloaded = CombinedOptimizer(Float8Muon([parameters[0]], seed=3), Float8AdamW(parameters[1:], seed=3))
+    load_states_of(reloaded, back)
+    for parameter in parameters:  # a value of a code is rounded to itself, whatever the seed; its scale to 1 ulp
+        expected = dict(ours.state[parameter])
+        if parameter is parameters[0]:
+            expected["step"] = torch.tensor(0.0)  # torch's Muon counts none
+        torch.testing.assert_close(reloaded.state[parameter], expected, rtol=2e-7, atol=0)
     make_steps(parameters, ours, range(2))
-    load_states_of(again, ours)
-    assert again.state[parameters[0]]["step"] == 2
+    load_states_of(reloaded, ours)
+    assert reloaded.state[parameters[0]]["step"] == 2
 
 
 def test_param_groups_may_be_others_where_states_are_converted():
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     source = torch.optim.AdamW([{"params": parameters[:1], "weight_decay": 0.3}, {"params": parameters[1:]}])
     make_steps(parameters, source, range(2))
-    target = Float8AdamW([{"params": [each]} for each in reversed(parameters)])
+    target = Float8AdamW([{"params": [parameter]} for parameter in reversed(parameters)])
     load_states_of(target, source)
     assert [group["weight_decay"] for group in target.param_groups] == [0.01, 0.01, 0.3]
-    assert all(target.state[each]["step"] == 2 for each in parameters)
+    assert all(target.state[parameter]["step"] == 2 for parameter in parameters)
 
 
 @pytest.mark.parametrize("load", [load_states_of, lambda target, source: target.load_state_dict(source.state_dict())])
@@ -131,7 +126,7 @@ def test_states_of_an_optimizer_that_has_not_stepped_replace_those_of_one_that_h
 
 
 def test_what_does_not_fit_is_refused():
-    parameters, optimizer = stepped()
+    parameters, optimizer = train()
     with pytest.raises(ValueError, match="add the group to that optimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(ValueError, match="got a parameter in two of them"):
@@ -146,19 +141,17 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("kinds", [OURS, THEIRS])
 def test_a_load_that_the_second_optimizer_refuses_changes_neither(kinds):
-    parameters, optimizer = stepped(kinds=kinds)
-    before, bad = copy.deepcopy((optimizer.state_dict(), stepped(range(5), kinds=kinds)[1].state_dict()))
+    parameters, optimizer = train(kinds=kinds)
+    before, bad = copy.deepcopy((optimizer.state_dict(), train(range(5), kinds=kinds)[1].state_dict()))
     bad["param_groups"][0]["lr"] = 7.0
     bad["param_groups"][1]["params"].pop()
     with pytest.raises(ValueError, match=r"param(eter)? group"):
         optimizer.load_state_dict(bad)
-    assert_same(optimizer.state_dict()["state"], before["state"])
-    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert_same(optimizer.state_dict(), before)
     source = CombinedOptimizer(torch.optim.Muon([parameters[0]], lr=7.0), torch.optim.AdamW(parameters[1:2]))
     with pytest.raises(ValueError, match="no state of a parameter"):
         load_states_of(optimizer, source)
-    assert_same(optimizer.state_dict()["state"], before["state"])
-    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert_same(optimizer.state_dict(), before)
     make_steps(parameters, optimizer, range(1))
 
 
@@ -166,7 +159,7 @@ def test_a_load_that_the_second_optimizer_refuses_changes_neither(kinds):
 def test_a_group_without_parameters_keeps_its_options(combined):
     """torch.distributed.checkpoint.state_dict loses them where the group is not the last."""
 
-    def trained():
+    def train():
         optimizer = Float8AdamW([{"params": [], "weight_decay": 0.5}, {"params": model.parameters()}])
         optimizer = CombinedOptimizer(optimizer) if combined else optimizer
         model(torch.ones(1, 64)).sum().backward()
@@ -174,8 +167,8 @@ def test_a_group_without_parameters_keeps_its_options(combined):
         return optimizer
 
     model = nn.Linear(64, 64)
-    saved = get_optimizer_state_dict(model, trained())
-    set_optimizer_state_dict(model, optimizer := trained(), saved)
+    saved = get_optimizer_state_dict(model, train())
+    set_optimizer_state_dict(model, optimizer := train(), saved)
     optimizer.step()
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 1e-2]
 
@@ -183,20 +176,20 @@ def test_a_group_without_parameters_keeps_its_options(combined):
 @pytest.mark.parametrize("kinds", [OURS, THEIRS])
 @pytest.mark.parametrize("copied", [False, True])
 def test_param_groups_are_those_that_the_optimizers_have_now(kinds, copied):
-    parameters, optimizer = stepped(kinds=kinds)
+    _, optimizer = train(kinds=kinds)
     first, second = optimizer.optimizers
     first.load_state_dict(first.state_dict())  # torch replaces the dicts of the groups
     second.add_param_group({"params": [nn.Parameter(torch.randn(300))]})
     if copied:
         optimizer = by_torch_save(copy.deepcopy(optimizer))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-    held = [group for part in optimizer.optimizers for group in part.param_groups]
-    give_gradients([parameter for group in held for parameter in group["params"]], 0)
-    optimizer.step()
+    groups = [group for part in optimizer.optimizers for group in part.param_groups]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    make_steps(parameters, optimizer, [0])
     scheduler.step()
     optimizer.zero_grad()
-    assert [group["lr"] for group in held] == [5e-3, 5e-4, 5e-4]
-    assert all(parameter.grad is None for group in held for parameter in group["params"])
+    assert [group["lr"] for group in groups] == [5e-3, 5e-4, 5e-4]
+    assert all(parameter.grad is None for parameter in parameters)
     assert len(optimizer.state_dict()["state"]) == 4
 
 
@@ -235,7 +228,7 @@ def test_a_scheduler_that_cycles_momentum_needs_one_name_for_it():
 
 
 def with_primary_weights(parameters):
-    """An optimizer around AdamW, of a linear in float8."""
+    """Return other parameters, of a linear in float8, and an optimizer around AdamW."""
     model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 16, bias=False)))
     optimizer = use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
     return list(model.parameters()), optimizer
@@ -244,10 +237,7 @@ def with_primary_weights(parameters):
 KINDS = {
     "AdamW": lambda parameters: (parameters, torch.optim.AdamW(parameters)),
     "Float8AdamW": lambda parameters: (parameters, Float8AdamW(parameters)),
-    "combined": lambda parameters: (
-        parameters,
-        CombinedOptimizer(Float8AdamW(parameters[:1]), torch.optim.AdamW(parameters[1:])),
-    ),
+    "combined": lambda parameters: (parameters, combine(parameters, (Float8AdamW, torch.optim.AdamW))),
     "primary": with_primary_weights,
 }
 
@@ -256,23 +246,24 @@ KINDS = {
 def test_hooks_of_state_dicts_run_as_those_of_torchs_optimizers(kind):
     parameters, optimizer = KINDS[kind]([nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
     make_steps(parameters, optimizer, range(1))
-    calls, lr, step = [], optimizer.param_groups[0]["lr"], "step"
+    calls, lr = [], optimizer.param_groups[0]["lr"]
 
-    def renamed(each, state_dict):
+    def restore_name(optimizer, state_dict):
         calls.append("load")
         return {"state": state_dict["moments"], "param_groups": state_dict["param_groups"]}
 
-    def loaded(each):
-        calls.append(f"loaded {float(next(iter(each.state.values()))[step])}")
+    def record_step(optimizer):
+        state = next(iter(optimizer.state.values()))
+        calls.append(f"loaded {float(state['step'])}")
 
-    def saved(each, state_dict):
+    def rename(optimizer, state_dict):
         calls.append("saved")
         return {"moments": state_dict["state"], "param_groups": state_dict["param_groups"]}
 
-    optimizer.register_state_dict_pre_hook(lambda each: calls.append("save"))
-    optimizer.register_state_dict_post_hook(saved)
-    optimizer.register_load_state_dict_pre_hook(renamed)
-    optimizer.register_load_state_dict_post_hook(loaded)
+    optimizer.register_state_dict_pre_hook(lambda optimizer: calls.append("save"))
+    optimizer.register_state_dict_post_hook(rename)
+    optimizer.register_load_state_dict_pre_hook(restore_name)
+    optimizer.register_load_state_dict_post_hook(record_step)
     state_dict = copy.deepcopy(optimizer.state_dict())
     state_dict["param_groups"][0]["lr"] = lr / 2
     make_steps(parameters, optimizer, range(1))
@@ -283,10 +274,14 @@ def test_hooks_of_state_dicts_run_as_those_of_torchs_optimizers(kind):
 
 
 def test_hooks_of_the_optimizers_in_it_see_their_own_part():
-    parameters, optimizer = stepped(kinds=THEIRS)
+    _, optimizer = train(kinds=THEIRS)
     seen = []
-    for each in optimizer.optimizers:
-        each.register_state_dict_post_hook(lambda one, state_dict: seen.append([*state_dict["state"]]))
-        each.register_load_state_dict_pre_hook(lambda one, state_dict: seen.append([*state_dict["state"]]))
+
+    def record(part, state_dict):
+        seen.append([*state_dict["state"]])
+
+    for part in optimizer.optimizers:
+        part.register_state_dict_post_hook(record)
+        part.register_load_state_dict_pre_hook(record)
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == [[0], [0, 1]] * 2

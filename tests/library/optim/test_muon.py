@@ -9,15 +9,13 @@ from torch import nn
 
 from quaver.optim import Float8AdamW, Float8Muon, buckets
 from tests.library.optim import test_adamw
-from tests.library.optim.test_adamw import give_gradients, same
+from tests.library.optim.test_adamw import assert_same_states, count_state_bytes, give_gradients
 from tests.steps import assert_same
 from tests.thinned import thinned
 
 SHAPES = test_adamw.MUON["shapes"]
-made = partial(test_adamw.made, optimizer=Float8Muon, shapes=SHAPES)
-stepped = partial(test_adamw.stepped, optimizer=Float8Muon, shapes=SHAPES, steps=3)
-
-
+build = partial(test_adamw.build, optimizer=Float8Muon, shapes=SHAPES)
+train = partial(test_adamw.train, optimizer=Float8Muon, shapes=SHAPES)
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.02, "float8": 0.08}
 OPTIONS = [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8}]
 
@@ -26,9 +24,9 @@ OPTIONS = [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match
 def test_it_is_muon(storage, options):
     """float32 momentum is torch's up to rounding in bfloat16; others are within the error of their codes."""
     bound = BOUNDS[storage]
-    ours, optimizer = stepped(momentum_buffer=storage, **options)
-    theirs, muon = stepped(optimizer=torch.optim.Muon, **options)
-    for mine, other, start in zip(ours, theirs, made(**options)[0], strict=True):
+    ours, optimizer = train(momentum_buffer=storage, **options)
+    theirs, muon = train(optimizer=torch.optim.Muon, **options)
+    for mine, other, start in zip(ours, theirs, build(**options)[0], strict=True):
         error = (mine - other).norm() / (other - start).norm()
         assert error < (bound if mine.numel() >= 4096 else 1e-3)
         stored = optimizer.muon_state_dict()["state"][SHAPES.index(tuple(mine.shape))]["momentum_buffer"]
@@ -38,7 +36,7 @@ def test_it_is_muon(storage, options):
 
 def test_momentum_of_rare_gradients_decays_and_does_not_freeze():
     """After 100 steps without gradient the mean momentum beside a large one is the true one."""
-    (parameter,), optimizer = made(shapes=[(16, 256)], lr=0.0)
+    (parameter,), optimizer = build(shapes=[(16, 256)], lr=0.0)
     for step in range(100):
         parameter.grad = torch.zeros(16, 256)
         parameter.grad[:, 0] = 10.0
@@ -51,8 +49,7 @@ def test_momentum_of_rare_gradients_decays_and_does_not_freeze():
 
 def test_a_momentum_below_the_smallest_code_is_rounded_to_zero():
     """Stochastically. A second moment's root never is, or a step would divide by eps alone."""
-    parameter = torch.nn.Parameter(torch.zeros(64, 256))
-    optimizer = Float8Muon([parameter], lr=1e-3)
+    (parameter,), optimizer = build(shapes=[(64, 256)])
     parameter.grad = torch.full((64, 256), 1e-9)
     parameter.grad[:, 0] = 1.0
     optimizer.step()
@@ -63,11 +60,10 @@ def test_a_momentum_below_the_smallest_code_is_rounded_to_zero():
 
 @pytest.mark.parametrize("masters", ["bfloat16", "float32"])
 def test_bfloat16_parameters_move_by_less_than_their_spacing(masters):
-    parameters, optimizer = made(
-        dtype=torch.bfloat16, shapes=SHAPES[:1] + SHAPES[-1:], lr=1e-4, weight_decay=0.0, masters=masters
-    )
-    exact = [p.detach().float() for p in parameters]
-    start, muon = copy.deepcopy(exact), torch.optim.Muon([nn.Parameter(p) for p in exact], lr=1e-4, weight_decay=0.0)
+    shapes, options = SHAPES[:1] + SHAPES[-1:], {"lr": 1e-4, "weight_decay": 0.0}
+    parameters, optimizer = build(dtype=torch.bfloat16, shapes=shapes, masters=masters, **options)
+    exact = [parameter.detach().float() for parameter in parameters]
+    start, muon = copy.deepcopy(exact), torch.optim.Muon([nn.Parameter(tensor) for tensor in exact], **options)
     for _ in range(20):
         give_gradients(parameters, 0)
         for mine, other in zip(parameters, muon.param_groups[0]["params"], strict=True):
@@ -81,29 +77,28 @@ def test_bfloat16_parameters_move_by_less_than_their_spacing(masters):
 
 
 def test_matrices_in_parts_have_the_same_bits(monkeypatch):
-    whole = stepped()
+    whole = train()
     monkeypatch.setattr(buckets, "BUCKET", 5000)
-    same(whole, stepped())
+    assert_same_states(train(), whole)
 
 
 def test_a_matrix_whose_gradient_is_not_finite_stays_and_is_reported(caplog):
-    parameters, optimizer = stepped(steps=1)
-    before = copy.deepcopy((parameters, optimizer))
+    parameters, optimizer = train(steps=1)
+    before, old_state = copy.deepcopy((parameters, optimizer.state_dict()["state"][0]))
     give_gradients(parameters, 1)
-    parameters[0].grad[3, 250] = float("inf")
+    parameters[0].grad[3, 250] = torch.inf
     optimizer.step()
-    ours, earlier = (made.state_dict()["state"][0] for made in (optimizer, before[1]))
-    assert ours.pop("step") == earlier.pop("step") + 1
-    assert_same((parameters[0], ours), (before[0][0], earlier))
-    assert not (parameters[1] == before[0][1]).all()
+    state = optimizer.state_dict()["state"][0]
+    assert state.pop("step") == old_state.pop("step") + 1
+    assert_same((parameters[0], state), (before[0], old_state))
+    assert not (parameters[1] == before[1]).all()
     assert optimizer.skipped_parameters == 1
     assert "gradients are not finite in 1 matrices" in caplog.text
 
 
 def test_states_of_muon_are_converted_in_both_directions():
-    theirs, muon = stepped(optimizer=torch.optim.Muon, momentum=0.8)
-    ours = copy.deepcopy(theirs)
-    optimizer = Float8Muon(ours)
+    theirs, muon = train(optimizer=torch.optim.Muon, momentum=0.8)
+    optimizer = Float8Muon(copy.deepcopy(theirs))
     optimizer.load_muon_state_dict(muon.state_dict())
     back = optimizer.muon_state_dict()
     assert back["param_groups"] == muon.state_dict()["param_groups"]
@@ -116,15 +111,17 @@ def test_states_of_muon_are_converted_in_both_directions():
 
 
 def test_a_byte_per_element_and_a_scale_per_256():
-    (parameter,), optimizer = stepped(shapes=[(64, 512)])
-    counted = sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if tensor.dim())
-    assert counted / parameter.numel() == 1 + 4 / 256
+    (parameter,), optimizer = train(shapes=[(64, 512)])
+    assert count_state_bytes(optimizer, parameter) == 1 + 4 / 256
 
 
 def test_states_of_other_optimizers_are_refused():
-    _, optimizer = made()
-    optimizer.load_state_dict(made(optimizer=torch.optim.Muon)[1].state_dict())
+    _, optimizer = build()
+    muon, adamw, float8_adamw = (
+        build(optimizer=optimizer)[1].state_dict() for optimizer in (torch.optim.Muon, torch.optim.AdamW, Float8AdamW)
+    )
+    optimizer.load_state_dict(muon)
     with pytest.raises(ValueError, match="of Float8Muon or of torch.optim.Muon, got one without .*momentum"):
-        optimizer.load_state_dict(made(optimizer=torch.optim.AdamW)[1].state_dict())
+        optimizer.load_state_dict(adamw)
     with pytest.raises(ValueError, match="expected a state dict of Float8Muon, got one without adjust_lr_fn, momentum"):
-        optimizer.load_state_dict(made(optimizer=Float8AdamW)[1].state_dict())
+        optimizer.load_state_dict(float8_adamw)

@@ -19,14 +19,14 @@ BOTH = {
     "expected parameters in float32 or bfloat16, got torch.float16": {"dtype": torch.float16},
     "expected parameters in float32 or bfloat16, got torch.complex64": {"dtype": torch.complex64},
 }
-OF_ADAMW = {
+ADAMW_ONLY = {
     "betas: expected two numbers from 0 to below 1": {"betas": (0.9, 1.0)},
     r"betas: .*, got \(-0.1, 0.9\)": {"betas": (-0.1, 0.9)},
     r"betas: .*, got \(1, 0.9\)": {"betas": (1, 0.9)},
     "exp_avg: expected one of float8, bfloat16, float32, got 'int8'": {"exp_avg": "int8"},
     "exp_avg_sq: expected one of float8, bfloat16, float32, got 8": {"exp_avg_sq": 8},
 }
-OF_MUON = {
+MUON_ONLY = {
     "momentum: expected a number from 0 to below 1, got 1": {"momentum": 1.0},
     "momentum_buffer: expected one of float8, bfloat16, float32, got 'int8'": {"momentum_buffer": "int8"},
     "adjust_lr_fn: expected None, 'original' or": {"adjust_lr_fn": "none"},
@@ -38,37 +38,37 @@ OF_MUON = {
 @pytest.mark.parametrize(
     ("optimizer", "message", "options"),
     [
-        *((Float8AdamW, *refused) for refused in (BOTH | OF_ADAMW).items()),
-        *((Float8Muon, *refused) for refused in (BOTH | OF_MUON).items()),
+        *((Float8AdamW, *case) for case in (BOTH | ADAMW_ONLY).items()),
+        *((Float8Muon, *case) for case in (BOTH | MUON_ONLY).items()),
     ],
 )
 def test_a_bad_option_is_refused_in_one_line(optimizer, message, options):
     """In the constructor and in a param group that is added, which leaves no trace."""
-    shape, dtype = options.get("shape", (64, 64)), options.get("dtype", torch.float32)
+    options = dict(options)
+    shape, dtype = options.pop("shape", (64, 64)), options.pop("dtype", torch.float32)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype))]
-    chosen = {name: value for name, value in options.items() if name not in ("shape", "dtype")}
     with pytest.raises(ValueError, match=message) as error:
-        optimizer(parameters, **chosen)
+        optimizer(parameters, **options)
     assert "\n" not in str(error.value)
-    fine = optimizer([nn.Parameter(torch.zeros(64, 64))])
+    valid = optimizer([nn.Parameter(torch.zeros(64, 64))])
     with pytest.raises(ValueError, match=message):
-        fine.add_param_group({"params": parameters, **chosen})
-    assert len(fine.param_groups) == 1
+        valid.add_param_group({"params": parameters, **options})
+    assert len(valid.param_groups) == 1
 
 
-OF_TORCH = "amsgrad", "maximize", "capturable", "differentiable"
+TORCH_ONLY = "amsgrad", "maximize", "capturable", "differentiable"
 
 
 @pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
 def test_options_of_torch_that_these_lack_are_refused(optimizer):
-    """A param group may have any key: one that no step follows would be lost without a word."""
+    """A param group may have any key, and a step would ignore an unknown one without a word."""
     parameters = [nn.Parameter(torch.zeros(64, 64))]
-    for name in OF_TORCH:
+    for name in TORCH_ONLY:
         with pytest.raises(TypeError, match=name):
             optimizer(parameters, **{name: True})
         with pytest.raises(ValueError, match=f"{name}: expected False, got True"):
             optimizer([{"params": parameters, name: True}])
-    assert optimizer([{"params": parameters, "name": "mine", **dict.fromkeys(OF_TORCH, False)}])
+    assert optimizer([{"params": parameters, "name": "mine", **dict.fromkeys(TORCH_ONLY, False)}])
 
 
 @pytest.mark.parametrize(
