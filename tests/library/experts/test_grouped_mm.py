@@ -39,20 +39,20 @@ def operands(*, k=96, n=160, rows=310, experts=4, dtype=torch.bfloat16, transpos
 
 
 def step(a, b_t, ends, grad_output, config, function=float8_grouped_mm):
-    """The result and both gradients."""
+    """Return the output and both gradients."""
     call = functools.partial(function, offs=ends, config=config)
     return results_of(torch.nn.Module(), a, b_t, grad_output=grad_output, call=call)
 
 
-def expert_by_expert(a, b_t, ends, grad_output, config):
-    """The same, by one float8 linear an expert."""
-    out, grad_a, grad_b_t = (torch.zeros_like(each) for each in (grad_output, a, b_t))
+def step_each_expert(a, b_t, ends, grad_output, config):
+    """Return what `step` returns, from one float8 linear for each expert."""
+    out, grad_a, grad_b_t = (torch.zeros_like(tensor) for tensor in (grad_output, a, b_t))
     for expert, (start, stop) in enumerate(find_bounds(ends, len(ends), len(a))):
         tokens = a.detach()[start:stop].requires_grad_()
         weight = b_t.detach()[expert].t().contiguous().requires_grad_()
-        of_expert = float8_linear(tokens, weight, config=config)
-        of_expert.backward(grad_output[start:stop])
-        out[start:stop], grad_a[start:stop], grad_b_t[expert] = of_expert, tokens.grad, weight.grad.t()
+        out[start:stop] = output = float8_linear(tokens, weight, config=config)
+        output.backward(grad_output[start:stop])
+        grad_a[start:stop], grad_b_t[expert] = tokens.grad, weight.grad.t()
     return out, grad_a, grad_b_t
 
 
@@ -69,7 +69,7 @@ def test_each_expert_is_a_float8_linear(recipe, dtype, sizes, transposed):
     k, n = sizes
     a, b_t, ends = operands(k=k, n=n, dtype=dtype, transposed=transposed)
     grad_output = torch.randn(310, n, dtype=dtype)
-    assert_same(step(a, b_t, ends, grad_output, recipe), expert_by_expert(a, b_t, ends, grad_output, recipe))
+    assert_same(step(a, b_t, ends, grad_output, recipe), step_each_expert(a, b_t, ends, grad_output, recipe))
 
 
 CONFIGS = {
@@ -91,7 +91,7 @@ CONFIGS = {
 def test_each_expert_is_a_float8_linear_with_options_and_empty_groups(name, ends):
     (a, b_t, _), config = operands(k=70, n=33), CONFIGS.get(name, name)
     ends, grad_output = torch.tensor(ends, dtype=torch.int32), torch.randn(310, 33, dtype=a.dtype)
-    assert_same(step(a, b_t, ends, grad_output, config), expert_by_expert(a, b_t, ends, grad_output, config))
+    assert_same(step(a, b_t, ends, grad_output, config), step_each_expert(a, b_t, ends, grad_output, config))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise"])
@@ -101,31 +101,31 @@ def test_what_lies_past_the_last_end_is_ignored(recipe):
     expected = step(a, b_t, ends, grad_output, recipe)
     with torch.no_grad():
         a[ENDS[-1] :], grad_output[ENDS[-1] :] = torch.nan, torch.inf
-    got = step(a, b_t, ends, grad_output, recipe)
-    assert_same(got, expected)
-    assert not got[0][ENDS[-1] :].any()
-    assert not got[1][ENDS[-1] :].any()
+    results = step(a, b_t, ends, grad_output, recipe)
+    assert_same(results, expected)
+    assert not results[0][ENDS[-1] :].any()
+    assert not results[1][ENDS[-1] :].any()
 
 
 def test_no_tokens():
     a, b_t, ends = operands(rows=0)
-    got = step(a, b_t, ends * 0, torch.empty(0, 160, dtype=a.dtype), "rowwise")
-    assert got[0].shape == (0, 160)
-    assert got[1].shape == (0, 96)
-    assert not got[2].any()
+    output, grad_a, grad_b_t = step(a, b_t, ends * 0, torch.empty(0, 160, dtype=a.dtype), "rowwise")
+    assert output.shape == (0, 160)
+    assert grad_a.shape == (0, 96)
+    assert not grad_b_t.any()
 
 
 def test_expanded_and_missing_gradients():
     a, b_t, ends = operands()
-    dense = step(a, b_t, ends, torch.ones(310, 160, dtype=a.dtype), "rowwise")
-    float8_grouped_mm(a, b_t, ends, config="rowwise").sum().backward()
-    assert_same_bits(a.grad, dense[1])
-    for needed, grad in ((a, dense[1]), (b_t, dense[2])):
+    _, grad_a, grad_b_t = step(a, b_t, ends, torch.ones(310, 160, dtype=a.dtype), "rowwise")
+    for inputs, expected in (
+        ((a, b_t), (grad_a, grad_b_t)),
+        ((a, b_t.detach()), (grad_a, None)),
+        ((a.detach(), b_t), (None, grad_b_t)),
+    ):
         a.grad = b_t.grad = None
-        inputs = [each if each is needed else each.detach() for each in (a, b_t)]
         float8_grouped_mm(*inputs, ends, config="rowwise").sum().backward()
-        assert_same_bits(needed.grad, grad)
-        assert all(each.grad is None for each in (a, b_t) if each is not needed)
+        assert_same((a.grad, b_t.grad), expected)
 
 
 def test_without_gradients_and_under_autocast():
@@ -140,13 +140,12 @@ def test_without_gradients_and_under_autocast():
 def test_a_backward_in_two_halves_makes_two_matmuls():
     a, b_t, ends = operands()
     grad_output = torch.randn(310, 160, dtype=torch.bfloat16)
-    whole = step(a, b_t, ends, grad_output, "rowwise")[1:]
-    a, b_t = a.detach().requires_grad_(), b_t.detach().requires_grad_()
+    expected = step(a, b_t, ends, grad_output, "rowwise")[1:]
     output = float8_grouped_mm(a, b_t, ends, config="rowwise")
     with mock.patch.object(grouped_mm, "grouped_mm", wraps=grouped_mm.grouped_mm) as matmul:
-        halves = [torch.autograd.grad(output, each, grad_output, retain_graph=True)[0] for each in (a, b_t)]
+        halves = [torch.autograd.grad(output, input, grad_output, retain_graph=True)[0] for input in (a, b_t)]
     assert matmul.call_count == 2
-    assert_same(halves, whole)
+    assert_same(halves, expected)
 
 
 def test_second_derivatives_are_refused():
@@ -188,19 +187,21 @@ def test_operations_have_fake_kernels_and_flops():
     args = tokens.data, tokens.data, tokens.dequant_scale, tokens.dequant_scale, ends, "grad_weight", False
     args += ([128, 1], [128, 1], torch.bfloat16, False, True, False, False)
     torch.library.opcheck(torch.ops.quaver.grouped_mm, args, test_utils="test_faketensor")
-    with FlopCounterMode(display=False) as counted:
+    with FlopCounterMode(display=False) as counter:
         step(a, b_t, ends, torch.randn(310, 160, dtype=a.dtype), "rowwise")
-    assert counted.get_total_flops() == 3 * 2 * 310 * 96 * 160
+    assert counter.get_total_flops() == 3 * 2 * 310 * 96 * 160
 
 
 # ---- the paths of other devices --------------------------------------------------------------------------------------
 
 
-def used_places(block_rows, ends):
-    bounds = find_bounds(ends, len(ends), 310)
-    for group, (start, stop) in enumerate(bounds):
+def list_used_scales(block_rows, ends, rows=310):
+    """Return the rows of the scales that groups use, in the order of the groups."""
+    used = []
+    for group, (start, stop) in enumerate(find_bounds(ends, len(ends), rows)):
         first = find_first_scale(block_rows, group, start)
-        yield from range(first, first + (1 if block_rows == 0 else -(-(stop - start) // block_rows)))
+        used += range(first, first + (1 if block_rows == 0 else -(-(stop - start) // block_rows)))
+    return used
 
 
 @pytest.mark.parametrize("direction", ["row", "column"])
@@ -215,97 +216,89 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
         pytest.skip("in high precision")
     hp = torch.randn(310, 70, dtype=torch.bfloat16)
     hp[3, 3], hp[50, 2], hp[210:240] = torch.inf, torch.nan, 0
-    power_of_2 = config.casts.input.power_of_2
-    for ends in (torch.tensor(ENDS, dtype=torch.int32), None):
-        groups = 4 if ends is not None else 5
-        made = getattr(cast_groups(hp, cast, ends, groups, True, True, power_of_2), direction)
+    for ends, stops in ((ENDS, ENDS), (None, range(62, 311, 62))):
+        arguments = hp, cast, ends and torch.tensor(ends, dtype=torch.int32), len(stops), True, True
+        operand = getattr(cast_groups(*arguments, config.casts.input.power_of_2), direction)
         with simulate_gpu((8, 0)):
-            operands = cast_groups(hp, cast, ends, groups, True, True, power_of_2)
-        codes, scale, *_ = getattr(operands, direction)
-        end = ENDS[-1] if ends is not None else 310
-        nan = made.data[:end].float().isnan()
-        assert torch.equal(nan, codes[:end].float().isnan())
-        assert torch.equal(made.data[:end].float().masked_fill(nan, 0), codes[:end].float().masked_fill(nan, 0))
-        stops = ends if ends is not None else torch.arange(62, 311, 62, dtype=torch.int32)
-        used = sorted(set(used_places(made.layout.rows, stops)))
-        assert scale.shape == made.dequant_scale.shape
-        assert made.layout == getattr(operands, direction).layout
-        assert torch.equal(scale[used].nan_to_num(-1), made.dequant_scale[used].nan_to_num(-1))
+            expected = getattr(cast_groups(*arguments, config.casts.input.power_of_2), direction)
+        codes, expected_codes = (result.data[: stops[-1]].float() for result in (operand, expected))
+        torch.testing.assert_close(codes, expected_codes, rtol=0, atol=0, equal_nan=True)
+        assert operand.layout == expected.layout
+        assert operand.dequant_scale.shape == expected.dequant_scale.shape
+        used = list_used_scales(operand.layout.rows, torch.tensor(stops, dtype=torch.int32))
+        scales, expected_scales = operand.dequant_scale[used], expected.dequant_scale[used]
+        torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_reference_takes_no_rows(recipe):
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    for cast in {casts.input.row, casts.input.column} - {c for c in casts.all_casts() if c.is_disabled}:
+    for cast in {casts.input.row, casts.input.column} - {cast for cast in casts.all_casts() if cast.is_disabled}:
         arguments = torch.zeros(0, 70), cast, torch.zeros(4, dtype=torch.int32), 4, True, True, True
-        made = cast_groups(*arguments)
+        operand = cast_groups(*arguments).row
         with simulate_gpu((8, 0)):
-            operands = cast_groups(*arguments)
-        assert operands.row.data.shape == made.row.data.shape == (0, 70)
-        assert operands.row.dequant_scale.shape == made.row.dequant_scale.shape
+            expected = cast_groups(*arguments).row
+        assert operand.data.shape == expected.data.shape == (0, 70)
+        assert operand.dequant_scale.shape == expected.dequant_scale.shape
 
 
-def grouped_operands(form, recipe, transposed, a, b_t, grad_output, ends):
-    """Both operands of one of the three matmuls."""
+def cast_operands(form, recipe, transposed):
+    """Return both operands of one of the three matmuls, and the ends of the groups."""
+    a, b_t, ends = operands(k=70, n=33)
+    grad_output = torch.randn(310, 33, dtype=a.dtype)
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    power_of_2 = casts.input.power_of_2
 
-    def tokens(hp, operand, direction):
-        cast = casts.get(operand, direction)
-        return getattr(cast_groups(hp, cast, ends, 4, direction == "row", direction == "column", power_of_2), direction)
+    def cast_one(hp, operand, direction, *, stored=None, ends=ends):
+        """Cast along `direction`, which is `stored` in the memory of `hp`."""
+        cast, stored = casts.get(operand, direction), stored or direction
+        both = cast_groups(hp, cast, ends, 4, stored == "row", stored == "column", casts.input.power_of_2)
+        return getattr(both, stored)
 
-    def weight(direction):
-        stored = (b_t if transposed else b_t.transpose(1, 2)).contiguous()
-        of_stored = {"row": "column", "column": "row"}[direction] if transposed else direction
-        made = cast_groups(
-            stored.view(-1, stored.shape[2]),
-            casts.get("weight", direction),
-            None,
-            4,
-            of_stored == "row",
-            of_stored == "column",
-            power_of_2,
-        )
-        return getattr(made, of_stored)
+    def cast_weight(direction):
+        matrices = (b_t if transposed else b_t.transpose(1, 2)).detach().flatten(0, 1)
+        stored = {"row": "column", "column": "row"}[direction] if transposed else direction
+        return cast_one(matrices, "weight", direction, stored=stored, ends=None)
 
     if form is ExpertMatmul.OUTPUT:
-        return tokens(a, "input", "row"), weight("row")
+        return cast_one(a.detach(), "input", "row"), cast_weight("row"), ends
     if form is ExpertMatmul.GRAD_INPUT:
-        return tokens(grad_output, "grad_output", "row"), weight("column")
-    return tokens(grad_output, "grad_output", "column"), tokens(a, "input", "column")
+        return cast_one(grad_output, "grad_output", "row"), cast_weight("column"), ends
+    return cast_one(grad_output, "grad_output", "column"), cast_one(a.detach(), "input", "column"), ends
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
-@pytest.mark.parametrize("form", ExpertMatmul)
+TRANSPOSED = pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
+FORM = pytest.mark.parametrize("form", ExpertMatmul)
+
+
+def assert_near(output, expected):
+    torch.testing.assert_close(output.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
+
+
+@TRANSPOSED
+@FORM
 @pytest.mark.parametrize(
     "recipe", ["rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8"]
 )
 def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
-    a, b_t, ends = operands(k=70, n=33)
-    grad_output = torch.randn(310, 33, dtype=a.dtype)
-    pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
-    dtype = torch.bfloat16 if pair[0].dequant_scale is None else torch.float32
-    expected = gemm.grouped_mm(*pair, ends, form, MatmulOptions(False, True), dtype, transposed).float()
-    got = gpu_gemm.multiply_widened(*pair, ends, form, transposed)
-    assert got.dtype is torch.bfloat16
-    assert got.shape == expected.shape
-    torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
+    left, right, ends = cast_operands(form, recipe, transposed)
+    dtype = torch.bfloat16 if left.dequant_scale is None else torch.float32
+    expected = gemm.grouped_mm(left, right, ends, form, MatmulOptions(False, True), dtype, transposed).float()
+    output = gpu_gemm.multiply_widened(left, right, ends, form, transposed)
+    assert output.dtype is torch.bfloat16
+    assert_near(output, expected)
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
-@pytest.mark.parametrize("form", ExpertMatmul)
+@TRANSPOSED
+@FORM
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_tensorwise_weight", "tensorwise"])
 def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
-    a, b_t, ends = operands(k=70, n=33)
-    grad_output = torch.randn(310, 33, dtype=a.dtype)
-    pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
+    left, right, ends = cast_operands(form, recipe, transposed)
     with virtual_gpu("h100"):
-        got = gpu_gemm.multiply_scaled(*pair, ends, form, transposed, False)
+        output = gpu_gemm.multiply_scaled(left, right, ends, form, transposed, False)
     if recipe == "tensorwise" and form is not ExpertMatmul.OUTPUT:
-        assert got is None  # e5m2
+        assert output is None  # e5m2
         return
-    expected = gemm.grouped_mm(*pair, ends, form, MatmulOptions(), torch.float32, transposed)
-    torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
+    assert_near(output, gemm.grouped_mm(left, right, ends, form, MatmulOptions(), torch.float32, transposed))
 
 
 @pytest.mark.parametrize(
@@ -332,12 +325,11 @@ def test_the_probe_of_the_hardware(result, failure, monkeypatch):
             assert gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS).endswith(failure)
 
 
-def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():
-    a, b_t, ends = operands(k=70, n=33)
-    pair = grouped_operands(ExpertMatmul.OUTPUT, "blockwise", False, a.detach(), b_t.detach(), a.detach()[:, :33], ends)
-    assert gpu_gemm.multiply_scaled(*pair, ends, ExpertMatmul.OUTPUT, False, False) is None
-    stored_once = Operand(pair[1].data, torch.ones(4 * 33, 1), ROWWISE)
-    grad_output = Operand(pair[0].data[:, :33].contiguous(), torch.ones(310, 1), ROWWISE)
+def test_the_hardware_reads_no_scales_that_vary_along_the_contracted_dim():
+    tokens, weight, ends = cast_operands(ExpertMatmul.OUTPUT, "blockwise", False)
+    assert gpu_gemm.multiply_scaled(tokens, weight, ends, ExpertMatmul.OUTPUT, False, False) is None
+    stored_once = Operand(weight.data, torch.ones(4 * 33, 1), ROWWISE)
+    grad_output = Operand(tokens.data[:, :33].contiguous(), torch.ones(310, 1), ROWWISE)
     assert gpu_gemm.multiply_scaled(grad_output, stored_once, ends, ExpertMatmul.GRAD_INPUT, False, False) is None
 
 
@@ -347,13 +339,9 @@ def test_scales_of_groups_do_not_overlap():
         rows = int(torch.randint(0, 400, (), generator=generator))
         ends = torch.randint(0, rows + 1, (5,), generator=generator).sort().values.int()
         for block_rows in (32, 128):
-            used = [
-                find_first_scale(block_rows, group, start) + block
-                for group, (start, stop) in enumerate(find_bounds(ends, 5, rows))
-                for block in range(-(-(stop - start) // block_rows))
-            ]
+            used = list_used_scales(block_rows, ends, rows)
             assert len(used) == len(set(used))
-            assert all(each < count_scale_rows(block_rows, 5, rows) for each in used)
+            assert all(place < count_scale_rows(block_rows, 5, rows) for place in used)
 
 
 # ---- what a user gives -----------------------------------------------------------------------------------------------
@@ -381,7 +369,7 @@ def test_bad_input(change, message):
 
 
 def test_ranges_are_padded_no_further_than_to_multiples_of_16():
-    to, ends, rows = gpu_gemm._place_rows(torch.tensor([1, 1, 18, 35], dtype=torch.int32), 37)
+    places, ends, rows = gpu_gemm._place_rows(torch.tensor([1, 1, 18, 35], dtype=torch.int32), 37)
     assert ends.tolist() == [16, 16, 48, 80]
     assert rows == 112  # the most that four groups of 37 rows can take
-    assert to.tolist() == [0, *range(16, 33), *range(48, 65), rows, rows]
+    assert places.tolist() == [0, *range(16, 33), *range(48, 65), rows, rows]
