@@ -23,7 +23,7 @@ from quaver.numerics.monitoring import Monitor
 from quaver.recipes.scaling import dequantize
 from quaver.recipes.serving import serving_config
 from tests.library.linear.test_module import saved_bytes
-from tests.steps import assert_same
+from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
 M, K, N = (2, 20), 144, 200
@@ -31,19 +31,20 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwi
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def named(recipe, backward, **options):
+def make_config(recipe, backward, **options):
     return replace(Float8LinearConfig.from_recipe_name(f"{recipe}:{backward}"), **options)
 
 
-def made(config, dtype=torch.bfloat16):
+def make_step(config, dtype=torch.bfloat16):
+    """Return a converted linear in a Sequential, its input and the gradient of its output."""
     linear = nn.Linear(K, N, dtype=dtype)
     input = torch.randn(*M, K, dtype=dtype).mul_(torch.logspace(-3, 0, M[1])[:, None]).to(dtype).requires_grad_()
     return convert_to_float8_training(nn.Sequential(linear), config=config), input, torch.randn(*M, N, dtype=dtype)
 
 
-def expected(model, input, grad_output, dtype=None):
+def expected_gradients(model, input, grad_output):
     """Return the gradients of input and weight of plain PyTorch, on dequantized operands or those in high precision."""
-    linear, dtype = model[0], dtype or input.dtype
+    linear, dtype = model[0], input.dtype
     operands = []
     for hp, casts in ((input, linear.config.casts.input), (linear.weight, linear.config.casts.weight)):
         operand = Quantizer(casts, dtype)(hp.detach(), row=True, column=False).row
@@ -52,76 +53,71 @@ def expected(model, input, grad_output, dtype=None):
         operands.append(values.requires_grad_())
     operands.append(linear.bias.detach().to(dtype).requires_grad_())
     F.linear(*operands).backward(grad_output)
-    return [each.grad for each in operands[:2]]
+    return [operand.grad for operand in operands[:2]]
 
 
 def gradients(model, input, grad_output, call=None):
-    model.zero_grad()
-    input.grad = None
-    (call or model)(input).backward(grad_output)
-    return [input.grad, model[0].weight.grad]
+    return results_of(model, input, grad_output=grad_output, call=call)[1:3]
 
 
 @pytest.mark.parametrize(("recipe", "dtype", "backward"), thinned(RECIPES, DTYPES, ("dequantized", "high_precision")))
 def test_gradients_are_those_of_plain_pytorch(recipe, dtype, backward):
-    model, input, grad_output = made(named(recipe, backward), dtype)
-    results = expected(model, input, grad_output)
-    assert_same(gradients(model, input, grad_output), results)
-    kept = copy.deepcopy(model)
-    kept[0].config = replace(model[0].config, keep_float8_weight_for_backward=True)
-    assert_same(gradients(kept, input, grad_output), results)
+    model, input, grad_output = make_step(make_config(recipe, backward), dtype)
+    expected = expected_gradients(model, input, grad_output)
+    assert_same(gradients(model, input, grad_output), expected)
+    keeps_codes = copy.deepcopy(model)
+    keeps_codes[0].config = replace(model[0].config, keep_float8_weight_for_backward=True)
+    assert_same(gradients(keeps_codes, input, grad_output), expected)
     with cast_weights_once(model):
-        assert_same(gradients(model, input, grad_output), results)
+        assert_same(gradients(model, input, grad_output), expected)
     recomputed = functools.partial(checkpoint, model, use_reentrant=False)
-    assert_same(gradients(model, input, grad_output, recomputed), results)
-    of_float8 = Float8Linear(K, N, dtype=dtype, config=recipe)
-    of_float8.load_state_dict(model[0].state_dict())
-    assert_same([model(input)], [of_float8(input)])
+    assert_same(gradients(model, input, grad_output, recomputed), expected)
+    float8_backward = Float8Linear(K, N, dtype=dtype, config=recipe)
+    float8_backward.load_state_dict(model[0].state_dict())
+    assert_same(model(input), float8_backward(input))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])  # whose own scales are powers of two
 @pytest.mark.parametrize("serving", ["vllm-per-token", "vllm-per-tensor", "deepgemm", "deepgemm-ue8m0"])
 def test_gradients_of_what_a_server_multiplies(serving, recipe):
-    model, input, grad_output = made(serving_config(serving, named(recipe, "dequantized")))
-    assert_same(gradients(model, input, grad_output), expected(model, input, grad_output))
+    model, input, grad_output = make_step(serving_config(serving, make_config(recipe, "dequantized")))
+    assert_same(gradients(model, input, grad_output), expected_gradients(model, input, grad_output))
 
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
 def test_under_autocast_and_delayed_scaling(backward):
-    model, input, grad_output = made(named("delayed", backward), torch.float32)
+    delayed, input, grad_output = make_step(make_config("delayed", backward), torch.float32)
+    dynamic, _, _ = make_step(make_config("tensorwise", backward), torch.float32)
+    dynamic.load_state_dict(delayed.state_dict())
     with torch.autocast("cpu", torch.bfloat16):
-        got = gradients(model, input, grad_output.bfloat16())
-    dynamic, _, _ = made(named("tensorwise", backward), torch.float32)
-    dynamic.load_state_dict(model.state_dict())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(gradients(dynamic, input, grad_output.bfloat16()), got)
+        assert_same(gradients(dynamic, input, grad_output), gradients(delayed, input, grad_output))
 
 
 def test_an_output_in_high_precision_under_autocast():
-    model, input, _ = made(Float8LinearConfig(high_precision_matmuls=("output",)), torch.float32)
+    model, input, _ = make_step(Float8LinearConfig(high_precision_matmuls=("output",)), torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_same([model(input)], [F.linear(input, model[0].weight, model[0].bias)])
+        assert_same(model(input), F.linear(input, model[0].weight, model[0].bias))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_frozen_weight_gives_its_dequantized_values(recipe):
-    results = []
+    grads = []
     for backward in ("dequantized", "high_precision"):
         torch.manual_seed(0)
         linear, grad_output = nn.Linear(K, N, dtype=torch.bfloat16), torch.randn(*M, N, dtype=torch.bfloat16)
-        frozen = freeze_to_float8(nn.Sequential(linear.requires_grad_(False)), config=named(recipe, backward))
+        frozen = freeze_to_float8(nn.Sequential(linear.requires_grad_(False)), config=make_config(recipe, backward))
         input = torch.randn(*M, K, dtype=torch.bfloat16, requires_grad=True)
         assert sum(saved_bytes(functools.partial(frozen, input)).values()) <= N * K + 4 * N
         frozen(input).backward(grad_output)
-        results.append(input.grad)
-        assert_same([grad_output @ frozen[0].weight.to_high_precision()], [input.grad])
-    assert_same(*([each] for each in results))
+        grads.append(input.grad)
+        assert_same(grad_output @ frozen[0].weight.to_high_precision(), input.grad)
+    assert_same(*grads)
 
 
 def test_bytes_saved():
     elements = M[0] * M[1] * K
     for backward, codes, hp in (("dequantized", elements, 0), ("high_precision", 0, 2 * elements)):
-        model, input, _ = made(named("rowwise", backward))
+        model, input, _ = make_step(make_config("rowwise", backward))
         kept = saved_bytes(functools.partial(model, input))
         assert kept.pop(torch.float8_e4m3fn, 0) == codes
         assert kept.pop(torch.bfloat16) == hp + 2 * K * N
@@ -131,14 +127,14 @@ def test_bytes_saved():
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
 def test_primary_weights_and_a_monitor(backward):
-    model, input, grad_output = made(named("rowwise", backward))
-    results = gradients(model, input, grad_output)
+    model, input, grad_output = make_step(make_config("rowwise", backward))
+    expected = gradients(model, input, grad_output)
     with Monitor(model, every=1) as watched:
-        assert_same(gradients(model, input, grad_output), results)
+        assert_same(gradients(model, input, grad_output), expected)
         watched.step()
-    sites = [(each["operand"], each["cast"]) for each in watched.header["tensors"]]
+    casts = [(tensor["operand"], tensor["cast"]) for tensor in watched.header["tensors"]]
     cast = "both" if backward == "dequantized" else "row"
-    assert sites[:2] == [("input", cast), ("weight", cast)]
+    assert casts[:2] == [("input", cast), ("weight", cast)]
     assert min(watched.samples[0]["sqnr_db"]) > 25
     if backward == "high_precision":
         with pytest.raises(ValueError, match="one of its matmuls runs in high precision"):
@@ -146,14 +142,14 @@ def test_primary_weights_and_a_monitor(backward):
         return
     use_float8_primary_weights(model, torch.optim.SGD(model.parameters()), master_dtype=torch.bfloat16)
     assert model[0].weight.column_data_fp8 is model[0].weight.data_fp8
-    assert_same(gradients(model, input, grad_output), results)
+    assert_same(gradients(model, input, grad_output), expected)
 
 
 @pytest.mark.parametrize(
     ("recipe", "backward"), thinned(("tensorwise", "rowwise"), ("dequantized", "high_precision"), together=1)
 )
 def test_compiled(recipe, backward):
-    model, input, grad_output = made(named(recipe, backward))
+    model, input, grad_output = make_step(make_config(recipe, backward))
     compiled = torch.compile(model, fullgraph=True)
     assert_same(gradients(model, input, grad_output, compiled), gradients(model, input, grad_output))
 
@@ -194,7 +190,7 @@ def test_bad_names_and_values():
     with pytest.raises(ValueError, match="backward: expected one of float8, dequantized, high_precision, got 'hp'"):
         Float8LinearConfig(backward="hp")
     with pytest.raises(ValueError, match='enable_fsdp_float8_all_gather: .* or use backward="dequantized"'):
-        named("tensorwise", "high_precision", enable_fsdp_float8_all_gather=True)
-    config = named("rowwise", "high_precision")
+        make_config("tensorwise", "high_precision", enable_fsdp_float8_all_gather=True)
+    config = make_config("rowwise", "high_precision")
     assert replace(config, backward="float8") == Float8LinearConfig.from_recipe_name("rowwise")
     assert Float8Linear(8, 8, config="tensorwise:dequantized").config.backward == "dequantized"

@@ -50,11 +50,8 @@ def test_e8m0_scales_of_every_bfloat16_amax(dtype, largest, mode):
     quant, dequant, _ = scaling.compute_e8m0_scales(amax, dtype, mode)
     for value, q, d in zip(amax.tolist(), quant.tolist(), dequant.tolist(), strict=True):
         exponent = e8m0_exponent(value, largest, mode)
-        if exponent is None:
-            assert math.isnan(q)
-            assert math.isnan(d)
-        else:
-            assert (q, d) == (2.0**-exponent, 2.0**exponent), value
+        expected = (math.nan, math.nan) if exponent is None else (2.0**-exponent, 2.0**exponent)
+        assert (q, d) == pytest.approx(expected, rel=0, abs=0, nan_ok=True), value
 
 
 @pytest.mark.parametrize(
@@ -86,11 +83,11 @@ def test_codes_and_scales_of_each_block(shape, size, mode, dtype):
             assert_same_bits(quant[i, j], expected_scale)
             assert_same_bits(codes[rows, columns], reference_cast(hp[rows, columns], expected_scale, E4M3))
     values = scaling.dequantize(codes, dequant)
-    assert_same_bits(values, codes.float() * _spread(dequant, shape, size))
+    assert_same_bits(values, codes.float() * spread_scale(dequant, shape, size))
 
 
-def _spread(scale, shape, size):
-    """One scale an element."""
+def spread_scale(scale, shape, size):
+    """Return the scale of each element."""
     return scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)[: shape[0], : shape[1]]
 
 
@@ -113,7 +110,7 @@ def test_the_matmul_of_blocks_is_exact(sizes, pad, powers_of_2, out_dtype):
         if not powers_of_2:
             a_scale, b_scale = a_scale * 1.375, b_scale * 1.625  # products with codes have 24 bits at most
         out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=powers_of_2, pad=pad)
-        spread = _spread(a_scale, (m, k), a_size), _spread(b_scale, (k, n), b_size)
+        spread = spread_scale(a_scale, (m, k), a_size), spread_scale(b_scale, (k, n), b_size)
         assert_matmul_exact(out, a, b, *spread)
 
 
@@ -121,7 +118,7 @@ SQNR_WITH_OUTLIER = {(): 0.0, (128, 128): 12.0, (32, 32): 23.6, "row": 25.9, (1,
 ZEROS_OF_SCALED_COLUMNS = {(): 0.66, "row": 0.57, (128, 128): 0.49, (1, 128): 0.37, (32, 32): 0.29, (1, 32): 0.21}
 
 
-def _cast_values(hp, size):
+def quantize_and_dequantize(hp, size):
     if size in ((), "row"):
         codes, _, dequant = scaling.dynamic_cast(hp, E4M3, 1 if size else None, power_of_2=True)
     else:
@@ -137,7 +134,7 @@ def test_what_one_outlier_costs_the_others():
     others = torch.ones_like(hp, dtype=torch.bool)
     others[100, 100] = False
     for size, expected in SQNR_WITH_OUTLIER.items():
-        assert abs(sqnr_db(hp[others], _cast_values(hp, size)[others]) - expected) < 0.3, size
+        assert abs(sqnr_db(hp[others], quantize_and_dequantize(hp, size)[others]) - expected) < 0.3, size
 
 
 def test_how_much_of_unequal_columns_becomes_zero():
@@ -145,11 +142,10 @@ def test_how_much_of_unequal_columns_becomes_zero():
     torch.manual_seed(0)
     hp = torch.randn(1024, 1024) * torch.exp2(6 * torch.randn(1024))
     for size, expected in ZEROS_OF_SCALED_COLUMNS.items():
-        assert abs((_cast_values(hp, size) == 0).float().mean() - expected) < 0.02, size
+        assert abs((quantize_and_dequantize(hp, size) == 0).float().mean() - expected) < 0.02, size
 
 
-def _linear(recipe, dtype=torch.bfloat16):
-    torch.manual_seed(0)
+def make_linear(recipe, dtype=torch.bfloat16):
     return convert_to_float8_training(nn.Linear(200, 150, dtype=dtype), config=recipe)
 
 
@@ -161,7 +157,7 @@ PREFIX_INVARIANT = {
 @pytest.mark.parametrize("recipe", PREFIX_INVARIANT)
 def test_prefix_invariance(recipe):
     """docs/numerics.md: whether later tokens can change the outputs of earlier ones."""
-    linear, input = _linear(recipe), torch.randn(1, 64, 200, dtype=torch.bfloat16)
+    linear, input = make_linear(recipe), torch.randn(1, 64, 200, dtype=torch.bfloat16)
     changed = input.clone()
     changed[:, 40:] *= 1000
     with torch.no_grad():
@@ -183,7 +179,7 @@ def test_batch_invariance(recipe):
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 def test_a_broken_token_breaks_what_it_takes_part_in_only(recipe):
     """inf in a token: its output is NaN, other tokens' are not. In float32: oneDNN's bfloat16 matmul spreads NaNs."""
-    linear = _linear(recipe, torch.float32)
+    linear = make_linear(recipe, torch.float32)
     input = torch.randn(70, 200)
     input[5, 3] = math.inf
     broken = linear(input).isnan()

@@ -59,27 +59,31 @@ def run(model: nn.Module):
     return results_of(model, torch.randn(24, 40, generator=torch.Generator().manual_seed(1)))
 
 
+def classes_of(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
 @pytest.mark.parametrize(
     "order",
-    [*itertools.permutations([convert, checkpoint, store])],
+    list(itertools.permutations([convert, checkpoint, store])),
     ids=lambda order: "-".join(change.__name__ for change in order),
 )
 def test_class_changes_combine_in_any_order(order):
-    model, others = make_changed(order), [change for change in order if change is not convert]
+    model = make_changed(order)
     float8 = make_changed([convert])
     assert torch.equal(run(model)[0], run(float8)[0])  # only float8 changes the forward
     expected = run(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
+        assert classes_of(copied) == classes_of(model)
         assert_same(run(copied), expected)
     stopped = copy.deepcopy(model)
     stop_storing_activations(stopped)
-    rest = make_changed([change for change in order if change is not store])
-    assert [type(module) for module in stopped.modules()] == [type(module) for module in rest.modules()]
-    assert_same(run(stopped), run(rest))
+    without_store = make_changed([change for change in order if change is not store])
+    assert classes_of(stopped) == classes_of(without_store)
+    assert_same(run(stopped), run(without_store))
     convert_to_high_precision(model)
-    plain = make_changed(others)
-    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    plain = make_changed([change for change in order if change is not convert])
+    assert classes_of(model) == classes_of(plain)
     assert_same(run(model), run(plain))
     assert vars(model.experts).keys() == vars(plain.experts).keys()
 

@@ -12,7 +12,6 @@ from quaver import (
     cast_weights_once,
     convert_to_float8_training,
     float8_linear,
-    sync_float8_amax_and_scale_history,
 )
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from quaver.recipes.scaling import compute_scales
@@ -20,7 +19,7 @@ from tests.library.conversion.test_delayed import Net, config_of, states
 from tests.library.distributed.models import DIM, Block
 from tests.library.linear.test_module import make, saved_bytes
 from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, results_of, train
 from tests.thinned import at_night, thinned
 
 E4M3 = torch.float8_e4m3fn
@@ -60,20 +59,11 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
         forward = torch.compile(model, fullgraph=True, backend=backend)
 
     def train_step(model, forward, seed, scope=contextlib.nullcontext):
-        model.zero_grad()
         torch.manual_seed(seed)
-        losses = []
-        with scope(model):
-            for _ in range(2):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = forward((torch.randn(32, 64) * (seed + 1)).requires_grad_()).square().mean()
-                loss.backward()
-                losses.append(loss.item())
-        sync_float8_amax_and_scale_history(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(0.01 * p.grad)
-        return losses
+        batch = (torch.randn(64, 64) * (seed + 1)).requires_grad_()
+        call = torch.autocast("cpu", torch.bfloat16)(forward)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return train(model, optimizer, [batch], microbatches=2, scope=scope, call=call)
 
     scopes = [contextlib.nullcontext] if recipe in PERSISTENT_RECIPES else [contextlib.nullcontext, cast_weights_once]
     torch._dynamo.utils.counters.clear()
@@ -92,20 +82,9 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
 
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([("tensorwise",)])])
 def test_equal_blocks_share_one_graph(recipe):
-    """Dynamo guards on the keys of hooks, so those may not differ.
+    """Dynamo guards on the keys of the hooks of modules inside the compiled one, so those may not differ."""
 
-    On those of modules inside the compiled one, not on its own.
-    """
-
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Block()
-
-        def forward(self, hidden):
-            return self.inner(hidden)
-
-    model = convert_to_float8_training(nn.Sequential(*(Around() for _ in range(3))), config=recipe)
+    model = convert_to_float8_training(nn.Sequential(*(nn.Sequential(Block()) for _ in range(3))), config=recipe)
     for block in model:
         block.compile(fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
@@ -129,9 +108,7 @@ def test_qkv_share_one_float8_input_in_compiled_code():
     hidden, outputs = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True), []
     kept = saved_bytes(lambda: outputs.extend(qkv(hidden)))
     assert kept.get(E4M3, 0) <= m * k + 3 * 64 * k
-    assert (
-        kept.get(torch.bfloat16, 0) <= 2 * m * k + 3 * weights[0].nbytes
-    )  # `hidden`, which rms_norm keeps in any case
+    assert kept.get(torch.bfloat16, 0) <= 2 * m * k + 3 * weights[0].nbytes  # rms_norm keeps `hidden` in any case
     assert kept.get(torch.float32, 0) < 4 * m * k
     sum(o.sum() for o in outputs).backward()
 
@@ -185,16 +162,16 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power
         if not dims:
             codes, dequant_scale, _, quant_scale, _ = cast_tensorwise(hp, float8_dtype, True, False, power_of_2).row
             return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
-        made, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
+        operands, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
         for dim in dims:
-            codes, dequant_scale, _, quant_scale, _ = made.row if dim == 1 else made.column
+            codes, dequant_scale, _, quant_scale, _ = operands.row if dim == 1 else operands.column
             scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
             results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
         return results
 
     x = torch.randn(120, 200).bfloat16()
     compiled = torch.compile(produce_and_cast, fullgraph=True)(x, dims)
-    separate = [each for dim in dims for each in produce_and_cast(x, (dim,))] or produce_and_cast(x, ())
+    separate = [tensor for dim in dims for tensor in produce_and_cast(x, (dim,))] or produce_and_cast(x, ())
     for expected, eager, got in zip(separate, produce_and_cast(x, dims), compiled, strict=True):
         assert got.float().equal(expected.float())  # every float8 value is a float32 value
         assert eager.float().equal(expected.float())

@@ -28,7 +28,7 @@ SCALINGS = ("tensorwise", "rowwise", "mixed_a", "mixed_b")
 
 @pytest.fixture(autouse=True, params=["library", *(["own"] if cpu.HAS_MM else [])])
 def multiplier(request, monkeypatch):
-    """Who multiplies in the exact backend on a CPU: a library or, where it runs, quaver's matmul."""
+    """What multiplies in the exact backend on a CPU: a library or, where it runs, quaver's matmul."""
     monkeypatch.setattr(cpu, "HAS_MM", request.param == "own")
 
 
@@ -86,11 +86,8 @@ def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transpo
     assert (off <= 2**-7 * (out.float().abs() + bias.abs())).all()  # as many roundings to out_dtype as there are terms
 
 
-VARYING = ("blocks", "rows")
-
-
-def stored_once(kind, n, k, *, power_of_2):
-    """A weight [N, K] cast once, by blocks or by rows, and its scale spread over every element."""
+def cast_weight_once(kind, n, k, *, power_of_2):
+    """Return the codes and scale of a weight [N, K], cast by blocks or rows, and its scale for each element."""
     weight = torch.randn(n, k) * torch.logspace(-2, 2, n).view(-1, 1)
     cast = dynamic_cast_blocks if kind == "blocks" else functools.partial(dynamic_cast, dim=1)
     codes, _, scale = cast(weight, E4M3, power_of_2=power_of_2)
@@ -99,25 +96,31 @@ def stored_once(kind, n, k, *, power_of_2):
 
 @pytest.mark.parametrize(
     ("kind", "out_dtype", "power_of_2", "shape", "panels"),
-    thinned(VARYING, DTYPES, (False, True), [(16, 128, 256), (300, 129, 1), (5, 300, 513), (1, 1, 1)], (False, True)),
+    thinned(
+        ("blocks", "rows"),
+        DTYPES,
+        (False, True),
+        [(16, 128, 256), (300, 129, 1), (5, 300, 513), (1, 1, 1)],
+        (False, True),
+    ),
 )
 def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, power_of_2, shape, panels, monkeypatch):
     if panels:
         monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 200)
         monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
     m, n, k = shape
-    codes, scale, spread = stored_once(kind, n, k, power_of_2=power_of_2)
+    codes, scale, spread = cast_weight_once(kind, n, k, power_of_2=power_of_2)
     for b, b_scale, b_spread in ((codes.t(), scale.t(), spread.t()), (codes, scale, spread)):
         a, _, a_scale = dynamic_cast(torch.randn(m, b.shape[0]), E4M3, 1, power_of_2=power_of_2)
-        out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
-        assert_matmul_exact(out, a, b, a_scale, b_spread)
-        padded = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2, pad=True)
-        assert_matmul_exact(padded, a, b, a_scale, b_spread)
+        for pad in (False, True):
+            options = {"out_dtype": out_dtype, "scales_are_powers_of_2": power_of_2, "pad": pad}
+            assert_matmul_exact(float8_mm(a, b, a_scale, b_scale, **options), a, b, a_scale, b_spread)
 
 
-def of_shape(codes, scale):
-    """An operand whose layout is that of its scale."""
-    return Operand(codes, scale, infer_layout(scale, codes.shape))
+def find_kind(a, b, a_scale, b_scale):
+    """Return the kind of scales of a matmul, by the shapes of the scales."""
+    pairs = (a, a_scale), (b, b_scale)
+    return gemm.find_kind(*(Operand(codes, scale, infer_layout(scale, codes.shape)) for codes, scale in pairs))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,8 @@ def of_shape(codes, scale):
 def test_compiled_is_exact_too(scaling, out_dtype, backend):
     a, a_scale, b, b_scale = operands(128, 96, 160, scaling, power_of_2=True)
     compiled = torch.compile(float8_mm, fullgraph=True, backend=backend)
-    for word in (False, True):
-        out = compiled(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=word)
+    for power_of_2 in (False, True):
+        out = compiled(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
         assert_matmul_exact(out, a, b, a_scale, b_scale)
 
 
@@ -169,9 +172,9 @@ def test_padding_completes_scales_along_the_contracted_dim():
 @pytest.mark.parametrize("large", [0, 1], ids=["a", "b"])
 def test_finite_results_of_large_amaxes(size, large):
     """A sum times the dequant_scale of 1e36 is no float32 number; the result is."""
-    made = [torch.randn(size, size).clamp(-3, 3), torch.randn(size, size).clamp(-3, 3)]
-    made[large] = made[large] * 3e35
-    (a, _, a_scale), (b, _, b_scale) = (dynamic_cast(each, E4M3) for each in made)
+    matrices = [torch.randn(size, size).clamp(-3, 3) for _ in range(2)]
+    matrices[large] *= 3e35
+    (a, _, a_scale), (b, _, b_scale) = (dynamic_cast(matrix, E4M3) for matrix in matrices)
     out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
     expected = (a.double() * a_scale) @ (b.double() * b_scale)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
@@ -224,27 +227,20 @@ def test_the_operation_has_a_faithful_fake():
         (lambda a, b, s, t: (a.float().to(E5M2), b.float().to(E5M2), s, t), "no hardware multiplies e5m2 by e5m2"),
         (lambda a, b, s, t: (a[:, :5], b, s, t), r"expected \[M, K\] and \[K, N\], got \[16, 5\] and \[16, 16\]"),
         (lambda a, b, s, t: (a[0], b, s, t), r"expected \[M, K\] and \[K, N\]"),
-        (
-            lambda a, b, s, t: (a, b, torch.ones(16), t),
-            r"a_dequant_scale: expected a scale of shape \[\]",
-        ),
+        (lambda a, b, s, t: (a, b, torch.ones(16), t), r"a_dequant_scale: expected a scale of shape \[\]"),
         (lambda a, b, s, t: (a, b, s, torch.ones(15, 1)), r"b_dequant_scale: expected a scale of .* got \[15, 1\]"),
         (lambda a, b, s, t: (a, b, s.double(), t), "a_dequant_scale: expected float32, got torch.float64"),
     ],
 )
 def test_bad_operands(change, message):
     a, a_scale, b, b_scale = operands(16, 16, 16)
-    a, b, a_scale, b_scale = change(a, b, a_scale, b_scale)
     with pytest.raises(ValueError, match=message):
-        float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+        float8_mm(*change(a, b, a_scale, b_scale), out_dtype=torch.float32)
 
 
-def test_a_cpu_never_takes_the_native_path():
+def test_a_cpu_and_emulation_never_take_the_native_path():
     assert choose_backend(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
     assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
-
-
-def test_emulate_never_takes_the_native_path():
     with virtual_gpu("h100"):
         assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
         assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
@@ -266,7 +262,7 @@ def test_native_matmuls_obey_the_hardware_and_mean_the_same(scaling, shape, out_
     rounding = 2**-7 * (expected.abs() + (0 if bias is None else bias.abs())) + 2**-24  # subnormal in float16
     expected = expected if bias is None else expected + bias
     with virtual_gpu("h100") as card:
-        assert choose_backend(torch.device("cpu"), gemm.find_kind(of_shape(a, a_scale), of_shape(b, b_scale)))
+        assert choose_backend(torch.device("cpu"), find_kind(a, b, a_scale, b_scale))
         card.calls.clear()  # of the probe
         out = float8_mm(a.t().contiguous().t(), b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
     assert list(card.calls) == [("_scaled_mm", "tensorwise" if scaling == "tensorwise" else "rowwise")]
@@ -287,14 +283,13 @@ BLOCK_SHAPES = [(33, 200, 300), (128, 256, 128), (5, 17, 7), (160, 64, 48), (130
 
 
 def block_operands(m, k, n, length, is_square):
-    """Codes and scales of a [m, k] and b [k, n]."""
+    """Return a [m, k] and b [k, n], and their scales."""
     a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
     b = torch.randn(k, n) * torch.logspace(1, -2, n)
-    mode = {32: "rceil", 128: ""}[length]
-    options = {"power_of_2": True, "mode": mode}
-    of_a = dynamic_cast_blocks(a, E4M3, block_size=(1, length), **options)[::2]
-    of_b = dynamic_cast_blocks(b, E4M3, block_size=(length, length if is_square else 1), **options)[::2]
-    return of_a[0], of_b[0], of_a[1], of_b[1]
+    options = {"power_of_2": True, "mode": {32: "rceil", 128: ""}[length]}
+    a, _, a_scale = dynamic_cast_blocks(a, E4M3, block_size=(1, length), **options)
+    b, _, b_scale = dynamic_cast_blocks(b, E4M3, block_size=(length, length if is_square else 1), **options)
+    return a, b, a_scale, b_scale
 
 
 @pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
@@ -307,7 +302,7 @@ def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square):
     assert card.calls.total() == 1
     torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=1e-6)
     if min(shape) > length:
-        assert gemm.find_kind(of_shape(a, a_scale), of_shape(b, b_scale)).block_length == length
+        assert find_kind(a, b, a_scale, b_scale).block_length == length
 
 
 def test_padded_codes_lie_as_they_lay():
@@ -376,8 +371,8 @@ def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error
     with virtual_gpu("h100"):
         with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
             gemm.find_native_failure(0, ScaleKind.TENSORWISE)
-        assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) is None
-        assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) is None
+        for _ in range(2):
+            assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) is None
     assert len(called) == 1 + 2  # of two formats, once
 
 
@@ -385,17 +380,16 @@ def test_a_failure_without_a_message_names_the_error():
     assert gemm.describe_hardware_failure(NotImplementedError()) == "NotImplementedError"
 
 
-def test_a_verdict_about_the_hardware_is_remembered_and_said_once(device_errors, caplog):
+def test_a_verdict_about_the_hardware_is_remembered_and_warns_once(device_errors, caplog):
     with virtual_gpu("rtx5090"):
         for _ in range(3):
             assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.EXACT
         with error_on_slow_path(), pytest.raises(RuntimeError, match="no row-wise scales on sm_120"):
             choose_backend(torch.device("cpu"), ScaleKind.ROWWISE)
     assert device_errors[1] == ["rtx5090"]
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert "row-wise scales on the exact backend" in said[0]
-    assert said[0].endswith("no row-wise scales on sm_120")
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "row-wise scales on the exact backend" in warning
+    assert warning.endswith("no row-wise scales on sm_120")
 
 
 def test_no_probe_runs_while_a_graph_is_captured():

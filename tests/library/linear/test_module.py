@@ -4,17 +4,18 @@ import copy
 import gc
 import pickle
 import re
+from collections import Counter
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import quaver.linear.module
-import quaver.linear.quantize
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, float8_linear
 from quaver.kernels import cpu
+from quaver.linear import function
 from tests.library.distributed.models import config_of
 from tests.reference import RECIPES, sqnr_db
 from tests.steps import assert_same, by_torch_save, results_of
@@ -47,6 +48,7 @@ class Qkv(nn.Module):
 
 
 def references(input, weight, grad_output):
+    """Return the output, grad_input and grad_weight in float64."""
     input, weight, grad_output = input.double(), weight.double(), grad_output.double()
     return input @ weight.t(), grad_output @ weight, grad_output.t() @ input
 
@@ -59,11 +61,11 @@ def test_sqnr_on_gaussian_operands(recipe, hp_dtype):
     input, grad_output = torch.randn(512, 512).to(hp_dtype), (torch.randn(512, 512) / 32).to(hp_dtype)
     results = results_of(module, input, grad_output=grad_output)
     expected = references(input, module.weight.detach(), grad_output)
-    for got, reference, decibels in zip(results, expected, EXPECTED_SQNR_DB[recipe], strict=True):
+    for result, reference, decibels in zip(results, expected, EXPECTED_SQNR_DB[recipe], strict=True):
         if decibels is None:  # computed in high precision
-            assert sqnr_db(reference, got) > 49
+            assert sqnr_db(reference, result) > 49
         else:
-            assert sqnr_db(reference, got) == pytest.approx(decibels, abs=0.3)
+            assert sqnr_db(reference, result) == pytest.approx(decibels, abs=0.3)
 
 
 def saved_bytes(step):
@@ -75,11 +77,10 @@ def saved_bytes(step):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = step()
-    by_dtype = {}
+        output = step()  # noqa: F841 - keeps the graph alive
+    by_dtype = Counter()
     for tensor in saved.values():
-        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.untyped_storage().nbytes()
-    del output
+        by_dtype[tensor.dtype] += tensor.untyped_storage().nbytes()
     return by_dtype
 
 
@@ -90,8 +91,7 @@ def test_bytes_kept_for_backward(recipe):
     input = torch.randn(m, k).bfloat16().requires_grad_()
     weight_bytes = 2 * k * n
     kept = saved_bytes(lambda: module(input))
-    in_bfloat16 = saved_bytes(lambda: plain(input))
-    assert in_bfloat16 == {torch.bfloat16: 2 * m * k + weight_bytes}
+    assert saved_bytes(lambda: plain(input)) == {torch.bfloat16: 2 * m * k + weight_bytes}
     if recipe == "rowwise_with_gw_hp":  # grad_weight in high precision needs the input in high precision
         assert kept.pop(torch.bfloat16) == 2 * m * k + weight_bytes
     else:
@@ -119,7 +119,7 @@ def test_qkv_keep_their_input_once(recipe, autocast):
 
 
 @RECIPE
-def test_nothing_is_kept_for_a_gradient_that_nobody_wants(recipe):
+def test_nothing_is_kept_for_a_gradient_that_is_not_needed(recipe):
     module = make(recipe)
     input = torch.randn(256, 64).bfloat16()
     module.weight.requires_grad_(False)
@@ -131,14 +131,18 @@ def test_nothing_is_kept_for_a_gradient_that_nobody_wants(recipe):
     assert first_layer.get(torch.bfloat16, 0) == (input.nbytes if recipe == "rowwise_with_gw_hp" else 0)
 
 
+def count_matmuls():
+    return mock.patch.object(function, "mm", wraps=function.mm)
+
+
 @pytest.mark.parametrize(
     ("recipe", "needs_input_grad", "needs_weight_grad"), thinned(RECIPES, (False, True), (False, True))
 )
-def test_no_matmul_for_a_gradient_that_nobody_wants(recipe, needs_input_grad, needs_weight_grad):
+def test_no_matmul_for_a_gradient_that_is_not_needed(recipe, needs_input_grad, needs_weight_grad):
     module = make(recipe, bias=True)
     module.weight.requires_grad_(needs_weight_grad)
     input = torch.randn(16, 64).bfloat16().requires_grad_(needs_input_grad)
-    with mock.patch.object(quaver.linear.function, "mm", wraps=quaver.linear.function.mm) as matmul:
+    with count_matmuls() as matmul:
         module(input).sum().backward()
     assert matmul.call_count == 1 + needs_input_grad + needs_weight_grad
     assert (input.grad is not None) == needs_input_grad
@@ -160,7 +164,7 @@ def test_a_backward_in_two_halves_makes_two_matmuls(recipe, bias, checkpointed):
     whole = torch.autograd.grad(forward(leaf), [leaf, *parameters], grad_output)
     for input in (leaf, leaf * 1):
         output = forward(input)
-        with mock.patch.object(quaver.linear.function, "mm", wraps=quaver.linear.function.mm) as matmul:
+        with count_matmuls() as matmul:
             grad_input = torch.autograd.grad(output, [input], grad_output, retain_graph=True)
             assert matmul.call_count == 1
             grads = torch.autograd.grad(output, parameters, grad_output, retain_graph=True)
@@ -170,11 +174,11 @@ def test_a_backward_in_two_halves_makes_two_matmuls(recipe, bias, checkpointed):
         assert_same([*grad_input, *grads, module.weight.grad], [*whole, whole[1]])
         module.zero_grad()
     torch.autograd.backward(forward(leaf), grad_output)
-    assert_same([each.grad for each in (leaf, *parameters)], whole)
+    assert_same([tensor.grad for tensor in (leaf, *parameters)], whole)
 
 
 def reads(step):
-    """How many elements the casts of `step()` read."""
+    """Return how many elements the casts of `step()` read."""
     before = cpu.elements_read()
     step()
     return cpu.elements_read() - before
@@ -199,7 +203,7 @@ M, K, N = 48, 32, 16
 )
 def test_reads_of_one_step(recipe, options, input_weight_grad_output, without_gradients):
     def elements(times):
-        return sum(count * size for count, size in zip(times, (M * K, N * K, M * N), strict=True))
+        return np.dot(times, (M * K, N * K, M * N))
 
     module = make(recipe, K, N, **options)
     input, grad_output = torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()
@@ -217,24 +221,24 @@ def test_sharing_prolongs_no_life():
     others = float8_tensors()  # of earlier tests; held, so that no new tensor gets the id of one
     ids = {id(tensor) for tensor in others}
 
-    def new_ones():
+    def count_new_tensors():
         return sum(id(tensor) not in ids for tensor in float8_tensors())
 
     module = make("rowwise")
     input = torch.randn(64, 64).bfloat16()
     output = module(input)
-    assert new_ones() == 1  # the operand that backward reads
+    assert count_new_tensors() == 1  # the operand that backward reads
     output.sum().backward()
     del output
-    assert new_ones() == 0
+    assert count_new_tensors() == 0
     with torch.no_grad():
         module(input)
-    assert new_ones() == 0  # in evaluation nothing is shared
+    assert count_new_tensors() == 0  # in evaluation nothing is shared
     qkv = convert_to_float8_training(Qkv(64, 32, torch.bfloat16), config="rowwise")
     outputs = qkv(input)
-    assert new_ones() == 1  # one for three linears, and none that is only remembered
+    assert count_new_tensors() == 1  # one for three linears, and none that is only remembered
     del outputs
-    assert new_ones() == 0
+    assert count_new_tensors() == 0
 
 
 @RECIPE
@@ -251,7 +255,7 @@ def test_sharing_prolongs_no_life():
     ],
     ids=["data.mul_", "copy_", "load_state_dict", "numpy", "replaced", "data=", "dtype"],
 )
-def test_the_live_weight_is_what_counts(recipe, change):
+def test_the_forward_casts_the_weight_as_it_is_now(recipe, change):
     module = make(recipe, dtype=torch.float32)
     input = torch.randn(16, 64)
     module(input).sum().backward()
@@ -308,31 +312,22 @@ def test_non_contiguous_and_expanded_inputs(recipe):
 )
 def test_autocast(recipe, autocast_dtype, input_dtype):
     module = make(recipe, dtype=torch.float32, bias=True)
-    input = torch.randn(48, 64).to(input_dtype).requires_grad_()
-    with torch.autocast("cpu", dtype=autocast_dtype):
-        output = module(input)
-    assert output.dtype is autocast_dtype
-    output.float().square().sum().backward()
-    assert input.grad.dtype is input_dtype
-    assert module.weight.grad.dtype is torch.float32
-    assert module.bias.grad.dtype is torch.float32
+    input, autocast = torch.randn(48, 64).to(input_dtype), torch.autocast("cpu", dtype=autocast_dtype)
+    results = results_of(module, input, call=autocast(module))
+    assert [tensor.dtype for tensor in results] == [autocast_dtype, input_dtype, torch.float32, torch.float32]
     plain = convert_to_high_precision(copy.deepcopy(module))
-    plain.zero_grad()
-    expected_input = input.detach().clone().requires_grad_()
-    with torch.autocast("cpu", dtype=autocast_dtype):
-        plain(expected_input).float().square().sum().backward()
-    assert sqnr_db(plain.weight.grad, module.weight.grad) > 18
-    assert sqnr_db(expected_input.grad, input.grad) > 18
+    for result, expected in zip(results, results_of(plain, input, call=autocast(plain)), strict=True):
+        assert sqnr_db(expected, result) > 18
 
 
 COPIES = [copy.deepcopy, lambda object: pickle.loads(pickle.dumps(object)), by_torch_save]
 
 
 @RECIPE
-@pytest.mark.parametrize("copied", [copy.copy, *COPIES])
-def test_copies_and_pickles(recipe, copied):
+@pytest.mark.parametrize("copy_module", [copy.copy, *COPIES])
+def test_copies_and_pickles(recipe, copy_module):
     module = make(recipe, bias=True)
-    clone, input = copied(module), torch.randn(16, 64).bfloat16()
+    clone, input = copy_module(module), torch.randn(16, 64).bfloat16()
     assert type(clone) is Float8Linear
     assert clone.config == module.config
     assert clone(input).equal(module(input))
@@ -380,14 +375,14 @@ def test_weights_that_are_no_matrices_are_refused(weight):
         float8_linear(torch.randn(3, 16), torch.randn(weight))
 
 
-def nested(layout):
+def make_nested(layout):
     return torch.nested.nested_tensor([torch.randn(n, 64) for n in (3, 16, 5)], layout=layout, requires_grad=True)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "delayed"])
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 def test_nested_inputs_give_what_their_rows_give(recipe, layout):
-    linear, input = convert_to_float8_training(nn.Linear(64, 48), config=recipe), nested(layout)
+    linear, input = convert_to_float8_training(nn.Linear(64, 48), config=recipe), make_nested(layout)
     rows = torch.cat([part.detach() for part in input.unbind()]).requires_grad_()
     expected = linear(rows)
     expected.square().sum().backward()
@@ -403,10 +398,10 @@ def test_nested_inputs_give_what_their_rows_give(recipe, layout):
 
 def test_nested_inputs_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="of one length along its last dim"):
-        float8_linear(nested(torch.jagged).transpose(1, 2), torch.randn(8, 64))
+        float8_linear(make_nested(torch.jagged).transpose(1, 2), torch.randn(8, 64))
+    starts, lengths = torch.tensor([0, 0]), torch.tensor([2, 2])
+    holes = torch.nested.narrow(torch.randn(2, 4, 64), 1, starts, lengths, torch.jagged)
     with pytest.raises(NotImplementedError, match="holes between its sequences; call contiguous"):
-        lengths = torch.tensor([2, 2])
-        holes = torch.nested.narrow(torch.randn(2, 4, 64), 1, torch.zeros(2, dtype=torch.int64), lengths, torch.jagged)
         float8_linear(holes, torch.randn(8, 64))
     with pytest.raises(ValueError, match="expected a nested input of one or more sequences, got none"):
         float8_linear(torch.nested.nested_tensor([]), torch.randn(8, 64))

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -33,29 +34,27 @@ from tests.thinned import thinned
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
-def knows_what_is(model):
-    """Whether flags are those of the scales; and whether all scales are known."""
+def knows_all_scales(model):
+    """Return whether all scales are known, and assert that the host's flags are those of the scales."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
-    scales = [scale for each in scalings for views in (each.recorded, each.unrecorded) for scale in views if scale]
+    scales = [scale for scaling in scalings for scale in (*scaling.recorded, *scaling.unrecorded) if scale]
     assert all(scale.is_known is bool(scale.quant_scale > 0) is bool(scale.is_initialized) for scale in scales)
     return all(scale.is_known for scale in scales)
 
 
-@pytest.mark.parametrize("way", COPIES)
-def test_a_copy_has_a_state_of_its_own_which_its_linears_share(way):
+@pytest.mark.parametrize("copy_model", COPIES)
+def test_a_copy_has_a_separate_state_which_its_linears_share(copy_model):
     model = convert_to_float8_training(Net(), config=config_of())
     step(model, torch.randn(8, 64))
-    copied = way(model)
-    assert_same(states(model), states(copied))
+    copied = copy_model(model)
     before = states(model)
-    expected = step(copy.deepcopy(model), torch.ones(8, 64))
-    assert_same(step(copied, torch.ones(8, 64)), expected)
+    assert_same(states(copied), before)
+    assert_same(step(copied, torch.ones(8, 64)), step(copy.deepcopy(model), torch.ones(8, 64)))
     assert_same(before, states(model))
-    scalings = [m.scaling for m in copied.modules() if hasattr(m, "scaling")]
-    assert len({id(s.state) for s in scalings}) == 1
-    assert scalings[0].state is not model.layers[0].w1.scaling.state
+    (state,) = {module.scaling.state for module in copied.modules() if isinstance(module, Float8Linear)}
+    assert state is not model.layers[0].w1.scaling.state
     assert copied.layers[0].w1.scaling.recorded.input is copied.layers[0].w3.scaling.recorded.input
-    assert knows_what_is(copied)
+    assert knows_all_scales(copied)
     assert [t.amax > 0 for t in float8_scaling_state(copied).report()] == [True] * 16
 
 
@@ -101,16 +100,15 @@ def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
     model = convert_to_float8_training(Net(), config=config_of())
     dynamic = convert_to_float8_training(Net())
     step(model, torch.randn(8, 64))
-    partial = {k: v for k, v in states(model).items() if k.startswith("layers.0.w1")}
     state = float8_scaling_state(model)
-    state.load_state_dict(partial)
+    state.load_state_dict({name: value for name, value in states(model).items() if name.startswith("layers.0.w1")})
     assert caplog.messages == [
         "26 of 32 entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically until "
         "the first sync (static scales must be calibrated)"
     ]
     assert scale_of(model, "layers.0.w1.input") > 0
     assert scale_of(model, "layers.1.w2.weight") == 0
-    assert not knows_what_is(model)
+    assert not knows_all_scales(model)
     state.load_state_dict({})
     assert_same(step(model, torch.ones(8, 64)), step(dynamic, torch.ones(8, 64)))
     caplog.clear()
@@ -133,10 +131,9 @@ def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad):
     module = make()
     step(module, torch.randn(2, 64))
     before = states(module)
+    entries = {name: value * 2 for name, value in before.items()} | {"grad_output.quant_scale": bad}
     with pytest.raises(ValueError, match=r"grad_output.quant_scale: expected a tensor of 0 dims, got"):
-        float8_scaling_state(module).load_state_dict(
-            {k: v * 2 for k, v in before.items()} | {"grad_output.quant_scale": bad}
-        )
+        float8_scaling_state(module).load_state_dict(entries)
     assert_same(before, states(module))
 
 
@@ -173,7 +170,7 @@ def test_a_tensor_that_is_used_again_is_cast_with_the_scale_of_now(change):
     step(module, input * 1.7)
     before = module(input)
     change(module, input)
-    assert knows_what_is(module) is (change is not CHANGES["reset"])
+    assert knows_all_scales(module) is (change is not CHANGES["reset"])
     after = module(input)
     assert torch.equal(after, module(input.clone()))
     assert not torch.equal(after, before)
@@ -184,27 +181,28 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
     for factor in (1.7, 5.0):
         with calibrate_float8_static_scales(module):
             module(input).sum().backward()
-            assert not knows_what_is(module)
+            assert not knows_all_scales(module)
             module(input * factor).sum().backward()
-        assert knows_what_is(module)
+        assert knows_all_scales(module)
         assert torch.equal(module(input), module(input.clone()))
 
 
-def test_the_host_asks_seldom_for_the_scale_of_a_slot_that_is_never_cast(monkeypatch):
+def test_the_host_seldom_reads_the_scale_of_a_slot_that_is_never_cast(monkeypatch):
     model = convert_to_float8_training(Net(), config=config_of())
-    asked, ask = [], ScaleState.refresh_is_initialized
-    monkeypatch.setattr(ScaleState, "refresh_is_initialized", lambda state: (asked.append(len(steps)), ask(state)))
-    steps = []
+    read = mock.Mock(side_effect=ScaleState.refresh_is_initialized)
+    monkeypatch.setattr(ScaleState, "refresh_is_initialized", lambda state: read(state))
+    counts = []
     for _ in range(10):
-        steps.append(step(model.layers[0], torch.randn(8, 64), sync=False))
+        step(model.layers[0], torch.randn(8, 64), sync=False)
         sync_float8_amax_and_scale_history(model)
-    assert asked == [1, 2, 4, 8]
-    assert knows_what_is(model.layers[0])
-    assert not knows_what_is(model)
+        counts.append(read.call_count)
+    assert counts == [1, 2, 2, 3, 3, 3, 3, 4, 4, 4]
+    assert knows_all_scales(model.layers[0])
+    assert not knows_all_scales(model)
     float8_scaling_state(model).load_state_dict(states(model))
     step(model, torch.randn(8, 64))
-    assert asked[4:] == [10, 10]  # the load, and the first sync after it
-    assert knows_what_is(model)
+    assert read.call_count == counts[-1] + 2  # the load, and the first sync after it
+    assert knows_all_scales(model)
 
 
 def test_code_for_a_gpu_is_compiled_twice_and_a_scale_that_is_known_by_mistake_is_loud():
@@ -227,7 +225,7 @@ def test_code_for_a_gpu_is_compiled_twice_and_a_scale_that_is_known_by_mistake_i
         for view in state.state_dict().values():
             view.zero_()  # and no load that says so
         output, *gradients = results_of(model, input, grad_output=1.0, call=compiled)
-        assert not torch.cat([each.isfinite().flatten() for each in (output, *gradients)]).any()
+        assert not any(tensor.isfinite().any() for tensor in (output, *gradients))
 
 
 @pytest.mark.parametrize(
@@ -270,10 +268,10 @@ def test_a_negative_scale_of_an_earlier_version_is_unknown():
     """It meant: scale this tensor dynamically for one step, and then by its history."""
     module, twin, input = make(), make(), torch.randn(8, 64)
     twin.load_state_dict(module.state_dict())
-    for each in (module, twin):
-        step(each, input)
-    saved = {name: -value if name == "input.quant_scale" else value for name, value in states(module).items()}
-    float8_scaling_state(module).load_state_dict(saved)
+    step(module, input)
+    step(twin, input)
+    saved = states(module)
+    float8_scaling_state(module).load_state_dict(saved | {"input.quant_scale": -saved["input.quant_scale"]})
     assert scale_of(module, "input") == 0
     step(module, input * 3)
     step(twin, input * 3)
@@ -281,7 +279,8 @@ def test_a_negative_scale_of_an_earlier_version_is_unknown():
     assert fared(module, "input").saturated == 0 < fared(twin, "input").saturated
     assert_same(states(module), states(twin))
     for view in float8_scaling_state(module).state_dict().values():  # torch.distributed.checkpoint loads into these
-        view.neg_() if view.dim() == 0 else None
+        if view.dim() == 0:
+            view.neg_()
     step(module, input * 3)
     assert fared(module, "input").is_dynamic
     assert scale_of(module, "input") > 0
@@ -319,13 +318,13 @@ def test_the_state_follows_the_linears_to_their_device():
 
 def test_views_follow_a_move():
     module = make()
-    state = module.scaling.state
-    before = module.scaling.recorded
-    state.to(torch.device("meta"))
-    assert module.scaling.recorded.input.quant_scale.is_meta
-    assert module.scaling.recorded.input.is_initialized is not None
-    assert not module.scaling.recorded.input.is_initialized.is_meta
-    assert not before.input.quant_scale.is_meta
+    before = module.scaling.recorded.input
+    module.scaling.state.to(torch.device("meta"))
+    moved = module.scaling.recorded.input
+    assert moved.quant_scale.is_meta
+    assert moved.is_initialized is not None
+    assert not moved.is_initialized.is_meta
+    assert not before.quant_scale.is_meta
 
 
 def test_a_dtype_change_of_the_model_leaves_the_scales_in_float32():
@@ -334,12 +333,13 @@ def test_a_dtype_change_of_the_model_leaves_the_scales_in_float32():
     assert {value.dtype for value in states(module).values()} == {torch.float32}
 
 
+OPERANDS = ("input", "weight", "grad_output")
+CAST_OPTIONS = tuple(f"cast_config_{operand}" for operand in OPERANDS)
+
+
 def static_config(**scales):
-    casts = {
-        f"cast_config_{operand}": CastConfig(ScalingType.STATIC, static_quant_scale=scales.get(operand))
-        for operand in ("input", "weight", "grad_output")
-    }
-    return Float8LinearConfig(**casts)
+    casts = (CastConfig(ScalingType.STATIC, static_quant_scale=scales.get(operand)) for operand in OPERANDS)
+    return Float8LinearConfig(**dict(zip(CAST_OPTIONS, casts, strict=True)))
 
 
 def test_given_static_scales_are_used_and_stay():
@@ -366,8 +366,8 @@ def test_calibration_measures_the_largest_amax_of_its_batches():
         for batch in batches:
             model.eval()(batch).sum().backward()
     model.train()
-    seen = max(nn.functional.normalize(b, dim=-1).abs().max().item() for b in batches)
-    assert scale_of(model, "layers.0.w1.input") == pytest.approx(448 / seen)
+    amax = max(nn.functional.normalize(batch, dim=-1).abs().max().item() for batch in batches)
+    assert scale_of(model, "layers.0.w1.input") == pytest.approx(448 / amax)
     assert scale_of(model, "layers.1.w2.weight") == pytest.approx(448 / model.layers[1].w2.weight.abs().max().item())
     before = states(model)
     outputs = [step(model, batches[1])[0] for _ in range(2)]
@@ -419,8 +419,7 @@ SCALING = {"dynamic": CastConfig(), "delayed": CastConfig(ScalingType.DELAYED), 
 )
 def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output, hp_grad_weight):
     kinds = [input, weight, grad_output]
-    casts = dict(zip(("cast_config_input", "cast_config_weight", "cast_config_grad_output"), kinds, strict=True))
-    options = {operand: SCALING[kind] for operand, kind in casts.items()}
+    options = {option: SCALING[kind] for option, kind in zip(CAST_OPTIONS, kinds, strict=True)}
     if hp_grad_weight:
         hp = CastConfig(ScalingType.DISABLED)
         options |= {"cast_config_input_for_grad_weight": hp, "cast_config_grad_output_for_grad_weight": hp}
@@ -432,9 +431,8 @@ def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output, 
     for _ in range(2):
         input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
         results = step(module, input, grad_output)
-        for got, reference, least in zip(
-            results, references(input, module.weight.detach(), grad_output), decibels, strict=True
-        ):
-            assert sqnr_db(reference, got) > least
+        expected = references(input, module.weight.detach(), grad_output)
+        for result, reference, floor in zip(results, expected, decibels, strict=True):
+            assert sqnr_db(reference, result) > floor
     assert len(float8_scaling_state(module)) == 3 - kinds.count("dynamic")
     assert sum(name.endswith("history") for name in states(module)) == kinds.count("delayed")

@@ -15,8 +15,8 @@ CONTEXTS = pytest.mark.parametrize("contexts", [noop_context_fn, selective_check
 RECIPE = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 
 
-def inputs_alive_in_backward(recipe, contexts, **backward):
-    """For each of four checkpointed blocks, which blocks' inputs are alive when its gradient is computed."""
+def inputs_alive_in_backward(recipe, contexts):
+    """Return for each of four checkpointed blocks which blocks' inputs are alive when its gradient is computed."""
     linear = nn.Linear(64, 64)
     if recipe:
         convert_to_float8_training(linear, config=recipe)
@@ -24,9 +24,9 @@ def inputs_alive_in_backward(recipe, contexts, **backward):
     hidden = torch.randn(32, 64, requires_grad=True) * 1
     for _ in range(4):
         inputs.append(weakref.ref(hidden))
-        hidden.register_hook(lambda grad: alive.append([each() is not None for each in inputs]))
+        hidden.register_hook(lambda grad: alive.append([input() is not None for input in inputs]))
         hidden = checkpoint(lambda x: F.silu(linear(x)), hidden, use_reentrant=False, context_fn=contexts)
-    hidden.sum().backward(**backward)
+    hidden.sum().backward()
     return alive
 
 

@@ -44,15 +44,11 @@ def results(input, weight, config, grad, *, backend=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
     config = config_of(recipe)
-    input, weight, grad = (
-        torch.randn(2, 6, 20).to(dtype),
-        torch.randn(28, 20).to(dtype),
-        torch.randn(2, 6, 28).to(dtype),
-    )
+    input, weight, grad = (torch.randn(shape).to(dtype) for shape in ((2, 6, 20), (28, 20), (2, 6, 28)))
     expected = results(input, weight, config, grad)
-    got = results(input, as_float8_weight(weight, config), config, grad)
-    assert_same(got, expected)
-    assert {each.dtype for each in got} == {dtype}
+    actual = results(input, as_float8_weight(weight, config), config, grad)
+    assert_same(actual, expected)
+    assert {tensor.dtype for tensor in actual} == {dtype}
 
 
 @pytest.mark.parametrize(
@@ -70,32 +66,28 @@ def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):
     config = config_of(recipe)
     input, weight, grad = torch.randn(2, 6, 20), torch.randn(28, 20), torch.randn(2, 6, 28)
     expected = results(input, weight, config, grad)
-    got = results(as_float8_input(input, config), weight, config, grad, backend=backend)
-    for want, have in zip(expected, got, strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6)
+    actual = results(as_float8_input(input, config), weight, config, grad, backend=backend)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
     config = config_of("rowwise_with_gw_hp")
     whole = as_float8_input(torch.randn(1, 4, 16), config_of("rowwise"))
-    with pytest.raises(
-        RuntimeError, match="expected a high-precision input, which a matmul of this linear reads; got a Float8Tensor"
-    ):
+    message = "expected a high-precision input, which a matmul of this linear reads; got a Float8Tensor"
+    with pytest.raises(RuntimeError, match=message):
         float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
 
 
-def sample(column="own"):
+def cast_matrix(kind="own"):
+    """Return a matrix and its Float8Tensor, whose column operand is its own, the row operand, or none."""
     matrix = torch.randn(12, 8)
-    recipe = {"own": "rowwise", "shared": "tensorwise", "none": "rowwise"}[column]
-    operands = both_operands(matrix, config_of(recipe).casts.input)
-    return matrix, Float8Tensor.from_operands(
-        operands.row, None if column == "none" else operands.column, torch.bfloat16
-    )
+    row, column = both_operands(matrix, config_of("tensorwise" if kind == "shared" else "rowwise").casts.input)
+    return matrix, Float8Tensor.from_operands(row, None if kind == "none" else column, torch.bfloat16)
 
 
 @pytest.mark.parametrize("column", ["own", "shared", "none"])
 def test_it_looks_like_the_tensor_that_was_cast(column):
-    matrix, whole = sample(column)
+    matrix, whole = cast_matrix(column)
     assert whole.shape == matrix.shape
     assert whole.dtype is torch.bfloat16
     assert whole.stride() == matrix.stride()
@@ -107,7 +99,7 @@ def test_it_looks_like_the_tensor_that_was_cast(column):
 
 @pytest.mark.parametrize("column", ["own", "shared", "none"])
 def test_views_copies_and_flattening_keep_every_operand(column):
-    _, whole = sample(column)
+    _, whole = cast_matrix(column)
     names, meta = whole.__tensor_flatten__()
     assert len(names) == (4 if column == "own" else 2)
     again = Float8Tensor.__tensor_unflatten__({n: getattr(whole, n) for n in names}, meta, None, None)
@@ -120,17 +112,11 @@ def test_views_copies_and_flattening_keep_every_operand(column):
     assert (again.column_data_fp8 is again.data_fp8) == (column == "shared")
 
 
-def test_what_codes_cannot_do_says_so():
-    _, whole = sample()
-    for act in (
-        lambda: whole + 1,
-        lambda: whole.sum(),
-        lambda: whole.t(),
-        lambda: whole.float(),
-        lambda: whole.mul_(2),
-    ):
+def test_operations_that_codes_lack_are_refused():
+    _, whole = cast_matrix()
+    for compute in (lambda: whole + 1, whole.sum, whole.t, whole.float, lambda: whole.mul_(2)):
         with pytest.raises(NotImplementedError, match="not defined on a Float8Tensor.*to_high_precision"):
-            act()
+            compute()
     with pytest.raises(NotImplementedError, match="keep the last dim"):
         whole.view(8, 12)
     with pytest.raises(NotImplementedError, match="its own size and strides"):
@@ -138,7 +124,7 @@ def test_what_codes_cannot_do_says_so():
 
 
 def test_operands_that_do_not_fit_are_refused():
-    _, whole = sample()
+    _, whole = cast_matrix()
     codes, scale, *_ = whole.operands().row
     with pytest.raises(ValueError, match="float8 data with a scale"):
         Float8Tensor.from_operands(Operand(codes), None, torch.float32)
