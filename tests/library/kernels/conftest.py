@@ -10,7 +10,7 @@ from quaver.kernels import cpu
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So many threads of torch, which quaver's matmul uses for matrices of any size."""
+    """Set torch's number of threads, and let quaver's matmul use them for matrices of any size."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(cpu, "MM_THREADS_PAY_FROM", 1)

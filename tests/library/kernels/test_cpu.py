@@ -17,11 +17,12 @@ from quaver.recipes import scaling
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, ScaleLayout, infer_layout
 from tests.isolated import isolated
 from tests.reference import assert_same_bits, every_value, reference_amax, reference_cast, reference_scales
+from tests.steps import assert_same
 from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FLOAT8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+FLOAT8_DTYPES = [E4M3, E5M2]
 SHAPES = [(1, 1), (3, 5), (17, 33), (1, 1000), (1000, 1), (64, 128), (0, 4), (4, 0), (0, 0)]
 LARGE = (517, 1031)  # enough elements for threads, and for the GIL to be released
 INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -57,9 +58,7 @@ def every_number(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "float8_dtype", "scale"), thinned(HP_DTYPES, FLOAT8_DTYPES, SCALES))
-def test_every_number_is_cast_as_the_reference_casts_it(
-    dtype: torch.dtype, float8_dtype: torch.dtype, scale: float
-) -> None:
+def test_every_number_is_cast_as_the_reference_casts_it(dtype, float8_dtype, scale):
     hp, quant_scale = every_number(dtype), torch.tensor(scale)
     actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, reference_cast))
     assert_same_bits(actual, expected)
@@ -78,7 +77,7 @@ def test_blocks_of_whole_rows_are_of_any_width():
 
 
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
+def test_ties_and_their_neighbours(float8_dtype):
     values = torch.arange(256, dtype=torch.uint8).view(float8_dtype).float()
     values = values[values.isfinite()].sort().values
     ties = (values[1:] + values[:-1]) / 2
@@ -91,7 +90,7 @@ def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("shape", "dtype", "float8_dtype"), thinned([*SHAPES, LARGE], HP_DTYPES, FLOAT8_DTYPES))
-def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8_dtype: torch.dtype) -> None:
+def test_scales_of_each_shape(shape, dtype, float8_dtype):
     hp = gaussian(shape, dtype)
     for scale_shape in ((), (shape[0], 1), (1, shape[1])):
         quant_scale = torch.rand(scale_shape) * 100
@@ -104,31 +103,27 @@ def test_scales_of_each_shape(shape: tuple[int, int], dtype: torch.dtype, float8
     thinned(HP_DTYPES, FLOAT8_DTYPES, ([None], [0], [1], [1, 0]), (False, True), (1, 3)),
     indirect=["threads"],
 )
-def test_dynamic_cast(
-    dtype: torch.dtype, float8_dtype: torch.dtype, dims: list[int | None], power_of_2: bool, threads: None
-) -> None:
-    """Of the matrix, its rows or its columns; of both axes from two reads."""
-    inputs = [random_of(shape, dtype) for shape in [*SHAPES, LARGE] for random_of in (gaussian, random_bits)]
+def test_dynamic_cast(dtype, float8_dtype, dims, power_of_2, threads):
+    """Casts the matrix, its rows or its columns; both axes in two reads."""
+    inputs = [draw(shape, dtype) for shape in [*SHAPES, LARGE] for draw in (gaussian, random_bits)]
     for hp in (*inputs, torch.zeros(3, 5, dtype=dtype), every_number(dtype).reshape(-1, 1)):
         read_before = cpu.elements_read()
         if len(dims) == 1:
-            made = cpu.dynamic_cast(hp, float8_dtype, *dims, power_of_2=power_of_2)
+            casts = cpu.dynamic_cast(hp, float8_dtype, *dims, power_of_2=power_of_2)
         else:
-            made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
+            casts = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
             assert cpu.elements_read() - read_before == 2 * hp.numel()
-        for dim, (codes, *scales) in zip(dims, (made[:3], made[3:]), strict=False):
-            expected = reference_scales(reference_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
-            for one, other in zip(scales, expected, strict=True):
-                assert_same_bits(one, other)
-            assert_same_bits(codes, reference_cast(hp, expected[0], float8_dtype))
+        for dim, cast in zip(dims, (casts[:3], casts[3:]), strict=False):
+            scales = reference_scales(reference_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
+            assert_same(cast, (reference_cast(hp, scales[0], float8_dtype), *scales))
 
 
 LAYOUTS = [ScaleLayout(*size) for size in (*BLOCK_SIZES, (128, 1), (32, 1))]
 
 
 @pytest.mark.parametrize(("dtype", "layout", "threads"), thinned(HP_DTYPES, LAYOUTS, (1, 3)), indirect=["threads"])
-def test_blocks(dtype: torch.dtype, layout: ScaleLayout, threads: None) -> None:
-    """Amaxes, codes and what is widened again; a run of columns ends between blocks, within one and at the last."""
+def test_blocks(dtype, layout, threads):
+    """Compares amaxes, codes and widened values; runs of columns end between blocks, within one and at the last."""
     for shape in [*SHAPES, LARGE, (130, 2048), (33, 2100), (2, 4101)]:
         for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
             amax = scaling.compute_block_amax(hp, layout)
@@ -141,7 +136,7 @@ def test_blocks(dtype: torch.dtype, layout: ScaleLayout, threads: None) -> None:
                 assert_same_bits(widen(codes, wide, dequant, layout), expected)
 
 
-def test_products_that_are_subnormal_are_not_truncated() -> None:
+def test_products_that_are_subnormal_are_not_truncated():
     codes = torch.arange(120, dtype=torch.uint8).view(E4M3).repeat(64, 2)
     for scale in (torch.full((64, 2), 2.0**-127), torch.full((2, 240), 2.0**-120), torch.full((2, 2), 2.0**-126)):
         expected = scaling.multiply_scale_(codes.to(torch.bfloat16), scale.to(torch.bfloat16))
@@ -149,10 +144,8 @@ def test_products_that_are_subnormal_are_not_truncated() -> None:
 
 
 @pytest.fixture
-def both_ways():
-    """Calls a function with the vectors of lookup.h and without them, and asserts that the bits are the same."""
-    if not cpu.AVAILABLE:
-        pytest.skip(f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+def compare_without_avx512():
+    """A function that calls another one with the vectors of lookup.h and without them, and compares the bits."""
     before = cpu.use_avx512(True)
     if not cpu.use_avx512(True):
         cpu.use_avx512(before)
@@ -163,9 +156,7 @@ def both_ways():
         assert cpu.use_avx512(False)
         without = function(*args)
         assert not cpu.use_avx512(True)
-        pairs = zip(with_vectors, without, strict=True) if isinstance(without, tuple) else [(with_vectors, without)]
-        for one, other in pairs:
-            assert_same_bits(one, other)
+        assert_same(with_vectors, without)
 
     yield compare
     cpu.use_avx512(before)
@@ -173,24 +164,22 @@ def both_ways():
 
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("shape", [(3, 64), (70, 191), (256, 256), (1, 63)])
-def test_widening_has_the_same_bits_without_avx512(both_ways, shape, float8_dtype):
+def test_widening_has_the_same_bits_without_avx512(compare_without_avx512, shape, float8_dtype):
     rows, columns = shape
     codes = torch.randint(0, 256, shape, dtype=torch.uint8)
     codes[0] = torch.arange(columns) % 120  # a row without NaN: most blocks
     scale = torch.rand(1, columns)
-    for each in (codes, codes % 120):
-        each = each.view(float8_dtype)
-        both_ways(cpu.widen, each, torch.bfloat16)
-        both_ways(cpu.widen, each, torch.float32, scale)
+    for matrix in (codes.view(float8_dtype), (codes % 120).view(float8_dtype)):
+        compare_without_avx512(cpu.widen, matrix, torch.bfloat16)
+        compare_without_avx512(cpu.widen, matrix, torch.float32, scale)
         for scale_shape in ((), (rows, 1), (1, columns)):
-            for least, most in ((-100, 101), (-110, 120), (0, 1)):
-                both_ways(cpu.widen, each, torch.bfloat16, 2.0 ** torch.randint(least, most, scale_shape))
-            for value in (0.0, INF, NAN, 2.0**127):
-                both_ways(cpu.widen, each, torch.bfloat16, torch.full(scale_shape, value))
+            scales = [2.0 ** torch.randint(*span, scale_shape) for span in ((-100, 101), (-110, 120), (0, 1))]
+            for scale in (*scales, *(torch.full(scale_shape, value) for value in (0.0, INF, NAN, 2.0**127))):
+                compare_without_avx512(cpu.widen, matrix, torch.bfloat16, scale)
 
 
 @pytest.mark.parametrize(("float8_dtype", "dtype"), thinned(FLOAT8_DTYPES, (torch.bfloat16, torch.float32)))
-def test_widen(float8_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_widen(float8_dtype, dtype):
     every_code, scales = torch.arange(256, dtype=torch.uint8).repeat(3, 1), 2.0 ** torch.arange(-55, 56)
     cases = [(every_code, scale) for scale in (*scales, *torch.tensor([0.0, INF, NAN, 2.0**119, 2.0**-110]))]
     for rows, columns in [*SHAPES, LARGE]:
@@ -204,7 +193,7 @@ def test_widen(float8_dtype: torch.dtype, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_widen_some_columns(dtype: torch.dtype, threads: None) -> None:
+def test_widen_some_columns(dtype, threads):
     whole = torch.randint(0, 256, (400, 900), dtype=torch.uint8).view(E4M3)
     for start, stop in ((0, 512), (7, 500), (3, 4), (5, 5)):
         codes = whole[:, start:stop]
@@ -216,7 +205,7 @@ def test_widen_some_columns(dtype: torch.dtype, threads: None) -> None:
             assert_same_bits(widen(codes.t(), dtype, scale.t(), layout.t()).t(), expected)
 
 
-def test_takes() -> None:
+def test_supported_tensors_and_dtypes():
     hp = torch.randn(4, 6)
     codes = hp.to(E4M3)
     assert cpu.supports(hp, E5M2)
@@ -234,14 +223,14 @@ def test_takes() -> None:
     assert not cpu.supports(hp, torch.bfloat16)
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux")
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="reads /proc/cpuinfo")
 def test_the_matmul_runs_where_the_cpu_has_bfloat16_vectors_and_no_tiles():
     flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
     vectors = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"} <= flags
     assert (vectors and "amx_bf16" not in flags) == cpu.HAS_MM
 
 
-def _load_again(value: str, available: bool) -> None:
+def _reload(value: str, available: bool) -> None:
     os.environ["QUAVER_PURE_PYTORCH"] = value
     importlib.reload(cpu)
     assert cpu.AVAILABLE is cpu.supports(torch.ones(2, 2), E4M3) is available
@@ -249,5 +238,5 @@ def _load_again(value: str, available: bool) -> None:
 
 
 @pytest.mark.parametrize(("value", "available"), [("1", False), ("0", cpu.AVAILABLE)])
-def test_an_environment_variable_turns_it_off(value: str, available: bool) -> None:
-    isolated(_load_again, value, available)
+def test_an_environment_variable_turns_the_extension_off(value, available):
+    isolated(_reload, value, available)

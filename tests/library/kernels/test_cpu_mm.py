@@ -33,6 +33,7 @@ SHAPES = [
     (700, 1040, 530),  # more than a panel of the smaller operand
 ]
 NAN, INF = float("nan"), float("inf")
+ONE = torch.tensor(1.0)
 
 pytestmark = pytest.mark.skipif(not cpu.HAS_MM, reason="quaver's matmul does not run on this CPU")
 
@@ -87,10 +88,9 @@ def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, f
     a, b = codes((m, k), formats[0]), codes((k, n), formats[1], seed=1)
     sums = sums_by_slabs(a, b)
     row_scale, column_scale = torch.rand(m, 1) + 0.1, (torch.rand(1, n) + 0.1) * 2**-20
-    one, other = torch.tensor(0.37), torch.tensor(2.0**-18)
-    bias = torch.randn(n)
+    a_tensor_scale, b_tensor_scale, bias = torch.tensor(0.37), torch.tensor(2.0**-18), torch.randn(n)
     for layout_a, layout_b in itertools.product((Tensor.contiguous, by_columns), repeat=2):
-        for a_scale, b_scale in itertools.product((one, row_scale), (other, column_scale)):
+        for a_scale, b_scale in itertools.product((a_tensor_scale, row_scale), (b_tensor_scale, column_scale)):
             for out_dtype in OUT_DTYPES:
                 scaled = sums * (a_scale * b_scale)
                 actual = cpu.mm(layout_a(a), layout_b(b), a_scale, b_scale, None, out_dtype)
@@ -99,7 +99,8 @@ def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, f
         assert_same_bits(actual, (sums * (row_scale * column_scale) + bias).bfloat16())
     for layout in (every_other, part_of_wider, part_of_taller):
         for left, right in ((layout(a), b), (a, layout(b))):
-            assert_same_bits(cpu.mm(left, right, one, other, None, torch.float32), sums * (one * other))
+            actual = cpu.mm(left, right, a_tensor_scale, b_tensor_scale, None, torch.float32)
+            assert_same_bits(actual, sums * (a_tensor_scale * b_tensor_scale))
 
 
 def test_scales_of_any_strides_and_biases_of_any_dtype():
@@ -116,61 +117,57 @@ def test_scales_of_any_strides_and_biases_of_any_dtype():
 def test_a_result_depends_on_its_own_row_and_column_only(threads):
     """So ranks and threads may split rows and columns as they like."""
     m, k, n = 300, 1100, 270
-    a, b, one = codes((m, k), E4M3), codes((k, n), E5M2, seed=1), torch.tensor(1.0)
-    whole = cpu.mm(a, b, one, one, None, torch.float32)
+    a, b = codes((m, k), E4M3), codes((k, n), E5M2, seed=1)
+    whole = cpu.mm(a, b, ONE, ONE, None, torch.float32)
     for start, stop in ((0, 1), (5, 22), (37, 300), (288, 300)):
-        assert_same_bits(cpu.mm(a[start:stop], b, one, one, None, torch.float32), whole[start:stop])
+        assert_same_bits(cpu.mm(a[start:stop], b, ONE, ONE, None, torch.float32), whole[start:stop])
         part = slice(start, min(stop, n))
-        assert_same_bits(cpu.mm(a, b[:, part], one, one, None, torch.float32), whole[:, part])
-    assert_same_bits(cpu.mm(a[:5], b[:, :6], one, one, None, torch.float32), whole[:5, :6])
+        assert_same_bits(cpu.mm(a, b[:, part], ONE, ONE, None, torch.float32), whole[:, part])
+    assert_same_bits(cpu.mm(a[:5], b[:, :6], ONE, ONE, None, torch.float32), whole[:5, :6])
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4), (4, 0, 4), (4, 4, 0), (0, 0, 0), (0, 0, 7)], ids=str)
 def test_empty_matrices(shape):
     m, k, n = shape
-    a, b, one, bias = codes((m, k), E4M3), codes((k, n), E4M3), torch.tensor(1.0), torch.arange(1.0, n + 1)
+    a, b, bias = codes((m, k), E4M3), codes((k, n), E4M3), torch.arange(1.0, n + 1)
     for out_dtype in OUT_DTYPES:
-        assert_same_bits(cpu.mm(a, b, one, one, None, out_dtype), torch.zeros(m, n, dtype=out_dtype))
-        assert_same_bits(cpu.mm(a, b, one, one, bias, out_dtype), bias.to(out_dtype).expand(m, n).contiguous())
+        assert_same_bits(cpu.mm(a, b, ONE, ONE, None, out_dtype), torch.zeros(m, n, dtype=out_dtype))
+        assert_same_bits(cpu.mm(a, b, ONE, ONE, bias, out_dtype), bias.to(out_dtype).expand(m, n).contiguous())
 
 
 def test_the_smallest_numbers_are_not_flushed():
     """The dot product takes subnormal operands and sums for 0; no code, product or sum is one."""
-    one = torch.tensor(1.0)
     for (a_dtype, a_least), (b_dtype, b_least) in itertools.product(((E4M3, 2.0**-9), (E5M2, 2.0**-16)), repeat=2):
         a = torch.zeros(40, 40, dtype=torch.uint8)
         a[range(40), range(40)] = 1
-        out = cpu.mm(
-            a.view(a_dtype), torch.ones(40, 40, dtype=torch.uint8).view(b_dtype), one, one, None, torch.float32
-        )
+        b = torch.ones_like(a).view(b_dtype)
+        out = cpu.mm(a.view(a_dtype), b, ONE, ONE, None, torch.float32)
         assert out.equal(torch.full((40, 40), a_least * b_least))
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 def test_results_round_as_torch_rounds(out_dtype):
     """To even, with subnormals, to inf: for scales that give every size of result."""
-    a = codes((64, 3), E4M3)
-    b = codes((3, 48), E4M3, seed=1)
+    a, b = codes((64, 3), E4M3), codes((3, 48), E4M3, seed=1)
     sums = sums_by_slabs(a, b)
     for exponent in (*range(-149, -100, 4), -24, -14, -5, 0, 1, 100, 110, 120, 127):
         scale = torch.tensor(2.0**exponent)
-        actual = cpu.mm(a, b, scale, torch.tensor(1.0), None, out_dtype)
+        actual = cpu.mm(a, b, scale, ONE, None, out_dtype)
         assert_same_bits(actual, (sums * scale).to(out_dtype))
     ties = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [-1.0, -(2.0**-8)]]).to(E4M3)
-    out = cpu.mm(ties, torch.ones(2, 40).to(E4M3), torch.tensor(1.0), torch.tensor(1.0), None, torch.bfloat16)
+    out = cpu.mm(ties, torch.ones(2, 40).to(E4M3), ONE, ONE, None, torch.bfloat16)
     assert out[:, 39].tolist() == [1.0, 1.015625, -1.0]
 
 
 @pytest.mark.parametrize("layout", [Tensor.contiguous, by_columns])
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
-def test_what_is_not_a_number_stays_so(layout, out_dtype):
-    one = torch.tensor(1.0)
+def test_nan_and_inf_codes_reach_the_result(layout, out_dtype):
     ones = torch.ones(50, 50)
     for dtype, code in ((E4M3, 0x7F), (E4M3, 0xFF), (E5M2, 0x7D), (E5M2, 0x7F), (E5M2, 0xFE)):
         a = ones.to(dtype)
         a.view(torch.uint8)[5, 49] = code
         for left, right in ((layout(a), ones.to(E4M3)), (ones.to(E4M3), layout(a))):
-            out = cpu.mm(left, right, one, one, None, out_dtype)
+            out = cpu.mm(left, right, ONE, ONE, None, out_dtype)
             expected = sums_by_slabs(left, right)
             assert int(expected.isnan().sum()) == 50
             assert_same_bits(out, expected.to(out_dtype))
@@ -178,14 +175,14 @@ def test_what_is_not_a_number_stays_so(layout, out_dtype):
     infinite.view(torch.uint8)[5, 49], infinite.view(torch.uint8)[6, 3] = 0x7C, 0xFC
     b = ones.clone()
     b[49, 7] = 0
-    out = cpu.mm(layout(infinite), b.to(E4M3), one, one, None, out_dtype)
+    out = cpu.mm(layout(infinite), b.to(E4M3), ONE, ONE, None, out_dtype)
     assert out[5, 7].isnan()
     assert out[5, :7].isposinf().all()
     assert out[6].isneginf().all()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_scales_that_are_not_numbers_reach_their_rows_and_columns(bad):
+def test_scales_that_are_not_finite_reach_their_rows_and_columns(bad):
     a, b = codes((40, 30), E4M3), codes((30, 50), E4M3, seed=1)
     a_scale, b_scale = torch.ones(40, 1), torch.ones(1, 50)
     a_scale[3], b_scale[0, 44] = bad, bad
@@ -199,37 +196,36 @@ def test_scales_that_are_not_numbers_reach_their_rows_and_columns(bad):
 @pytest.mark.parametrize("shape", [*SHAPES, (530, 1040, 700), (2, 5000, 900), (900, 3, 2)], ids=str)
 def test_nothing_is_written_outside_of_the_result(shape):
     (m, k, n), margin = shape, 4096
-    a, b, one = codes((m, k), E4M3), codes((k, n), E4M3, seed=1), torch.tensor(1.0)
+    a, b = codes((m, k), E4M3), codes((k, n), E4M3, seed=1)
     sums = sums_by_slabs(a, b)
     for (kind, dtype), threads in itertools.product(enumerate((torch.float32, torch.bfloat16)), (1, 2, 5)):
         out = torch.full((m * n * dtype.itemsize + 2 * margin,), 0xA5, dtype=torch.uint8)
-        of_a = a.data_ptr(), 0, *a.stride(), one.data_ptr(), 0
-        of_b = b.data_ptr(), 0, b.stride(1), b.stride(0), one.data_ptr(), 0
-        cpu.extension.mm(out.data_ptr() + margin, *of_a, *of_b, m, k, n, kind, 0, threads)
+        a_arguments = a.data_ptr(), 0, *a.stride(), ONE.data_ptr(), 0
+        b_arguments = b.data_ptr(), 0, b.stride(1), b.stride(0), ONE.data_ptr(), 0
+        cpu.extension.mm(out.data_ptr() + margin, *a_arguments, *b_arguments, m, k, n, kind, 0, threads)
         assert (out[:margin] == 0xA5).all()
         assert (out[-margin:] == 0xA5).all()
         assert out[margin:-margin].view(dtype).view(m, n).equal(sums.to(dtype))
 
 
 def test_a_bias_of_another_shape_is_refused():
-    a, b, one = codes((40, 30), E4M3), codes((30, 50), E4M3), torch.tensor(1.0)
+    a, b = codes((40, 30), E4M3), codes((30, 50), E4M3)
     for bias in (torch.ones(1), torch.ones(40), torch.ones(1, 50)):
         with pytest.raises(ValueError, match=re.escape(f"expected a bias of [50], got {list(bias.shape)}")):
-            cpu.mm(a, b, one, one, bias, torch.float32)
+            cpu.mm(a, b, ONE, ONE, bias, torch.float32)
 
 
-def test_what_it_takes():
-    a, one = codes((40, 30), E4M3), torch.tensor(1.0)
-    assert cpu.mm(a, codes((30, 5), E5M2), one, one, None, torch.float32) is not None
+def test_operands_of_other_shapes_dtypes_and_devices_are_not_taken():
+    a = codes((40, 30), E4M3)
+    assert cpu.mm(a, codes((30, 5), E5M2), ONE, ONE, None, torch.float32) is not None
     for b in (codes((31, 5), E5M2), torch.zeros(30, 5).to(torch.float8_e4m3fnuz), codes((30, 5), E5M2).to("meta")):
-        assert cpu.mm(a, b, one, one, None, torch.float32) is None
+        assert cpu.mm(a, b, ONE, ONE, None, torch.float32) is None
 
 
 def test_a_sum_of_a_million_numbers_is_as_exact_as_pytorchs():
     """A single chain of float32 additions loses 3e-4 here: each term is small relative to the sum."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.rand(shape, generator=generator).to(E4M3) for shape in ((4, 1 << 20), (1 << 20, 32)))
-    one = torch.tensor(1.0)
     expected = a.double() @ b.double()
-    error = (cpu.mm(a, b, one, one, None, torch.float32) - expected).abs().max() / expected.max()
+    error = (cpu.mm(a, b, ONE, ONE, None, torch.float32) - expected).abs().max() / expected.max()
     assert error <= max(2e-6, float((a.float() @ b.float() - expected).abs().max() / expected.max()))

@@ -39,17 +39,10 @@ DTYPES = *HP_DTYPES, E4M3, E5M2, torch.uint8, torch.float64
 H100, A100 = (9, 0), (8, 0)
 
 
-def _persistent(scale):
-    def call(hp):
-        recorded = torch.full((2,), -1.0)
-        quant = PersistentScale(torch.tensor(scale), recorded, torch.tensor(scale > 0))
-        return persistent_cast.cast_with_persistent_scale(hp, quant, E5M2, True, True, False), recorded
-
-    return call
-
-
-def _by_group(hp):
-    return group_amax(hp, torch.arange(hp.shape[0]) // 5, 4)
+def cast_with_persistent_scale(hp, scale):
+    observed = torch.full((2,), -1.0)
+    quant_scale = PersistentScale(torch.tensor(scale), observed, torch.tensor(scale > 0))
+    return persistent_cast.cast_with_persistent_scale(hp, quant_scale, E5M2, True, True, False), observed
 
 
 OPERATIONS = {
@@ -59,10 +52,10 @@ OPERATIONS = {
     "cast_blockwise": lambda hp: cast.cast_blockwise(hp, E4M3, True, True, True, 1, 32, ""),
     "cast_blockwise, square": lambda hp: cast.cast_blockwise(hp, E4M3, True, True, True, 128, 128, ""),
     "cast_with_scale": lambda hp: cast.cast_with_scale(hp, E4M3, torch.tensor(3.0), torch.rand(1, hp.shape[1])),
-    "cast_with_persistent_scale": _persistent(2.0),
-    "cast_with_persistent_scale, unknown": _persistent(0.0),
+    "cast_with_persistent_scale": lambda hp: cast_with_persistent_scale(hp, 2.0),
+    "cast_with_persistent_scale, unknown": lambda hp: cast_with_persistent_scale(hp, 0.0),
     "matrix_amax": lambda hp: cast.matrix_amax(hp, 1),
-    "group_amax": _by_group,
+    "group_amax": lambda hp: group_amax(hp, torch.arange(hp.shape[0]) // 5, 4),
     "to_column_major": cast.to_column_major,
     "to_row_major": lambda codes: cast.to_row_major(codes.mT),
 }
@@ -77,59 +70,55 @@ CASES = [
     *((dtype, "contiguous") for dtype in DTYPES),
     *((dtype, layout) for dtype in (torch.bfloat16, E4M3) for layout in LAYOUTS if layout != "contiguous"),
 ]
-TAKEN = {
-    **{name: (HP_DTYPES, ("contiguous", "off 16 bytes")) for name in OPERATIONS},
-    **{
-        name: ((E4M3, E5M2), ("contiguous", "off 16 bytes", "two matrices"))
-        for name in ("to_column_major", "to_row_major")
-    },
-}
+TAKEN = dict.fromkeys(OPERATIONS, (HP_DTYPES, ("contiguous", "off 16 bytes")))
+COPIED = (E4M3, E5M2), ("contiguous", "off 16 bytes", "two matrices")
+TAKEN |= {"to_column_major": COPIED, "to_row_major": COPIED}
 """The dtypes and the layouts that the kernel of an operation takes; the reference computes the others."""
 
 
 @np.errstate(all="ignore")
 def run_table(capability, cases):
-    """(operation, dtype, layout) of every case that launched a kernel.
+    """Return (operation, dtype, layout) of every case that launched a kernel.
 
-    Asserts in each the reference's results, and that those of fake tensors lie alike.
+    Asserts in each case the reference's results, and that those of fake tensors have the same layout.
     """
     launched = set()
     for (name, call), (dtype, layout) in itertools.product(OPERATIONS.items(), cases):
         matrix = LAYOUTS[layout](varied(17, 48, torch.float32).to(dtype))
         with simulate_gpu(capability), counting_launches() as kernels:
-            made = _result(call, matrix)
-        if (kernels and name.endswith("_major")) or set(kernels) - {
-            "_column_major"
-        }:  # the reference of a cast lays codes out by it
+            result = call_or_error(call, matrix)
+        # The reference of a cast lays codes out with the kernel of a copy.
+        if (kernels and name.endswith("_major")) or set(kernels) - {"_column_major"}:
             launched.add((name, dtype, layout))
         with simulate_gpu(capability), mock.patch.object(triton_blocks, "INTERPRETED", False):
-            expected = _result(call, matrix)
-        assert type(made) is type(expected), (name, dtype, layout, made, expected)
+            expected = call_or_error(call, matrix)
+        assert type(result) is type(expected), (name, dtype, layout, result, expected)
         if matrix.dim() == 2:
             with simulate_gpu(capability), FakeTensorMode() as mode:
-                faked = _result(call, mode.from_tensor(matrix))
-        if isinstance(made, str):
-            assert made == expected, (name, dtype, layout)
-            assert matrix.dim() != 2 or made == faked, (name, dtype, layout)
+                faked = call_or_error(call, mode.from_tensor(matrix))
+        if isinstance(result, str):
+            assert result == expected, (name, dtype, layout)
+            assert matrix.dim() != 2 or result == faked, (name, dtype, layout)
             continue
-        for got, reference in zip(_tensors(made), _tensors(expected), strict=True):
-            assert got.stride() == reference.stride(), (name, dtype, layout)
-            assert_same_bits(got, reference)
+        assert describe(result) == describe(expected), (name, dtype, layout)
+        for actual, reference in zip(flatten(result), flatten(expected), strict=True):
+            assert_same_bits(actual, reference)
         if matrix.dim() == 2:
-            assert list(map(_laid, _tensors(faked))) == list(map(_laid, _tensors(made))), (name, dtype, layout)
+            assert describe(faked) == describe(result), (name, dtype, layout)
     return launched
 
 
 @contextlib.contextmanager
 def counting_launches():
-    """How often each kernel is launched in the block, by its name; tiles are as [Note: transposing a tile] says."""
+    """Count the launches of each kernel by name, and assert the tiles that [Note: transposing a tile] describes."""
     names = Counter()
 
     def launch(kernel, matrix, tile, *args, **constants):
         names[kernel.fn.__name__] += 1
-        of_load = 1 if tile[:2] == (64, 32) else 16 // matrix.itemsize
+        elements_of_load = 1 if tile[:2] == (64, 32) else 16 // matrix.itemsize
         if tile.rows_of_thread > 1:
-            assert tile.rows * tile.columns == 32 * tile.warps * of_load * tile.rows_of_thread, (names, tile)
+            elements = 32 * tile.warps * elements_of_load * tile.rows_of_thread
+            assert tile.rows * tile.columns == elements, (names, tile)
         return triton_blocks.launch(kernel, matrix, tile, *args, **constants)
 
     with contextlib.ExitStack() as stack:
@@ -138,8 +127,8 @@ def counting_launches():
         yield names
 
 
-def _result(call, matrix):
-    """What `call` returns, or the class of its error: that a dtype or a shape is refused."""
+def call_or_error(call, matrix):
+    """Return what `call` returns, or the name of the class of its error where it refuses a dtype or a shape."""
     torch.manual_seed(0)
     try:
         return call(matrix)
@@ -147,20 +136,20 @@ def _result(call, matrix):
         return type(error).__name__
 
 
-def _laid(tensor):
-    return tensor.dtype, tensor.shape, tensor.stride()
+def describe(result):
+    """Return dtype, shape and strides of each tensor."""
+    return [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in flatten(result)]
 
 
-def _tensors(made):
-    if isinstance(made, torch.Tensor):
-        return [made]
-    return (
-        [] if made is None or isinstance(made, ScaleLayout) else [tensor for each in made for tensor in _tensors(each)]
-    )
+def flatten(result):
+    """Return the tensors in nested tuples."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [] if result is None or isinstance(result, ScaleLayout) else [*itertools.chain(*map(flatten, result))]
 
 
 def run_grouped_matmuls():
-    """The relative errors of torch's grouped matmul of matrices in high precision, by form and layout of weights."""
+    """Return the relative errors of torch's grouped matmul in high precision, by form and layout of weights."""
     ends = torch.tensor([1, 1, 18, 35], dtype=torch.int32)  # each group takes the most padding
     tokens, gradients, weights = torch.randn(37, 24), torch.randn(37, 16), torch.randn(4, 16, 24)
     errors = {}
@@ -169,9 +158,9 @@ def run_grouped_matmuls():
         left = tokens if form is ExpertMatmul.OUTPUT else gradients
         right = tokens if form is ExpertMatmul.GRAD_WEIGHT else stored.flatten(0, 1)
         with simulate_gpu(H100), counting_launches() as kernels:
-            pair = (Operand(each.bfloat16()) for each in (left, right))
-            made = gpu_gemm.multiply_widened(*pair, ends, form, transposed).float()
-        expected = torch.zeros_like(made)
+            operands = Operand(left.bfloat16()), Operand(right.bfloat16())
+            actual = gpu_gemm.multiply_widened(*operands, ends, form, transposed).float()
+        expected = torch.zeros_like(actual)
         for group, (start, stop) in enumerate(((0, 1), (1, 1), (1, 18), (18, 35))):
             if form is ExpertMatmul.GRAD_WEIGHT:
                 product = gradients[start:stop].t() @ tokens[start:stop]
@@ -179,7 +168,7 @@ def run_grouped_matmuls():
             else:
                 weight = weights[group].t() if form is ExpertMatmul.OUTPUT else weights[group]
                 expected[start:stop] = left[start:stop] @ weight
-        errors[form, transposed] = ((made - expected).norm() / expected.norm()).item()
+        errors[form, transposed] = ((actual - expected).norm() / expected.norm()).item()
         assert not kernels  # this matmul reads either layout
     return errors
 

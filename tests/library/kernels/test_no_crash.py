@@ -229,7 +229,7 @@ ROWS, COLUMNS = 600, 400
 
 
 def arguments(schema, name: str) -> dict[str, object]:
-    """Ordinary arguments of the operation `name`, by their names."""
+    """Return ordinary arguments of the operation `name`, by their names."""
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
     values = {
         "hp": torch.randn(ROWS, COLUMNS),
@@ -275,7 +275,10 @@ def arguments(schema, name: str) -> dict[str, object]:
     if name == "grouped_mm":
         values |= {"b": codes, "b_dequant_scale": torch.rand(ROWS, 1) + 1}
     ordinary = {"Tensor": torch.ones(3), "bool": False, "str": "", "int": 1}
-    return {each.name: values[each.name] if each.name in values else ordinary[str(each.type)] for each in schema}
+    return {
+        argument.name: values[argument.name] if argument.name in values else ordinary[str(argument.type)]
+        for argument in schema
+    }
 
 
 def resized(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -315,7 +318,7 @@ UNREAD = {("to_column_major_after", "gradient"), ("wait_for", "waiting"), ("wait
 
 
 def hand_to_every_operation(kind: str) -> None:
-    """Each tensor in turn is `kind`. One that has no memory ends in one line, any other in the result of its copy."""
+    """Call each operation with each argument in turn of a kind: an error of one line, or the result of its copy."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
     assert len(names) >= 9
     for name in sorted(names):
@@ -332,10 +335,9 @@ def hand_to_every_operation(kind: str) -> None:
                 continue
             hostile = {**WITHOUT_MEMORY, **WITH_MEMORY}[kind](value)
             torch.manual_seed(0)
-            given = {**arguments(schema, short), argument: hostile}
             message = ""
             try:
-                results = tensors_of(operation(**given), given)
+                results = call(operation, {**arguments(schema, short), argument: hostile})
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 message = str(error)
             if message:
@@ -345,14 +347,15 @@ def hand_to_every_operation(kind: str) -> None:
             assert kind in WITH_MEMORY, where
             torch.manual_seed(0)
             plain = {**arguments(schema, short), argument: hostile.clone(memory_format=torch.contiguous_format)}
-            for one, other in zip(results, tensors_of(operation(**plain), plain), strict=True):
-                assert torch.allclose(one.float(), other.float(), rtol=0, atol=0, equal_nan=True), where
+            for result, expected in zip(results, call(operation, plain), strict=True):
+                assert torch.allclose(result.float(), expected.float(), rtol=0, atol=0, equal_nan=True), where
 
 
-def tensors_of(result, given) -> list[torch.Tensor]:
-    """What an operation returned or wrote."""
+def call(operation, arguments: dict[str, object]) -> list[torch.Tensor]:
+    """Return the tensors that an operation returns or writes."""
+    result = operation(**arguments)
     if result is None:
-        return [given[name] for name in ("amax_buffer", "param") if name in given]
+        return [arguments[name] for name in ("amax_buffer", "param") if name in arguments]
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
@@ -367,20 +370,18 @@ def test_more_elements_than_an_int32_counts():
     rows, columns = 1 << 16, (1 << 15) + 16
     hp = torch.ones(rows, columns, dtype=torch.bfloat16)
     hp[-1] = 2
-    for dim, last in ((None, 448), (1, 448), (0, 448)):
+    for dim in (None, 1, 0):
         codes, quant_scale, _ = cpu.dynamic_cast(hp, torch.float8_e4m3fn, dim)
         first = codes[0].float() / (quant_scale if dim is None else quant_scale[0])
         assert torch.equal(first, torch.ones(columns))
-        assert codes[-1].float().unique().tolist() == [last]
+        assert codes[-1].float().unique().tolist() == [448]
         del codes
     del hp
     codes = torch.full((rows, columns), 2.0, dtype=torch.float8_e4m3fn)
     codes[-1] = 3.0
-    one = torch.tensor(1.0)
+    rest = torch.tensor(1.0), torch.tensor(1.0), None, torch.float32, False, [0, 0], [0, 0]
     for b in (torch.ones(columns, 16), torch.ones(16, columns).t()):
-        out = torch.ops.quaver.exact_float8_mm(
-            codes, b.to(codes.dtype), one, one, None, torch.float32, False, [0, 0], [0, 0]
-        )
+        out = torch.ops.quaver.exact_float8_mm(codes, b.to(codes.dtype), *rest)
         assert torch.equal(out[:-1], torch.full((rows - 1, 16), 2.0 * columns))
         assert torch.equal(out[-1], torch.full((16,), 3.0 * columns))
     wide = cpu.widen(codes, torch.bfloat16)

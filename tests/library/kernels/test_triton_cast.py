@@ -31,13 +31,13 @@ from tests.library.kernels.triton_kernels import (
     counting_bytes,
     varied,
 )
-from tests.reference import every_value
+from tests.reference import assert_same_bits, every_value, reference_amax
 from tests.thinned import at_night
 
 INF, NAN = math.inf, math.nan
 
 
-# What runs in the interpreter's process.
+# These run in the interpreter's process.
 
 
 def _every_value(hp_dtype, float8_dtype):
@@ -58,8 +58,8 @@ def _unusual_amaxes(hp_dtype, float8_dtype):
 
 def _shapes(hp_dtype, float8_dtype):
     for shape in ((1, 40), (33, 1), (70, 45), (144, 80)):
-        of_rows, of_columns = torch.rand(shape[0], 3)[:, 1:2] * 9, torch.rand(1, shape[1]) * 9  # one has strides
-        given = [(of_rows, of_columns), (None, torch.tensor(0.7)), (of_rows, None)]
+        row_scale, column_scale = torch.rand(shape[0], 3)[:, 1:2] * 9, torch.rand(1, shape[1]) * 9  # one has strides
+        given = [(row_scale, column_scale), (None, torch.tensor(0.7)), (row_scale, None)]
         assert_casts(varied(*shape, hp_dtype), float8_dtype, persistent=[100.0], given=given, power_of_2=True)
     assert_casts(varied(6, 16, hp_dtype).view(-1)[1:81].view(5, 16), float8_dtype)  # starts off 16 bytes
 
@@ -97,9 +97,9 @@ def _rows_of_every_width():
         hp = varied(6 if width < 4096 else 3, width, torch.bfloat16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton_cast, "WIDEST_ROW", widest)
-            made = triton_cast.cast_rowwise(hp, E4M3, *ROWS, False)
-        of_rows = scaling.dynamic_cast(hp, E4M3, 1)
-        assert_operands(made, of_rows, of_rows, *ROWS)
+            operands = triton_cast.cast_rowwise(hp, E4M3, *ROWS, False)
+        expected = scaling.dynamic_cast(hp, E4M3, 1)
+        assert_operands(operands, expected, expected, *ROWS)
 
 
 def _saturated_elements_are_counted():
@@ -127,32 +127,28 @@ def _copies():
         assert (copy.dtype, copy.shape, copy.stride()[-2:]) == (E5M2, codes.shape, (1, codes.shape[-2]))
         assert copy.mT.is_contiguous()
         assert torch.equal(copy.mT.view(torch.uint8), codes.view(torch.uint8).mT)
-        assert sum(counted.values()) == 2 * codes.numel()
+        assert counted.total() == 2 * codes.numel()
     refused = codes.mT, codes[:0], codes.float(), codes.bfloat16(), codes[0, 0], codes.new_zeros(70_000, 1, 1)
-    assert all(triton_cast.to_column_major(each) is None for each in refused)
+    assert all(triton_cast.to_column_major(matrix) is None for matrix in refused)
 
 
 @np.errstate(all="ignore")
 def _groups():
     """Rows of a group in one tile, over several, in a tile with others, and apart; empty groups, NaN, inf, 0."""
-    for dtype, (rows, columns) in itertools.product(
-        (torch.bfloat16, torch.float32), ((1, 40), (33, 1), (70, 45), (300, 80))
-    ):
+    shapes = (1, 40), (33, 1), (70, 45), (300, 80)
+    for dtype, (rows, columns) in itertools.product((torch.bfloat16, torch.float32), shapes):
         hp = varied(rows, columns, dtype)
         sizes = torch.tensor([rows // 2, 0, rows // 3, rows - rows // 2 - rows // 3])
         for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(rows) % 3, torch.zeros(rows).long()):
             with counting_bytes() as counted:
-                made = triton_cast.group_amax(hp, group, 5)
-            expected = [hp[group == each].abs().float() for each in range(5)]
-            expected = [each.nan_to_num(INF, INF).amax(0) if len(each) else torch.zeros(columns) for each in expected]
-            has_nan = torch.stack([hp[group == each].isnan().any(0) for each in range(5)])
-            assert torch.equal(made.isnan(), has_nan)
-            assert torch.equal(made.nan_to_num(INF), torch.stack(expected))
+                amaxes = triton_cast.group_amax(hp, group, 5)
+            for amax, index in zip(amaxes, range(5), strict=True):
+                assert_same_bits(amax, reference_amax(hp[group == index].float(), 0).flatten())
             assert counted[{torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]] >= hp.nbytes
 
 
 def _bytes(cast):
-    """The bytes of hp and codes, and of all else, per element, for row codes, column codes and both."""
+    """Return the bytes per element of hp and codes, and of the rest, for row codes, column codes and both."""
     hp = varied(256, 512, torch.bfloat16)
     persistent = triton_cast.cast_with_persistent_scale
     casts = {
@@ -169,8 +165,8 @@ def _bytes(cast):
     for wanted in (ROWS, COLUMNS, BOTH):
         with counting_bytes() as counted:
             casts[cast](*wanted)
-        of_hp_and_codes = counted.pop("bf16") + counted.pop("fp8e4nv")
-        moved.append((of_hp_and_codes / hp.numel(), sum(counted.values()) / hp.numel()))
+        hp_and_codes = counted.pop("bf16") + counted.pop("fp8e4nv")
+        moved.append((hp_and_codes / hp.numel(), counted.total() / hp.numel()))
     return moved
 
 
@@ -198,7 +194,7 @@ AT_NIGHT = [(check, *dtypes) for check in (_every_value, _unusual_amaxes, _shape
         (_groups,),
         *at_night((check,) for check in AT_NIGHT if check not in IN_EACH_RUN),
     ],
-    ids=lambda check: "-".join(str(getattr(each, "__name__", each)) for each in check),
+    ids=lambda check: "-".join(str(getattr(part, "__name__", part)) for part in check),
 )
 def test_casts_have_the_oracles_bits(interpreter, check):
     interpreter(*check)
@@ -215,12 +211,12 @@ def test_casts_have_the_oracles_bits(interpreter, check):
 )
 def test_bytes_of_a_bfloat16_element(interpreter, cast, expected):
     moved = interpreter(_bytes, cast)
-    assert [of_hp_and_codes for of_hp_and_codes, _ in moved] == expected
+    assert [hp_and_codes for hp_and_codes, _ in moved] == expected
     assert max(rest for _, rest in moved) < 0.3  # scales and amaxes, of a small matrix
 
 
-def test_what_it_takes(interpreter):
-    for hp, float8_dtype, takes in (
+def test_supported_tensors_and_dtypes(interpreter):
+    for hp, float8_dtype, is_supported in (
         (torch.ones(4, 6), E4M3, True),
         (torch.nn.Parameter(torch.ones(4, 6)), E5M2, True),
         (torch.ones(4, 6).t(), E4M3, False),
@@ -229,6 +225,6 @@ def test_what_it_takes(interpreter):
         (torch.ones(4, 6), torch.float8_e4m3fnuz, False),
         (torch.ones(4, 6, device="meta"), E4M3, False),
     ):
-        assert interpreter(triton_cast.supports, hp, float8_dtype) is takes
+        assert interpreter(triton_cast.supports, hp, float8_dtype) is is_supported
         if not triton_blocks.INTERPRETED:
             assert not triton_cast.supports(hp, float8_dtype)  # without the interpreter no CPU tensor is taken

@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from quaver.kernels import triton_blocks, triton_cast
-from quaver.lab.bench.ledger.disassembly import parse_disassembly
 from tests.library.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 from tests.thinned import at_night
 
@@ -36,7 +35,7 @@ NEW_ASSEMBLER = VERSION >= (3, 9)
 
 
 class _Driver:
-    """What Triton asks of a driver to compile a launch."""
+    """The methods of a driver that Triton calls to compile a launch."""
 
     capability = 90
 
@@ -53,11 +52,11 @@ class _Driver:
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch, tmp_path):
     """The code of each launch, in order, by the kernel's name."""
-    found = defaultdict(list)
+    launches = defaultdict(list)
 
     def launch(kernel, grid):
         def compile_only(*args, **options) -> None:
-            found[kernel.__name__].append(kernel.run(*args, grid=grid, warmup=True, **options).asm)
+            launches[kernel.__name__].append(kernel.run(*args, grid=grid, warmup=True, **options).asm)
 
         return compile_only
 
@@ -66,7 +65,7 @@ def compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "__getitem__", launch)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *args: b"")  # assert_fits assembles
     triton.runtime.driver.set_active(_Driver())
-    yield found
+    yield launches
     triton.runtime.driver.set_active(None)
 
 
@@ -74,14 +73,14 @@ def empty(hp_dtype, rows=128, columns=128):
     return torch.empty(rows, columns, dtype=hp_dtype)
 
 
-def instructions(asm):
+def count_instructions(asm):
     return Counter(re.findall(r"^[ \t]*(?:@!?%p\d+ )?([a-z]\w*(?:\.\w+)*)[ \t]", asm["ptx"], re.MULTILINE))
 
 
 def assert_fits(asm, folder, registers):
-    """What NVIDIA's assembler says of the kernel: registers of a thread, bytes of spills.
+    """Assert that the kernel takes at most so many registers of a thread by NVIDIA's assembler, and spills none.
 
-    Also that subnormal numbers are kept, and that no pair of codes has a register of its own, which ptxas 12.8 and 12.9
+    Also that subnormal numbers are kept, and that no pair of codes has a separate register, which ptxas 12.8 and 12.9
     read once, where two instructions do (triton-lang/triton#11111).
     """
     assert not re.search(r"cvt\.rn\.satfinite\.\w+\.f32\s+%", asm["ptx"])
@@ -99,26 +98,30 @@ def assert_fits(asm, folder, registers):
     assert used <= (registers if NEW_ASSEMBLER else 200)
 
 
-def instructions_of_machine(folder):
-    """Those of the kernel that `assert_fits` assembled."""
+def count_machine_instructions(folder):
+    """Return the number of instructions of the kernel that `assert_fits` assembled, without NOPs."""
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "kernel.cubin")]
-    code, _, _ = parse_disassembly(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return code.total()
+    disassembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?!NOP)[A-Z]", disassembly))
 
 
 def assert_whole_accesses(asm, hp_dtype, conversions):
-    """16 bytes per load; 16 column codes per store; 8 row codes per store, or 4 where a load is of 4 elements."""
-    found = instructions(asm)
+    """Assert loads of 16 bytes, stores of 16 column codes, and of 8 row codes, or 4 where a load is of 4 elements."""
+    counts = count_instructions(asm)
     tile = triton_blocks.choose_tile(empty(hp_dtype), column_codes=True)
     elements = tile.rows * tile.columns // (32 * tile.warps)  # of a thread
-    assert found["ld.global.v4.b32"] >= elements * hp_dtype.itemsize // 16  # and scales of columns
-    assert found["st.global.v4.b32"] >= elements // 16  # likewise
+    assert counts["ld.global.v4.b32"] >= elements * hp_dtype.itemsize // 16  # and scales of columns
+    assert counts["st.global.v4.b32"] >= elements // 16  # likewise
     if hp_dtype is not torch.float32:
-        assert found["st.global.v2.b32"] == elements // 8
-    assert not any(re.search(r"global.*\.[bu](8|16)$", name) for name in found)
-    assert found["ld.shared.b8"] == found["st.shared.b8"] == 0  # [Note: transposing a tile]
+        assert counts["st.global.v2.b32"] == elements // 8
+    assert_no_narrow_accesses(counts)
+    assert counts["ld.shared.b8"] == counts["st.shared.b8"] == 0  # [Note: transposing a tile]
     if TRANSPOSES_CODES:
-        assert sum(found[name] for name in CONVERSION.values()) == elements // 2 * conversions
+        assert sum(counts[name] for name in CONVERSION.values()) == elements // 2 * conversions
+
+
+def assert_no_narrow_accesses(counts):
+    assert not any(re.search(r"global.*\.[bu](8|16)$", name) for name in counts)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +151,10 @@ def test_scales_per_row_and_column(compiled, hp_dtype, tmp_path):
 def test_whole_rows(compiled, hp_dtype, width, registers, tmp_path):
     triton_cast.cast_rowwise(empty(hp_dtype, columns=width), E4M3, *ROWS, False)
     [asm] = compiled["_cast_whole_rows"]
-    found = instructions(asm)
-    assert found[CONVERSION[E4M3]] == 16
-    assert found["ld.global.v4.b32"] == 32 * hp_dtype.itemsize // 16
-    assert found["st.global.b8"] == 0
+    counts = count_instructions(asm)
+    assert counts[CONVERSION[E4M3]] == 16
+    assert counts["ld.global.v4.b32"] == 32 * hp_dtype.itemsize // 16
+    assert counts["st.global.b8"] == 0
     assert_fits(asm, tmp_path, registers)
 
 
@@ -160,9 +163,9 @@ def test_amaxes(compiled, hp_dtype, tmp_path):
     for dim in (None, 0, 1):
         triton_cast.compute_amax(empty(hp_dtype), dim)
     for asm in compiled["_amax"]:
-        found = instructions(asm)
-        assert found["ld.global.v4.b32"] == 8
-        assert found["ld.global.b16"] == 0
+        counts = count_instructions(asm)
+        assert counts["ld.global.v4.b32"] == 8
+        assert counts["ld.global.b16"] == 0
         assert_fits(asm, tmp_path, 128)
 
 
@@ -170,7 +173,7 @@ def test_amaxes(compiled, hp_dtype, tmp_path):
 def test_amaxes_of_groups(compiled, hp_dtype, tmp_path):
     triton_cast.group_amax(empty(hp_dtype), torch.zeros(len(empty(hp_dtype)), dtype=torch.int64), 3)
     [asm] = compiled["_group_amax"]
-    assert instructions(asm)["ld.global.v4.b32"] == 8
+    assert count_instructions(asm)["ld.global.v4.b32"] == 8
     assert_fits(asm, tmp_path, 128)
 
 
@@ -215,13 +218,13 @@ def test_both_directions_of_blocks(compiled, hp_dtype, length, mode, power_of_2,
     """
     triton_cast.cast_blockwise(empty(hp_dtype, 256, 4096), E4M3, *BOTH, power_of_2, 1, length, mode)
     [asm] = compiled["_cast_rows_and_columns"]
-    found = instructions(asm)
-    assert found["ld.global.v4.b32"] == 64 * hp_dtype.itemsize // 16
-    assert not any(re.search(r"global.*\.[bu](8|16)$", name) for name in found)
+    counts = count_instructions(asm)
+    assert counts["ld.global.v4.b32"] == 64 * hp_dtype.itemsize // 16
+    assert_no_narrow_accesses(counts)
     assert_fits(asm, tmp_path, registers)
     if NEW_ASSEMBLER:
-        assert found["bar.sync"] <= barriers
-        assert instructions_of_machine(tmp_path) / 64 <= most
+        assert counts["bar.sync"] <= barriers
+        assert count_machine_instructions(tmp_path) / 64 <= most
 
 
 def test_a_transposing_copy(compiled, tmp_path):
@@ -229,15 +232,15 @@ def test_a_transposing_copy(compiled, tmp_path):
     for shape in ((256, 128), (129, 129)):
         triton_cast.to_column_major(torch.empty(shape, dtype=E4M3))
     whole, odd = compiled["_column_major"]
-    found = instructions(whole)
-    assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 8
-    assert found["ld.shared.b8"] == found["st.shared.b8"] == 0
-    assert not any(name.startswith("cvt") and "x2" in name for name in found)
+    counts = count_instructions(whole)
+    assert counts["ld.global.v4.b32"] == counts["st.global.v4.b32"] == 8
+    assert counts["ld.shared.b8"] == counts["st.shared.b8"] == 0
+    assert not any(name.startswith("cvt") and "x2" in name for name in counts)
     assert_fits(whole, tmp_path, 72)
     assert_fits(odd, tmp_path, 128)
 
 
-def every_cast(hp, float8_dtype=E4M3):
+def launch_casts(hp, float8_dtype=E4M3):
     triton_cast.cast_with_persistent_scale(hp, float8_dtype, *BOTH, True, torch.ones(()))
     triton_cast.cast_rowwise(hp, float8_dtype, *ROWS, True)
     triton_cast.cast_rowwise(hp, float8_dtype, *BOTH, True)
@@ -249,7 +252,7 @@ def assert_addresses_of_64_bits(asm):
 
 
 def test_odd_sizes_do_not_spill(compiled, tmp_path):
-    every_cast(empty(torch.bfloat16, 129, 129))
+    launch_casts(empty(torch.bfloat16, 129, 129))
     triton_cast.cast_rowwise(empty(torch.bfloat16, 3, triton_cast.WIDEST_ROW - 1), E4M3, *ROWS, False)
     assert set(compiled) == {"_amax", "_cast_tensorwise", "_cast_rowwise", "_cast_whole_rows"}
     for asm in itertools.chain(*compiled.values()):
@@ -268,11 +271,11 @@ def test_odd_sizes_of_both_directions_of_blocks_do_not_spill(compiled, length, m
 @pytest.mark.parametrize("capability", [90, 100, 120])
 def test_code_for_other_gpus(compiled, capability, monkeypatch):
     monkeypatch.setattr(_Driver, "capability", capability)
-    every_cast(empty(torch.bfloat16, 128, 4096), E5M2)
+    launch_casts(empty(torch.bfloat16, 128, 4096), E5M2)
     for asm in itertools.chain(*compiled.values()):
         assert_addresses_of_64_bits(asm)
         assert ".ftz" not in asm["ptx"]
-    assert instructions(compiled["_cast_whole_rows"][0])[CONVERSION[E5M2]] == 16
+    assert count_instructions(compiled["_cast_whole_rows"][0])[CONVERSION[E5M2]] == 16
     assert_whole_accesses(compiled["_cast_tensorwise"][0], torch.bfloat16, conversions=1)
     assert_whole_accesses(compiled["_cast_rowwise"][0], torch.bfloat16, conversions=2)
 
@@ -280,10 +283,14 @@ def test_code_for_other_gpus(compiled, capability, monkeypatch):
 @pytest.mark.parametrize("shape", [(1, 40), *at_night([((33, 1),)])], ids=str)
 def test_integers_of_1_and_missing_pointers_compile(compiled, shape):
     """Triton makes constants of both."""
-    hp, one = empty(torch.bfloat16, *shape), torch.ones(())
-    triton_cast.cast_with_persistent_scale(hp, E4M3, *BOTH, True, one)
+    hp, scale = empty(torch.bfloat16, *shape), torch.ones(())
+    triton_cast.cast_with_persistent_scale(hp, E4M3, *BOTH, True, scale)
     triton_cast.cast_rowwise(hp, E4M3, *ROWS, True)
     triton_cast.cast_tensorwise(hp, E5M2, *COLUMNS, False)
-    triton_cast.cast_with_scale(hp, E4M3, one, None)
-    launches = {name: len(each) for name, each in compiled.items()}
-    assert launches == {"_amax": 2, "_cast_tensorwise": 2, "_cast_rowwise": 1, "_cast_whole_rows": 1}
+    triton_cast.cast_with_scale(hp, E4M3, scale, None)
+    assert {name: len(launches) for name, launches in compiled.items()} == {
+        "_amax": 2,
+        "_cast_tensorwise": 2,
+        "_cast_rowwise": 1,
+        "_cast_whole_rows": 1,
+    }

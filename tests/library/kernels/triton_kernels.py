@@ -23,6 +23,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 WANTED = BOTH, ROWS, COLUMNS = (True, True), (True, False), (False, True)
+"""Whether a cast returns row codes and column codes."""
 UNUSUAL = (
     [0.0, -0.0],
     [1e-20, 0.0],
@@ -36,7 +37,7 @@ UNUSUAL = (
 
 
 def varied(rows, columns, dtype):
-    """Rows and columns of different magnitudes, some of zeros, and an outlier in the last element."""
+    """Return rows and columns of different magnitudes, some of zeros, with an outlier in the last element."""
     hp = torch.randn(rows, columns) * torch.exp2(torch.randint(-6, 6, (rows, 1)).float())
     hp = hp * torch.exp2(torch.randint(-6, 6, (1, columns)).float())
     hp[rows // 2] = 0
@@ -45,9 +46,9 @@ def varied(rows, columns, dtype):
     return hp.to(dtype)
 
 
-def assert_equal(got, expected):
-    """Tensors have the expected bits, but for those of NaNs, and strides; None is where it is expected."""
-    for actual, oracle in zip(got, expected, strict=True):
+def assert_equal(tensors, expected):
+    """Assert the expected bits, except of NaNs, the expected strides, and None where it is expected."""
+    for actual, oracle in zip(tensors, expected, strict=True):
         if oracle is None:
             assert actual is None
             continue
@@ -56,27 +57,27 @@ def assert_equal(got, expected):
 
 
 def laid_out(row_codes, column_codes, rows=True, columns=True):
-    """The oracle's codes as row codes and column codes; None for what is not wanted."""
+    """Return the oracle's codes as row codes and column codes, None for those that are not wanted."""
     transposed = None if column_codes is None else column_codes.t().clone(memory_format=torch.contiguous_format).t()
     return row_codes if rows else None, transposed if columns else None
 
 
-def assert_operands(operands, of_rows, of_columns, rows, columns):
-    """They are codes, quant_scale and dequant_scale `of_rows` and `of_columns`, where these are wanted."""
-    codes = laid_out(of_rows[0], of_columns[0], rows, columns)
-    for operand, laid, (_, quant, dequant) in zip(operands, codes, (of_rows, of_columns), strict=True):
-        assert (operand is None) == (laid is None)
+def assert_operands(operands, row, column, rows, columns):
+    """Assert the codes, quant_scale and dequant_scale of the oracle's casts `row` and `column`, where wanted."""
+    codes = laid_out(row[0], column[0], rows, columns)
+    for operand, expected, (_, quant, dequant) in zip(operands, codes, (row, column), strict=True):
+        assert (operand is None) == (expected is None)
         if operand is not None:
-            assert_equal((operand.data, operand.dequant_scale, operand.quant_scale), (laid, dequant, quant))
-            assert dequant.shape == operand.layout.get_scale_shape(*laid.shape)
+            assert_equal((operand.data, operand.dequant_scale, operand.quant_scale), (expected, dequant, quant))
+            assert dequant.shape == operand.layout.get_scale_shape(*expected.shape)
 
 
 @np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted
 def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, mode="", wanted=WANTED):
-    """The casts of `hp` are the oracle's: dynamic, with each `persistent` scale, with each pair of `given` scales."""
+    """Assert the oracle's casts: dynamic, with each `persistent` scale, and with each pair of `given` scales."""
     assert triton_cast.supports(hp, float8_dtype)
     host, device = hp.cpu(), hp.device
-    of_matrix, of_rows, of_columns = (
+    by_matrix, by_row, by_column = (
         scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2, mode=mode) for dim in (None, 1, 0)
     )
     if not mode:  # no rule changes the amax
@@ -84,8 +85,8 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
             assert_equal([triton_cast.compute_amax(hp, dim)], [scaling.compute_amax(host, dim).float()])
     for rows, columns in wanted:
         args = (float8_dtype, rows, columns, power_of_2)
-        assert_operands(triton_cast.cast_tensorwise(hp, *args, mode), of_matrix, of_matrix, rows, columns)
-        assert_operands(triton_cast.cast_rowwise(hp, *args, mode), of_rows, of_columns, rows, columns)
+        assert_operands(triton_cast.cast_tensorwise(hp, *args, mode), by_matrix, by_matrix, rows, columns)
+        assert_operands(triton_cast.cast_rowwise(hp, *args, mode), by_row, by_column, rows, columns)
         for scale in map(torch.tensor, persistent):
             codes, *rest = scaling.cast_with_persistent_scale(host, scale, float8_dtype, power_of_2=power_of_2)
             row_codes, column_codes = laid_out(codes, codes, rows, columns)
@@ -102,7 +103,7 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
 
 
 def assert_casts_by_rule(hp, rule):
-    """The casts by a rule of serving engines: of tensors, rows, columns and blocks, and with a given scale."""
+    """Assert the casts by a rule of serving engines: of tensors, rows and blocks, and with a given scale."""
     finite = hp[hp.isfinite().all(1)]
     assert_casts(finite, E4M3, given=[(torch.rand(len(finite), 1) + 0.1, None)], mode=rule, wanted=[BOTH, ROWS])
     for block_size in ((1, 128), (128, 128)):
@@ -111,33 +112,33 @@ def assert_casts_by_rule(hp, rule):
 
 @np.errstate(all="ignore")
 def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(BOTH,)):
-    """The cast in blocks has the oracle's bits along rows and along columns.
+    """Assert the oracle's bits of the cast in blocks, along rows and along columns.
 
     The dequant_scale of row codes along 1 x n, and of column codes alone in square blocks, is column-major.
     """
     assert triton_cast.supports(hp, float8_dtype)
     for rows, columns in wanted:
-        made = []
+        expected = []
         for size in (block_size, block_size[::-1]):
             options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
             codes, quant, dequant = scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options)
             if size[0] == 1 or (size[0] == size[1] and not rows):
                 dequant = torch.empty(dequant.shape[::-1]).t().copy_(dequant)
-            made.append((codes, quant, dequant))
+            expected.append((codes, quant, dequant))
         operands = triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode)
-        assert_operands(operands, *made, rows, columns)
+        assert_operands(operands, *expected, rows, columns)
 
 
 @contextmanager
 def interpreting_process() -> Iterator[Callable]:
-    """Calls a function in a process whose Triton interprets."""
+    """Yield a function that calls another one in a process whose Triton interprets."""
     with process(TRITON_INTERPRET="1") as call:
         call(patch_the_language_once)
         yield call
 
 
 def patch_the_language_once() -> None:
-    """Else the interpreter patches all of triton.language at each call of a device function: half of its time.
+    """Patch triton.language once, which the interpreter does at each call of a device function: half of its time.
 
     Kernels of the process must be interpreted.
     """
@@ -154,7 +155,7 @@ def patch_the_language_once() -> None:
 
 @contextmanager
 def process(**environment: str) -> Iterator[Callable]:
-    """Calls a function in a process of its own."""
+    """Yield a function that calls another one in a new process with these environment variables."""
     spawn = multiprocessing.get_context("spawn")
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, spawn) as pool:
         for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
@@ -164,7 +165,7 @@ def process(**environment: str) -> Iterator[Callable]:
 
 @contextmanager
 def counting_bytes() -> Iterator[Counter[str]]:
-    """Counts the bytes that interpreted kernels load and store, by the dtypes of what they point to.
+    """Count the bytes that interpreted kernels load and store, by the dtypes that their pointers point to.
 
     Atomics count as stores.
     """
@@ -184,10 +185,7 @@ def counting_bytes() -> Iterator[Counter[str]]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, *positions in (
-            ("create_masked_load", 0, 1),
-            ("create_masked_store", 0, 2),
-            ("create_atomic_rmw", 1, 3),
-        ):
-            patch.setattr(builder, name, counted(name, *positions))
+        positions = {"create_masked_load": (0, 1), "create_masked_store": (0, 2), "create_atomic_rmw": (1, 3)}
+        for name, (pointers_at, mask_at) in positions.items():
+            patch.setattr(builder, name, counted(name, pointers_at, mask_at))
         yield moved
