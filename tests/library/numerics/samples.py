@@ -1,4 +1,4 @@
-"""Samples of a healthy run of two blocks, in the form of numerics.jsonl, and what a test changes in them."""
+"""Headers and samples of a healthy run of two blocks, in the form of numerics.jsonl, with a test's changes."""
 
 from __future__ import annotations
 
@@ -20,40 +20,34 @@ NAMES = ["numel", "amax", "rms", "smallest", "underflow", "saturated", "sqnr_db"
 NAMES += ["scale_min", "scale_median", "scale_max", "nonfinite", "zeros"]
 
 
-def header(recipe: str = "tensorwise") -> dict[str, Any]:
+def make_header(recipe: str = "tensorwise") -> dict[str, Any]:
+    scaling = "delayed" if recipe.startswith("delayed") else "dynamic"
     tensors = [
-        {
-            "layer": layer,
-            "operand": operand,
-            "cast": cast,
-            "dtype": dtype,
-            "granularity": "tensorwise",
-            "scaling": None if dtype is None else "delayed" if recipe.startswith("delayed") else "dynamic",
-            "recipe": recipe,
-        }
+        {"layer": layer, "operand": operand, "cast": cast, "dtype": dtype, "scaling": scaling if dtype else None}
+        | {"granularity": "tensorwise", "recipe": recipe}
         for layer in LAYERS
         for operand, cast, dtype in OPERANDS
     ]
     return {"kind": "header", "schema": 1, "step": 1, "statistics": NAMES, "tensors": tensors}
 
 
-def position(layer: str, operand: str) -> int:
+def find_position(layer: str, operand: str) -> int:
     return LAYERS.index(layer) * len(OPERANDS) + [name for name, *_ in OPERANDS].index(operand)
 
 
-def sample(step: int, changes: dict[tuple[str, str], dict[str, Any]] | None = None) -> dict[str, Any]:
-    """A sample with jitter of half a power of two; `changes` replace values of (layer, operand)."""
+def make_sample(step: int, changes: dict[tuple[str, str], dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return a sample with jitter of half a power of two; `changes` replace values of (layer, operand)."""
     noise = random.Random(step)
     line: dict[str, Any] = {"kind": "sample", "step": step, **{name: [] for name in NAMES}}
     for layer in LAYERS:
         for operand, _, dtype in OPERANDS:
-            values = _healthy(operand, dtype, step, noise) | (changes or {}).get((layer, operand), {})
+            values = _draw_healthy_values(operand, dtype, step, noise) | (changes or {}).get((layer, operand), {})
             for name in NAMES:
                 line[name].append(values[name])
     return line
 
 
-def _healthy(operand: str, dtype: str | None, step: int, noise: random.Random) -> dict[str, Any]:
+def _draw_healthy_values(operand: str, dtype: str | None, step: int, noise: random.Random) -> dict[str, Any]:
     rms = RMS[operand] * (2 ** noise.uniform(-0.5, 0.5) if operand != "weight" else 1 + 1e-4 * step)
     largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype or "", math.nan)
     scale = 5 * rms / largest if dtype else None

@@ -6,8 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from quaver import Float8GemmConfig, Float8LinearConfig
-from quaver.lab.doctor.survey_sums import survey_sums
+from quaver import Float8LinearConfig
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import HOPPER, Accumulation, accumulate
 from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums, observe_sums, sample_rows
@@ -17,7 +16,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def codes(rows, columns, step, dtype):
-    """Finite codes of all exponents, a third of them negative."""
+    """Return finite codes of all exponents, a third of them negative."""
     n = torch.arange(rows * columns).view(rows, columns)
     return ((n * n * step + n * 7) % 251 % 124 + 128 * ((n * step) % 3 == 0)).to(torch.uint8).view(dtype)
 
@@ -42,20 +41,20 @@ def exponent(value):
     return math.frexp(value)[1] - 1
 
 
-def truncated(value, unit):
+def truncate(value, unit):
     return int(value / unit) * unit  # int() truncates toward zero
 
 
-def chain_of(a, b, rule, smallest):
-    """The rule of accumulation.py for one dot product, in rational numbers."""
+def sum_by_rule(a, b, rule, smallest):
+    """Return one dot product by the rule of accumulation.py, in rational numbers."""
     total = Fraction(0)
     for start in range(0, len(a), rule.products):
         pairs = [(x, y) for x, y in zip(a[start:][: rule.products], b[start:][: rule.products], strict=True) if x * y]
         tops = [max(exponent(x), smallest) + max(exponent(y), smallest) for x, y in pairs]
         tops += [exponent(total)] if total else []
         unit = Fraction(2) ** (max(tops, default=0) - rule.fraction_bits)
-        total = truncated(total, unit) + sum(truncated(Fraction(x) * Fraction(y), unit) for x, y in pairs)
-        total = truncated(total, Fraction(2) ** (exponent(total) - rule.fraction_bits)) if total else total
+        total = truncate(total, unit) + sum(truncate(Fraction(x) * Fraction(y), unit) for x, y in pairs)
+        total = truncate(total, Fraction(2) ** (exponent(total) - rule.fraction_bits)) if total else total
     return float(total)
 
 
@@ -64,12 +63,12 @@ def test_sums_follow_the_rule_in_rational_numbers(rule):
     a, b = (torch.randn(2, 200) * torch.exp2(torch.randint(-10, 6, (2, 200)).float()) for _ in range(2))
     a, b = a.to(E4M3), b.to(E4M3)
     rows = a.float().tolist(), b.float().tolist()
-    expected = [[chain_of(x, y, rule, -6) for y in rows[1]] for x in rows[0]]
+    expected = [[sum_by_rule(x, y, rule, -6) for y in rows[1]] for x in rows[0]]
     assert accumulate(a, b, rule, use_fast_accum=True).tolist() == expected
     total = torch.zeros(2, 2)
     for start in range(0, 200, rule.promoted_every):
         parts = [[x[start : start + rule.promoted_every] for x in side] for side in rows]
-        total += torch.tensor([[chain_of(x, y, rule, -6) for y in parts[1]] for x in parts[0]])
+        total += torch.tensor([[sum_by_rule(x, y, rule, -6) for y in parts[1]] for x in parts[0]])
     assert_same_bits(accumulate(a, b, rule, use_fast_accum=False), total)
 
 
@@ -85,21 +84,22 @@ def test_a_subnormal_code_has_the_exponent_of_the_smallest_normal_one():
 def test_values_that_are_not_finite_and_empty_operands():
     a, b = torch.ones(2, 64), torch.ones(3, 64)
     a[0, 3] = math.nan
-    made = accumulate(a.to(E4M3), b.to(E4M3), HOPPER, use_fast_accum=False)
-    assert made[0].isnan().all()
-    assert made[1].tolist() == [64.0] * 3
+    sums = accumulate(a.to(E4M3), b.to(E4M3), HOPPER, use_fast_accum=False)
+    assert sums[0].isnan().all()
+    assert sums[1].tolist() == [64.0] * 3
     a[0, 3] = -math.inf
     assert accumulate(a.to(E5M2), b.to(E4M3), HOPPER, use_fast_accum=True)[0].tolist() == [-math.inf] * 3
     assert accumulate(a.to(E4M3)[:, :0], b.to(E4M3)[:, :0], HOPPER, use_fast_accum=False).tolist() == [[0.0] * 3] * 2
     assert accumulate(a.to(E4M3)[:0], b.to(E4M3), HOPPER, use_fast_accum=True).shape == (0, 3)
 
 
-def sums_of(recipe, left, right):
+def compare_sums(recipe, input, weight):
+    """Return the SQNRs of the output of a linear."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     rows = []
-    for operand, hp in (("input", left), ("weight", right)):
-        made = Quantizer(getattr(casts, operand), hp.dtype)(hp, row=True, column=False).row
-        rows.append(sample_rows(hp, made, "row"))
+    for operand_casts, hp in ((casts.input, input), (casts.weight, weight)):
+        operand = Quantizer(operand_casts, hp.dtype)(hp, row=True, column=False).row
+        rows.append(sample_rows(hp, operand, "row"))
     return Sums.from_values(observe_sums(*rows, HOPPER).tolist())
 
 
@@ -108,43 +108,21 @@ def sums_of(recipe, left, right):
 )
 def test_what_sums_and_casts_cost(operands, fast, exact, casts):
     """The rows of docs/numerics.md for K = 4096."""
-    made = torch.randn(16, 4096), torch.randn(16, 4096)
-    left, right = (each.abs() for each in made) if operands == "positive" else made
-    found = sums_of("tensorwise", left, right)
-    assert found.fast == pytest.approx(fast, abs=1.5)
-    assert found.exact == pytest.approx(exact, abs=1.5)
-    assert found.casts == pytest.approx(casts, abs=1.5)
+    left, right = torch.randn(2, 16, 4096)
+    if operands == "positive":
+        left, right = left.abs(), right.abs()
+    assert compare_sums("tensorwise", left, right) == pytest.approx((casts, fast, exact), abs=1.5)
 
 
 def test_scales_of_rows_and_blocks():
     """Rows of all sizes weigh as their scales say; scales of 128 multiply each chain, and those of 32 nothing runs."""
     left, right = torch.randn(64, 512).abs() * 2.0 ** torch.arange(64)[:, None], torch.randn(40, 512).abs()
-    assert sums_of("rowwise", left, right).fast == pytest.approx(sums_of("rowwise", left[-1:], right).fast, abs=2)
-    blocks = sums_of("blockwise", left, right)
-    assert blocks.fast == blocks.exact == pytest.approx(sums_of("rowwise", left, right).exact, abs=3)
-    assert sums_of("mxfp8", left, right) is None
+    rows, blocks = compare_sums("rowwise", left, right), compare_sums("blockwise", left, right)
+    assert rows.fast == pytest.approx(compare_sums("rowwise", left[-1:], right).fast, abs=2)
+    assert blocks.fast == blocks.exact == pytest.approx(rows.exact, abs=3)
+    assert compare_sums("mxfp8", left, right) is None
 
 
 def test_sums_may_lose_what_rounding_to_bfloat16_does():
     assert Sums(casts=60.0, fast=50.0, exact=70.0).bound() == BFLOAT16_DB == pytest.approx(48.2, abs=0.1)
     assert Sums(casts=28.0, fast=50.0, exact=70.0).bound() == 28.0
-
-
-def test_a_survey_finds_the_matmul_whose_sums_cost_most():
-    model = torch.nn.Sequential(torch.nn.Linear(2048, 48, bias=False), torch.nn.ReLU(), torch.nn.Linear(48, 16))
-    model[0].weight.data.abs_()
-    input = torch.randn(64, 2048).abs()
-    exact = Float8LinearConfig(gemm_config_output=Float8GemmConfig())
-    configs = {"0": Float8LinearConfig(), "2": None}
-
-    def found():
-        return survey_sums(model, lambda: model(input).square().mean().backward(), configs.get, HOPPER)
-
-    first, *others = found()
-    assert (first.name, first.matmul, first.use_fast_accum) == ("0", "output", True)
-    assert first.margin < -10
-    assert {each.matmul for each in others} == {"grad_weight"}  # nothing asks for the gradient of the input
-    configs["0"] = exact
-    assert min(each.margin for each in found()) > 0
-    configs["0"] = Float8LinearConfig(emulate=True)
-    assert not found()

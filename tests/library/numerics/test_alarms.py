@@ -1,6 +1,7 @@
 """Alarms over synthetic samples: which rule, which tensor, since when; one for each cause, and when it has ended."""
 
 import json
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -10,29 +11,30 @@ from quaver.numerics.expected import bulk_db, cast_bound_db, rounding_bound_db, 
 from quaver.numerics.history import History
 from quaver.numerics.rules import Measure, Rule
 from quaver.recipes.formats import E4M3, E5M2
-from tests.library.numerics.samples import LAYERS, RMS, header, position, sample
+from tests.library.numerics.samples import LAYERS, RMS, find_position, make_header, make_sample
 
 UP, DOWN = "layers.1.mlp.up_proj", "layers.1.mlp.down_proj"
 
 
-def events(changes: dict[tuple[str, str], dict[str, Any]], steps: range, last: int = 30, recipe: str = "tensorwise"):
-    """What 1 to `last` samples give, with `changes` in those of `steps`."""
-    alarms = Alarms()
-    samples = (sample(step, changes if step in steps else None) for step in range(1, last + 1))
-    return [event for each in samples for event in alarms.update(header(recipe), each)]
+def update(samples: Iterable[dict[str, Any]], header: dict[str, Any] | None = None) -> list[Alarm | Cleared]:
+    """Return the events of samples with one header."""
+    alarms, header = Alarms(), header or make_header()
+    return [event for sample in samples for event in alarms.update(header, sample)]
+
+
+def events(changes: dict[tuple[str, str], dict[str, Any]], steps: Container[int], last=30, recipe="tensorwise"):
+    """Return the events of the steps 1 to `last`, with `changes` in the samples of `steps`."""
+    samples = (make_sample(step, changes if step in steps else None) for step in range(1, last + 1))
+    return update(samples, make_header(recipe))
 
 
 def scaled(operand: str, by: float) -> dict[str, Any]:
     return {"rms": RMS[operand] * by, "amax": 5 * RMS[operand] * by}
 
 
+NONFINITE = {(DOWN, "input"): {"nonfinite": 8.0}, (DOWN, "output"): {"nonfinite": 64.0}}
 FAULTS = {
-    "nonfinite": (
-        {(DOWN, "input"): {"nonfinite": 8.0}, (DOWN, "output"): {"nonfinite": 64.0}},
-        "nonfinite",
-        "input",
-        0,
-    ),
+    "nonfinite": (NONFINITE, "nonfinite", "input", 0),
     "lower scale": ({(UP, "input"): {"sqnr_db": 2.0}}, "codes", "input", 0),
     "clipped": ({(UP, "input"): {"saturated": 0.01, "sqnr_db": 9.0}}, "saturation", "input", 0),
     "wrong product": ({(UP, "grad_input"): {"sqnr_db": 3.0}}, "result", "grad_input", 1),
@@ -45,19 +47,17 @@ FAULTS = {
 
 @pytest.mark.parametrize(("changes", "rule", "operand", "late"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_raises_one_alarm_with_its_name(changes, rule, operand, late):
-    found = [event for event in events(changes, range(12, 99)) if isinstance(event, Alarm)]
+    (alarm,) = [event for event in events(changes, range(12, 99)) if isinstance(event, Alarm)]
     (layer, _), *_ = changes
-    assert [(each.rule, each.layer, each.operand, each.since, each.step) for each in found] == [
-        (rule, layer, operand, 12, 12 + late)
-    ]
-    assert f"{layer} {operand}" in found[0].message
-    assert "since step 12" in found[0].message
-    json.dumps(found[0].to_dict(), allow_nan=False)
+    assert (alarm.rule, alarm.layer, alarm.operand, alarm.since, alarm.step) == (rule, layer, operand, 12, 12 + late)
+    assert f"{layer} {operand}" in alarm.message
+    assert "since step 12" in alarm.message
+    json.dumps(alarm.to_dict(), allow_nan=False)
 
 
 def test_a_user_may_add_a_rule():
     large = Rule("large", lambda tensor, _: Measure(tensor.amax, 2.0, 2.0), "has an amax of {value:g}")
-    event = Alarms(rules=[large]).update(header(), sample(1))[0]
+    event = Alarms(rules=[large]).update(make_header(), make_sample(1))[0]
     assert (event.rule, event.operand, event.threshold) == ("large", "input", 2.0)
 
 
@@ -70,10 +70,10 @@ def test_a_healthy_run_raises_none(recipe):
 def test_an_alarm_is_cleared_once_when_its_cause_ends_and_can_come_again(name):
     changes, rule, operand, late = FAULTS[name]
     (layer, _), *_ = changes
-    found = events(changes, [*range(10, 15), *range(25, 28)], last=40)
-    assert [type(each) for each in found] == [Alarm, Cleared, Alarm, Cleared]
-    assert found[1] == Cleared(16 if rule == "codes" else 15 + late, rule, layer, operand)
-    assert found[2].since == 25
+    history = events(changes, [*range(10, 15), *range(25, 28)], last=40)
+    assert [type(event) for event in history] == [Alarm, Cleared, Alarm, Cleared]
+    assert history[1] == Cleared(16 if rule == "codes" else 15 + late, rule, layer, operand)
+    assert history[2].since == 25
 
 
 def test_an_alarm_needs_as_many_samples_in_a_row_as_its_rule_says():
@@ -81,10 +81,9 @@ def test_an_alarm_needs_as_many_samples_in_a_row_as_its_rule_says():
 
 
 def test_a_value_between_raising_and_clearing_keeps_an_alarm():
-    alarms, found = Alarms(), []
-    for step, share in enumerate([0.0, 0.3, 0.3, 0.06, 0.3, 0.06, 0.01, 0.01, 0.06], start=1):
-        found += alarms.update(header(), sample(step, {(UP, "input"): {"underflow": share}}))
-    assert [(type(each), each.step) for each in found] == [(Alarm, 3), (Cleared, 8)]
+    shares = [0.0, 0.3, 0.3, 0.06, 0.3, 0.06, 0.01, 0.01, 0.06]
+    samples = (make_sample(step, {(UP, "input"): {"underflow": share}}) for step, share in enumerate(shares, start=1))
+    assert [(type(event), event.step) for event in update(samples)] == [(Alarm, 3), (Cleared, 8)]
 
 
 def test_weights_that_a_learning_rate_ruins_in_the_first_step_alarm_in_the_second():
@@ -100,70 +99,65 @@ def test_what_follows_a_cause_raises_no_alarm_of_its_own():
     (alarm, *rest) = events(changes, range(12, 99))
     assert (alarm.rule, alarm.layer, alarm.operand) == ("jump", LAYERS[-1], "grad_output")
     assert alarm.followers == 2 * len(LAYERS) - 1
-    assert [(type(each), each.stays) for each in rest] == [(Cleared, True)]  # the new level is the usual one
+    assert [(type(event), event.stays) for event in rest] == [(Cleared, True)]  # the new level is the usual one
     assert rest[0].message == f"{LAYERS[-1]} grad_output: jump has not come back; this is its new level"
     came_back = events(changes, range(12, 14))
-    assert [(type(each), getattr(each, "stays", None)) for each in came_back] == [(Alarm, None), (Cleared, False)]
+    assert [(type(event), getattr(event, "stays", None)) for event in came_back] == [(Alarm, None), (Cleared, False)]
 
 
 def test_delayed_scales_may_clip_what_rounding_hides():
     changes = {(UP, "input"): {"saturated": 1e-4, "sqnr_db": 29.0}}
     assert events(changes, range(12, 99), recipe="delayed") == []
-    assert [each.rule for each in events(changes, range(12, 99))] == ["saturation"]
+    assert [event.rule for event in events(changes, range(12, 99))] == ["saturation"]
     changes[UP, "input"]["sqnr_db"] = 20.0
-    assert [each.rule for each in events(changes, range(12, 99), recipe="delayed")] == ["saturation"]
+    assert [event.rule for event in events(changes, range(12, 99), recipe="delayed")] == ["saturation"]
 
 
 def test_exponential_growth_alarms_and_growth_that_slows_down_does_not():
-    def levels(exponent: Any):
-        alarms = Alarms()
-        samples = (sample(step, {(UP, "input"): scaled("input", 2 ** exponent(step))}) for step in range(1, 25))
-        return [event.rule for each in samples for event in alarms.update(header(), each)]
+    def rules(exponent: Any):
+        samples = (make_sample(step, {(UP, "input"): scaled("input", 2 ** exponent(step))}) for step in range(1, 25))
+        return [event.rule for event in update(samples)]
 
-    assert levels(lambda step: 1.2 * step)[0] == "growth"
-    assert levels(lambda step: 8 * (1 - 0.8**step)) == []
+    assert rules(lambda step: 1.2 * step)[0] == "growth"
+    assert rules(lambda step: 8 * (1 - 0.8**step)) == []
 
 
-def dead_units(zeros_of_input: float, experts: int | None) -> list[str]:
-    """The rules where a quarter of a gradient becomes zero, and the input has that share of zeros from the first on."""
-    about, alarms, found = header(), Alarms(), []
-    for each in about["tensors"]:
-        each["experts"] = experts
-    for step in range(1, 31):
-        changes = {(DOWN, "input"): {"zeros": zeros_of_input}, (DOWN, "grad_weight"): {"zeros": 0.25 * (step > 12)}}
-        found += alarms.update(about, sample(step, changes))
-    return [event.rule for event in found if isinstance(event, Alarm)]
+def find_dead_units(zeros_of_input: float, experts: int | None) -> list[str]:
+    """Return the alarms' rules where a quarter of a gradient becomes zero, with this share of zeros in the input."""
+    header = make_header()
+    for tensor in header["tensors"]:
+        tensor["experts"] = experts
+    zeros = {(DOWN, "input"): {"zeros": zeros_of_input}}
+    samples = (
+        make_sample(step, zeros | {(DOWN, "grad_weight"): {"zeros": 0.25 * (step > 12)}}) for step in range(1, 31)
+    )
+    return [event.rule for event in update(samples, header) if isinstance(event, Alarm)]
 
 
 def test_idle_units_behind_relu_are_not_dead_and_experts_without_tokens_are():
-    assert dead_units(0.0, None) == ["dead"]
-    assert dead_units(0.5, None) == []
-    assert dead_units(0.5, 8) == ["dead"]
+    assert find_dead_units(0.0, None) == ["dead"]
+    assert find_dead_units(0.5, None) == []
+    assert find_dead_units(0.5, 8) == ["dead"]
 
 
 @pytest.mark.parametrize(("recipe", "scaling"), [("i:sta_e4m3", "static"), ("delayed_x", "delayed")])
 def test_persistent_scales_are_known_by_their_scaling_not_by_the_name_of_a_recipe(recipe, scaling):
-    about, alarms, found = header(recipe), Alarms(), []
-    for each in about["tensors"]:
-        each["scaling"] = "dynamic" if each["operand"] == "weight" else scaling
-    for step in range(1, 9):
-        changes = {(UP, "input"): {"saturated": 1e-4, "sqnr_db": 29.0}}
-        changes |= {(DOWN, "weight"): {"saturated": 1e-4, "sqnr_db": 29.0}} if step > 5 else {}
-        found += alarms.update(about, sample(step, changes))
-    assert [(each.rule, each.layer, each.operand, each.step) for each in found] == [("saturation", DOWN, "weight", 6)]
+    header, clipped = make_header(recipe), {"saturated": 1e-4, "sqnr_db": 29.0}
+    for tensor in header["tensors"]:
+        tensor["scaling"] = "dynamic" if tensor["operand"] == "weight" else scaling
+    changes = {(UP, "input"): clipped}
+    samples = (make_sample(step, changes | ({(DOWN, "weight"): clipped} if step > 5 else {})) for step in range(1, 9))
+    (alarm,) = update(samples, header)
+    assert (alarm.rule, alarm.layer, alarm.operand, alarm.step) == ("saturation", DOWN, "weight", 6)
 
 
 def test_remedies_have_their_numbers():
-    alarms, found = Alarms(), []
-    for step in (1, 2):
-        line = sample(step, {(DOWN, "input"): {"sqnr_db": 13.0, "scale_max": 600.0}})
-        tried = [None] * len(header()["tensors"])
-        line["whatif"] = {"rowwise": list(tried), "mxfp8": list(tried), "delayed": list(tried)}
-        for recipe, value in (("rowwise", 27.1), ("mxfp8", 29.0), ("delayed", 13.2)):
-            line["whatif"][recipe][position(DOWN, "input")] = value
-        found += alarms.update(header(), line)
-    (alarm,) = found
-    assert [each["recipe"] for each in alarm.remedies] == ["mxfp8", "rowwise", "high precision"]
+    samples = [make_sample(step, {(DOWN, "input"): {"sqnr_db": 13.0, "scale_max": 600.0}}) for step in (1, 2)]
+    whatif = {recipe: [None] * len(make_header()["tensors"]) for recipe in ("rowwise", "mxfp8", "delayed")}
+    for values, sqnr_db in zip(whatif.values(), (27.1, 29.0, 13.2), strict=True):
+        values[find_position(DOWN, "input")] = sqnr_db
+    (alarm,) = update(sample | {"whatif": whatif} for sample in samples)
+    assert [remedy["recipe"] for remedy in alarm.remedies] == ["mxfp8", "rowwise", "high precision"]
     assert alarm.remedies[1]["gain_db"] == pytest.approx(14.1)
     assert alarm.remedies[2]["flops_share"] == pytest.approx(1 / len(LAYERS))
     assert "rowwise gives 27.1 dB" in alarm.message
@@ -182,30 +176,28 @@ def test_remedies_have_their_numbers():
     ],
 )
 def test_sums_that_cost_more_than_casts_have_a_setting_as_their_remedy(sums, uses_fast, remedies):
-    about, line = header(), sample(1)
-    at = position(DOWN, "output")
-    about["tensors"][at]["use_fast_accum"] = uses_fast
-    line["sums"] = {name: [None] * len(about["tensors"]) for name in ("casts", "fast", "exact")}
-    for name, value in zip(line["sums"], sums, strict=True):
-        line["sums"][name][at] = value
-    found = Alarms().update(about, line)
-    assert [[each["recipe"] for each in alarm.remedies] for alarm in found] == ([remedies] if remedies else [])
-    assert all((alarm.rule, alarm.layer, alarm.operand) == ("sums", DOWN, "output") for alarm in found)
+    header, sample, position = make_header(), make_sample(1), find_position(DOWN, "output")
+    header["tensors"][position]["use_fast_accum"] = uses_fast
+    sample["sums"] = {name: [None] * len(header["tensors"]) for name in ("casts", "fast", "exact")}
+    for values, sqnr_db in zip(sample["sums"].values(), sums, strict=True):
+        values[position] = sqnr_db
+    alarms = Alarms().update(header, sample)
+    assert [[remedy["recipe"] for remedy in alarm.remedies] for alarm in alarms] == ([remedies] if remedies else [])
+    assert all((alarm.rule, alarm.layer, alarm.operand) == ("sums", DOWN, "output") for alarm in alarms)
 
 
 def test_a_weight_that_differs_between_ranks_names_the_rank():
-    line = sample(1) | {"disagree": {str(position(UP, "weight")): 3}}
-    (alarm,) = Alarms().update(header(), line)
+    (alarm,) = update([make_sample(1) | {"disagree": {str(find_position(UP, "weight")): 3}}])
     assert (alarm.rule, alarm.layer, alarm.rank) == ("ranks", UP, 3)
 
 
 def test_infinities_of_a_file_are_strings():
-    line = sample(1, {(UP, "input"): {"rms": "nan", "nonfinite": 3.0, "sqnr_db": "-inf"}})
-    assert [each.rule for each in Alarms().update(header(), line)] == ["nonfinite"]
+    sample = make_sample(1, {(UP, "input"): {"rms": "nan", "nonfinite": 3.0, "sqnr_db": "-inf"}})
+    assert [alarm.rule for alarm in update([sample])] == ["nonfinite"]
 
 
 def test_a_misspelt_statistic_is_refused():
-    (tensor, *_) = History().read(header(), sample(1)).tensors
+    (tensor, *_) = History().read(make_header(), make_sample(1)).tensors
     assert tensor.sqnr_db == 31.5
     assert tensor.kurtosis is tensor.largest is None  # not in these samples
     with pytest.raises(AttributeError, match="got 'sqrn_db'"):

@@ -13,6 +13,7 @@ from quaver.numerics import Mismatch, first_differences, mismatch
 from quaver.numerics.alarms import Alarms, Cleared
 from quaver.numerics.record import Record
 from quaver.numerics.watch import AlarmSink
+from tests.steps import train
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -0.25, -torch.inf]])
 ROLLOUT = torch.tensor([[-1.0, -2.5, -0.25], [-3.0, -0.5, torch.nan]])
@@ -21,11 +22,11 @@ MASK = torch.tensor([[1, 1, 1], [0, 1, 0]])
 
 def test_figures_are_those_of_the_formulas():
     d = [0.0, 0.5, -0.25, 0.25]
-    found = mismatch(TRAIN, ROLLOUT, MASK)
-    assert found.k1 == pytest.approx(-sum(d) / 4)
-    assert found.k3 == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 4)
-    assert found.token_mult_prob_error == pytest.approx(sum(math.exp(abs(x)) for x in d) / 4)
-    assert (found.largest, found.tokens) == (0.5, 4)
+    figures = mismatch(TRAIN, ROLLOUT, MASK)
+    assert figures.k1 == pytest.approx(-sum(d) / 4)
+    assert figures.k3 == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 4)
+    assert figures.token_mult_prob_error == pytest.approx(sum(math.exp(abs(x)) for x in d) / 4)
+    assert (figures.largest, figures.tokens) == (0.5, 4)
     assert mismatch(ROLLOUT[0].bfloat16(), ROLLOUT[0].bfloat16()) == Mismatch(0.0, 0.0, 1.0, 0.0, 3)
 
 
@@ -46,41 +47,40 @@ def test_useless_arguments_give_one_line_errors(arguments, message):
 
 
 def test_the_monitor_alarms_once_and_clears(tmp_path):
-    """The worst since the last sample counts, in a sample that is taken; what the record says later is the same."""
+    """The worst figures since the last sample count, in a sample that is taken; the record gives the same alarms."""
     model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config="rowwise")
     optimizer, events = torch.optim.SGD(model.parameters(), lr=0.01), []
-    errors = [1.01, 1.2, 1.0, 1.04, 1.04, 1.02, 1.02, 1.02]
     sink = AlarmSink(tmp_path / "numerics.jsonl", on_event=events.append)
-    torch.manual_seed(0)
     with quaver.monitor(model, every=2, sink=sink, extras_every=0) as monitor:
-        for error in errors:
+        for error in (1.01, 1.2, 1.0, 1.04, 1.04, 1.02, 1.02, 1.02):
             monitor.mismatch(Mismatch(0.0, 0.01, error, 0.3, 64))
-            model(torch.randn(16, 32)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    alarm, cleared = (each for each in events if each.rule == "mismatch")
+            train(model, optimizer, [torch.randn(16, 32)])
+    alarm, cleared = (event for event in events if event.rule == "mismatch")
     assert (alarm.step, alarm.layer, alarm.value, alarm.threshold) == (2, "rollout", 1.2, 1.05)
     assert "exp|difference|" in alarm.message
     assert "rounded_from=" in alarm.message
     assert isinstance(cleared, Cleared)
     assert cleared.step == 8
-    again = Alarms()
+    alarms = Alarms()
     header, *samples = Record.read(tmp_path / "numerics.jsonl", keeps_lines=True).lines
-    found = [event for sample in samples for event in again.update(header, sample) if event.rule == "mismatch"]
-    assert [(each.step, each.rule) for each in found] == [(2, "mismatch"), (8, "mismatch")]
+    replayed = [event for sample in samples for event in alarms.update(header, sample)]
+    assert [event.step for event in replayed if event.rule == "mismatch"] == [2, 8]
 
 
 def test_the_layers_that_differ_first_are_named():
     """One weight of a copy was rounded: its layer makes the difference, those behind it only follow."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     other = copy.deepcopy(model)
     assert first_differences(model, other, torch.ones(2, 8)) == []
     with torch.no_grad():
         other[1].weight.copy_(other[1].weight.bfloat16())
-    found = first_differences(model, other, torch.ones(2, 8))
-    assert [(each.layer, each.is_origin) for each in found] == [("1", True), ("2", False), ("3", False)]
-    assert 40 < found[0].sqnr_db < 80
+    differences = first_differences(model, other, torch.ones(2, 8))
+    assert [(difference.layer, difference.is_origin) for difference in differences] == [
+        ("1", True),
+        ("2", False),
+        ("3", False),
+    ]
+    assert 40 < differences[0].sqnr_db < 80
     assert not model[1]._forward_hooks
     with pytest.raises(ValueError, match="layers of the same names, got none"):
         first_differences(model, nn.Linear(8, 8), torch.ones(2, 8))

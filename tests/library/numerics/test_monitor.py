@@ -14,17 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
-from quaver.lab.doctor.survey_sums import survey_sums
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import observe
-from quaver.numerics.accumulation import HOPPER
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.statistics import observe_matrix, summarize_slots
 from quaver.optim import CombinedOptimizer
 from quaver.runtime.devices import simulate_capture, simulate_gpu
-from tests import steps as steps_of
+from tests import steps
+from tests.library.numerics.test_accumulation import compare_sums
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
 
@@ -43,6 +42,11 @@ class Model(nn.Module):
         return self.block(hidden)
 
 
+def step(model):
+    """Run a forward and a backward."""
+    model(torch.randn(4, 48).bfloat16()).sum().backward()
+
+
 def make(recipe="tensorwise", mode="eager"):
     torch.manual_seed(0)
     model = convert_to_float8_training(Model(mode).bfloat16(), config=recipe)
@@ -51,68 +55,67 @@ def make(recipe="tensorwise", mode="eager"):
     return model
 
 
-def train(model, steps=3, micro_batches=1):
+def train(model, count=3, micro_batches=1):
     torch.manual_seed(1)
-    batches = [torch.randn(40 * micro_batches, 48).bfloat16().requires_grad_() for _ in range(steps)]
+    batches = [torch.randn(40 * micro_batches, 48).bfloat16().requires_grad_() for _ in range(count)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return steps_of.train(model, optimizer, batches, microbatches=micro_batches)
+    return steps.train(model, optimizer, batches, microbatches=micro_batches)
 
 
-def watched(model, every=2, steps=3, micro_batches=1, **options):
-    """The losses, and the lines of the record."""
+def train_and_monitor(model, every=2, count=3, micro_batches=1, **options):
+    """Return the losses, and the lines of the record."""
     lines = []
     with monitor(model, every=every, sink=lines.append, **options):
-        losses = train(model, steps, micro_batches)
+        losses = train(model, count, micro_batches)
     return losses, lines
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *BLOCK_RECIPES, "delayed"])
 def test_a_sample_is_what_the_linear_computed_with(recipe):
     model = make(recipe)
-    seen = {}
-    model.up.register_forward_hook(lambda module, inputs, output: seen.update(input=inputs[0].detach().clone()))
-    model.up.register_full_backward_hook(lambda module, grads, outputs: seen.update(grad_output=outputs[0].clone()))
-    seen["weight"] = model.up.weight.detach().clone()
-    losses, (header, sample) = watched(model, steps=1)
-    assert losses == train(make(recipe), steps=1)
+    hps = {"weight": model.up.weight.detach().clone()}
+    model.up.register_forward_hook(lambda module, inputs, output: hps.update(input=inputs[0].detach().clone()))
+    model.up.register_full_backward_hook(lambda module, grads, outputs: hps.update(grad_output=outputs[0].clone()))
+    losses, (header, sample) = train_and_monitor(model, count=1)
+    assert losses == train(make(recipe), count=1)
     assert header["recipe"] == recipe
     casts = model.up.config.casts
     for index, tensor in enumerate(header["tensors"]):
         if tensor["layer"] != "up" or tensor["cast"] == "result":
             continue
-        operand = getattr(casts, tensor["operand"])
-        cast = operand.column if tensor["cast"] == "column" else operand.row
+        operand_casts, is_column = getattr(casts, tensor["operand"]), tensor["cast"] == "column"
+        cast = operand_casts.column if is_column else operand_casts.row
         assert tensor["dtype"] == str(cast.float8_dtype).removeprefix("torch.")
-        hp = seen[tensor["operand"]]
-        made = Quantizer(operand, hp.dtype)(hp, row=tensor["cast"] != "column", column=tensor["cast"] == "column")
-        expected = summarize_slots(observe_matrix(hp, made.row or made.column)[None], [None])
+        hp = hps[tensor["operand"]]
+        operands = Quantizer(operand_casts, hp.dtype)(hp, row=not is_column, column=is_column)
+        expected = summarize_slots(observe_matrix(hp, operands.row or operands.column)[None], [None])
         for name in header["statistics"]:
             assert sample[name][index] == expected[name][0], (tensor, name)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_results_are_compared_with_high_precision(recipe):
-    model, seen = make(recipe), {}
+    model, hps = make(recipe), {}
     down = model.down
-    down.register_forward_hook(lambda module, inputs, output: seen.update(x=inputs[0].detach(), output=output.detach()))
-    down.register_full_backward_hook(lambda module, grads, outputs: seen.update(grad_input=grads[0], grad=outputs[0]))
-    with monitor(model, every=1) as watching:
+    down.register_forward_hook(lambda module, inputs, output: hps.update(x=inputs[0].detach(), output=output.detach()))
+    down.register_full_backward_hook(lambda module, grads, outputs: hps.update(grad_input=grads[0], grad=outputs[0]))
+    with monitor(model, every=1) as watch:
         model(torch.randn(40, 48).bfloat16()).float().square().mean().backward()
-        watching.step()
-    (sample,) = watching.samples
-    x, grad, weight = seen["x"].double(), seen["grad"].double(), down.weight.detach().double()
+        watch.step()
+    (sample,) = watch.samples
+    x, grad, weight = hps["x"].double(), hps["grad"].double(), down.weight.detach().double()
     rows, columns = torch.arange(16) * 40 // 16, torch.arange(16) * 64 // 16
     expected = {
-        "output": sqnr_db((x @ weight.t())[rows], seen["output"][rows]),
-        "grad_input": sqnr_db((grad @ weight)[rows], seen["grad_input"][rows]),
+        "output": sqnr_db((x @ weight.t())[rows], hps["output"][rows]),
+        "grad_input": sqnr_db((grad @ weight)[rows], hps["grad_input"][rows]),
         "grad_weight": sqnr_db((grad.t() @ x)[:, columns], down.weight.grad[:, columns]),
     }
-    found = {
-        tensor["operand"]: sample["sqnr_db"][index]
-        for index, tensor in enumerate(watching.header["tensors"])
+    sampled = {
+        tensor["operand"]: value
+        for tensor, value in zip(watch.header["tensors"], sample["sqnr_db"], strict=True)
         if tensor["layer"] == "down" and tensor["cast"] == "result"
     }
-    assert found == {name: pytest.approx(value, abs=1e-3) for name, value in expected.items()}
+    assert sampled == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +128,15 @@ def test_results_are_compared_with_high_precision(recipe):
     ],
 )
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code(mode, recipe):
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    expected = watched(make(recipe), steps=4, extras_every=2, hardware="h100")
-    assert watched(make(recipe, mode), steps=4, extras_every=2, hardware="h100") == expected
+    expected = train_and_monitor(make(recipe), count=4, extras_every=2, hardware="h100")
+    assert train_and_monitor(make(recipe, mode), count=4, extras_every=2, hardware="h100") == expected
     if mode != "checkpoint":
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_equal_layers_share_one_compiled_graph():
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(*[convert_to_float8_training(nn.Sequential(nn.Linear(48, 48))) for _ in range(3)])
     for block in model:
@@ -146,50 +147,47 @@ def test_equal_layers_share_one_compiled_graph():
 
 
 def test_micro_batches_are_one_sample():
-    (_, (header, sample)) = watched(make("rowwise"), steps=1, micro_batches=3)
-    numel = dict(zip(((each["operand"], each["cast"]) for each in header["tensors"]), sample["numel"], strict=True))
+    (_, (header, sample)) = train_and_monitor(make("rowwise"), count=1, micro_batches=3)
+    casts = ((tensor["operand"], tensor["cast"]) for tensor in header["tensors"])
+    numel = dict(zip(casts, sample["numel"], strict=True))
     assert numel["input", "row"] == 3 * 40 * 64
     assert numel["weight", "row"] == 32 * 64
 
 
 def test_which_steps_are_sampled_and_which_linears_have_extras():
-    _, lines = watched(make(), every=2, steps=8, extras_every=2)
+    _, lines = train_and_monitor(make(), every=2, count=8, extras_every=2)
     assert [line["step"] for line in lines[1:]] == [1, 2, 4, 6, 8]
     layers = [tensor["layer"] for tensor in lines[0]["tensors"]]
     for line, expected in zip(lines[1:], [{"up", "down"}, {"down"}, {"up"}, {"down"}, {"up"}], strict=True):
         for values in (line["whatif"]["rowwise"], line["histogram"]["before"]):
             assert {name for name, value in zip(layers, values, strict=True) if value is not None} == expected
     assert lines[2]["amax"] != lines[3]["amax"]
-    _, lines = watched(make(), every=2, steps=3, completed_steps=10, extras_every=0)
+    _, lines = train_and_monitor(make(), every=2, count=3, completed_steps=10, extras_every=0)
     assert [line["step"] for line in lines[1:]] == [12]
     assert lines[0]["step"] == 11
 
 
-def test_the_sums_of_a_gpu_are_those_of_the_survey():
-    """In the samples with extras alone; a matmul in high precision has none."""
-    model, plain = make("rowwise_with_gw_hp"), Model().bfloat16()
-    plain.load_state_dict(model.state_dict())
-    losses, (header, *samples) = watched(model, every=1, steps=2, extras_every=2, hardware="H100")
-    assert losses == train(make("rowwise_with_gw_hp"), steps=2)
+def test_the_sums_of_a_gpu_are_those_of_its_rule():
+    """Only the samples with extras have sums, and a matmul in high precision has none."""
+    model = make("rowwise_with_gw_hp")
+    weight = model.up.weight.detach().clone()
+    losses, (header, *samples) = train_and_monitor(model, every=1, count=2, extras_every=2, hardware="H100")
+    assert losses == train(make("rowwise_with_gw_hp"), count=2)
     assert header["hardware"] == "h100"
-    torch.manual_seed(1)
-    input = torch.randn(40, 48).bfloat16().requires_grad_()
-    loss = lambda: steps_of.results_of(plain, input)  # noqa: E731
-    config = model.up.config
-    expected = {(each.name, each.matmul): each for each in survey_sums(plain, loss, lambda name: config, HOPPER)}
-    found = {}
+    sums = {}
     for index, tensor in enumerate(header["tensors"]):
         values = [samples[0]["sums"][name][index] for name in ("casts", "fast", "exact")]
         if values != [None] * 3:
-            found[tensor["layer"], tensor["operand"]] = values
+            sums[tensor["layer"], tensor["operand"]] = values
             assert tensor["use_fast_accum"] == (tensor["operand"] == "output")
-    assert set(found) == set(expected)
-    assert {name for _, name in found} == {"output", "grad_input"}
-    assert found["up", "output"] == pytest.approx(list(expected["up", "output"].sums), abs=0.01)
-    seen = [index for index, value in enumerate(samples[1]["sums"]["fast"]) if value is not None]
-    assert {header["tensors"][index]["layer"] for index in seen} == {"up"}
-    assert "sums" not in watched(make(), every=1, steps=1)[1][1]
-    assert watched(make(), every=1, steps=1, hardware="h200", extras_every=1)[1][1]["sums"]["exact"][-1] > 60
+    assert set(sums) == {(layer, matmul) for layer in ("up", "down") for matmul in ("output", "grad_input")}
+    torch.manual_seed(1)
+    input = torch.randn(40, 48).bfloat16()
+    assert sums["up", "output"] == pytest.approx(list(compare_sums("rowwise_with_gw_hp", input, weight)), abs=0.01)
+    sampled = zip(header["tensors"], samples[1]["sums"]["fast"], strict=True)
+    assert {tensor["layer"] for tensor, value in sampled if value is not None} == {"up"}
+    assert "sums" not in train_and_monitor(make(), every=1, count=1)[1][1]
+    assert train_and_monitor(make(), every=1, count=1, hardware="h200", extras_every=1)[1][1]["sums"]["exact"][-1] > 60
 
 
 def test_without_a_monitor_nothing_is_called(monkeypatch):
@@ -203,9 +201,9 @@ def test_without_a_monitor_nothing_is_called(monkeypatch):
     train(model)
     assert not calls
     with monitor(model, every=10, completed_steps=8):
-        train(model, steps=1)  # not sampled
+        train(model, count=1)  # not sampled
         assert not calls
-        train(model, steps=1)
+        train(model, count=1)
     assert len(calls) == 2 * 6  # three operands and three results of each linear
 
 
@@ -221,38 +219,34 @@ def test_freed_memory_is_not_read():
 
 def test_validation_is_not_sampled():
     model = make()
-    with monitor(model, every=1) as watching:
-        model.eval()(torch.randn(4, 48).bfloat16()).sum().backward()
-        watching.step()
-        assert not watching.samples
-        train(model.train(), steps=1)
-    assert [sample["step"] for sample in watching.samples] == [1]
+    with monitor(model, every=1) as watch:
+        step(model.eval())
+        watch.step()
+        assert not watch.samples
+        train(model.train(), count=1)
+    assert [sample["step"] for sample in watch.samples] == [1]
 
 
 def test_step_ends_a_step_without_an_optimizer_once():
     model = make()
-    with monitor(model, every=1) as watching:
+    with monitor(model, every=1) as watch:
         for _ in range(2):
-            model(torch.randn(4, 48).bfloat16()).sum().backward()
-            watching.step()
-            watching.step()
-    assert [sample["step"] for sample in watching.samples] == [1, 2]
+            step(model)
+            watch.step()
+            watch.step()
+    assert [sample["step"] for sample in watch.samples] == [1, 2]
 
 
-def _forward(model):
-    return model(torch.randn(4, 48).bfloat16()).float().square().mean()
-
-
-def _step_in_turn(model, optimizers, other):
-    """The other model's optimizer steps before this one's backward."""
-    loss = _forward(model)
+def step_in_turn(model, optimizers, other):
+    """Step the other model's optimizer between the forward and the backward."""
+    loss = model(torch.randn(4, 48).bfloat16()).sum()
     other.step()
     loss.backward()
     optimizers[0].step()
 
 
-def _step_halves(model, optimizers, other):
-    """Two optimizers, each with a backward of its own."""
+def step_halves(model, optimizers, other):
+    """Step two optimizers, each after a separate backward."""
     other.step()
     for part, optimizer in zip((model.up, model.down), optimizers, strict=True):
         part(torch.randn(4, part.in_features).bfloat16()).sum().backward()
@@ -260,38 +254,38 @@ def _step_halves(model, optimizers, other):
         optimizer.zero_grad()
 
 
-def _step_both(model, optimizers, other):
-    """One backward, two optimizers in one around them."""
-    _forward(model).backward()
+def step_both(model, optimizers, other):
+    """Step an optimizer that combines two, after one backward."""
+    step(model)
     CombinedOptimizer(*optimizers).step()
     other.step()
 
 
-@pytest.mark.parametrize("step", [_step_in_turn, _step_halves, _step_both])
-def test_a_step_ends_once_whatever_steps_beside(step):
+@pytest.mark.parametrize("run_step", [step_in_turn, step_halves, step_both])
+def test_a_step_ends_once_whatever_steps_beside(run_step):
     model, other = make(), make()
-    parts = [model] if step is _step_in_turn else [model.up, model.down]
+    parts = [model] if run_step is step_in_turn else [model.up, model.down]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
-    with monitor(model, every=1) as watching, monitor(other, every=1) as beside:
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with monitor(model, every=1) as watch, monitor(other, every=1) as other_watch:
         for _ in range(4):
-            _forward(other).backward()
-            step(model, optimizers, of_other)
-    for each in watching, beside:
-        assert [sample["step"] for sample in each.samples] == [1, 2, 3, 4]
-        results = [at for at, tensor in enumerate(each.header["tensors"]) if tensor["operand"] == "grad_weight"]
-        assert all(sample["numel"][at] for sample in each.samples for at in results)
+            step(other)
+            run_step(model, optimizers, other_optimizer)
+    for record in watch, other_watch:
+        assert [sample["step"] for sample in record.samples] == [1, 2, 3, 4]
+        results = [index for index, tensor in enumerate(record.header["tensors"]) if tensor["operand"] == "grad_weight"]
+        assert all(sample["numel"][index] for sample in record.samples for index in results)
 
 
 def test_a_step_that_is_repeated_is_sampled():
     model = make()
-    with monitor(model, every=100, completed_steps=6) as watching:
-        train(model, steps=1)
-        assert not watching.samples
+    with monitor(model, every=100, completed_steps=6) as watch:
+        train(model, count=1)
+        assert not watch.samples
         for _ in range(2):
-            with watching.repeating():
+            with watch.repeating():
                 model(torch.full((4, 48), math.inf).bfloat16()).sum().backward()
-    (sample,) = watching.samples
+    (sample,) = watch.samples
     assert sample["step"] == 7
     assert sample["nonfinite"][0] == 4 * 48
     assert sample["amax"][0] is None
@@ -301,7 +295,7 @@ def test_a_record_is_written_and_resumed(tmp_path):
     model = make()
     for completed in (0, 2):
         with monitor(model, every=1, sink=tmp_path / "numerics.jsonl", completed_steps=completed, extras_every=3):
-            train(model, steps=3)
+            train(model, count=3)
     record = Record.read(tmp_path)
     assert record.steps.tolist() == [1, 2, 3, 4, 5]
     assert record.statistics["amax"].shape == (5, 12)
@@ -314,19 +308,18 @@ def test_a_copy_and_a_converted_model_have_no_probes():
     with monitor(model):
         assert copy.deepcopy(model).up.probe is None
         convert_to_high_precision(model)
-        train(model, steps=1)
+        train(model, count=1)
     assert "probe" not in vars(model.up)
 
 
 def test_a_weight_that_was_cast_once_is_observed():
     model = make("rowwise")
-    with monitor(model, every=1) as watching, quaver.cast_weights_once(model):
-        model(torch.randn(4, 48).bfloat16()).sum().backward()
-        watching.step()
-    (sample,) = watching.samples
-    for index, tensor in enumerate(watching.header["tensors"]):
-        if tensor["operand"] == "weight" and tensor["cast"] == "row":
-            assert sample["sqnr_db"][index] == pytest.approx(31.5, abs=1.5)
+    with monitor(model, every=1) as watch, quaver.cast_weights_once(model):
+        step(model)
+        watch.step()
+    for tensor, decibels in zip(watch.header["tensors"], watch.samples[0]["sqnr_db"], strict=True):
+        if (tensor["operand"], tensor["cast"]) == ("weight", "row"):
+            assert decibels == pytest.approx(31.5, abs=1.5)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +341,7 @@ def test_wrong_arguments(options, error, message):
 
 
 class Failing:
-    """A sink that takes so many lines."""
+    """A sink that raises after so many lines."""
 
     def __init__(self, error, lines=2):
         self.error, self.lines = error, lines
@@ -367,20 +360,20 @@ class Failing:
 def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand, caplog):
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
-    with monitor(model, every=1, sink=Failing(error), steps_by_hand=by_hand) as watching:
+    with monitor(model, every=1, sink=Failing(error), steps_by_hand=by_hand) as watch:
         after = register_optimizer_step_post_hook(lambda *_: None)  # torch goes on to it after the monitor's own
         for _ in range(4):
-            model(torch.randn(4, 48).bfloat16()).sum().backward()
+            step(model)
             optimizer.step()
-            watching.step()
-        with watching.repeating():
-            model(torch.randn(4, 48).bfloat16()).sum().backward()
+            watch.step()
+        with watch.repeating():
+            step(model)
     after.remove()
-    assert [sample["step"] for sample in watching.samples] == [1, 2]
-    line, of_close = caplog.messages
+    assert [sample["step"] for sample in watch.samples] == [1, 2]
+    line, closing = caplog.messages
     assert line.startswith(f"the monitor ends after step 2: its sink raised {type(error).__name__}: ")
     assert "\n" not in line
-    assert "may be incomplete" in of_close
+    assert "may be incomplete" in closing
     with monitor(model):  # there are no probes left
         pass
 
@@ -388,9 +381,9 @@ def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand,
 def test_a_sample_that_cannot_be_made_is_not_blamed_on_the_sink(monkeypatch, caplog):
     monkeypatch.setattr("quaver.numerics.monitoring.find_disagreements", lambda *_: 1 // 0)
     model, lines = make(), []
-    with monitor(model, every=1, sink=lines.append, steps_by_hand=True) as watching:
-        model(torch.randn(4, 48).bfloat16()).sum().backward()
-        watching.step()
+    with monitor(model, every=1, sink=lines.append, steps_by_hand=True) as watch:
+        step(model)
+        watch.step()
     assert caplog.messages == ["the monitor ends after step 1: the sample could not be made"]
     assert caplog.records[0].exc_info[0] is ZeroDivisionError
 
@@ -401,14 +394,14 @@ def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
             raise KeyboardInterrupt
 
     model = make()
-    with monitor(model, every=1, sink=stop, steps_by_hand=True) as watching:
-        model(torch.randn(4, 48).bfloat16()).sum().backward()
+    with monitor(model, every=1, sink=stop, steps_by_hand=True) as watch:
+        step(model)
         with pytest.raises(KeyboardInterrupt):
-            watching.step()
+            watch.step()
         monkeypatch.setattr("quaver.numerics.monitoring.find_disagreements", lambda *_: 1 // 0)
-        watching.step()  # ends the step that was stopped
-        model(torch.randn(4, 48).bfloat16()).sum().backward()
-        watching.step()
+        watch.step()  # ends the step that was stopped
+        step(model)
+        watch.step()
     assert [message.partition(": ")[2] for message in caplog.messages] == ["the sample could not be made"]
 
 
@@ -424,11 +417,11 @@ def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sin
 
 def test_a_monitor_may_be_closed_by_its_sink_and_then_samples_no_more():
     model, lines = make(), []
-    watching = monitor(model, every=1, sink=lambda line: (lines.append(line), len(lines) == 2 and watching.close()))
+    watch = monitor(model, every=1, sink=lambda line: (lines.append(line), len(lines) == 2 and watch.close()))
     after = register_optimizer_step_post_hook(lambda *_: None)  # torch goes on to it after the monitor's own
-    train(model, steps=3)
+    train(model, count=3)
     after.remove()
-    watching.step()
+    watch.step()
     assert [line["step"] for line in lines] == [1, 1]
 
 
@@ -451,6 +444,6 @@ def test_a_monitor_that_cannot_start_leaves_no_probes(monkeypatch):
 
 
 def test_a_sample_in_a_cuda_graph_is_refused():
-    model, said = make(), "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
-    with monitor(model), simulate_gpu((9, 0)), simulate_capture(), pytest.raises(RuntimeError, match=said):
+    model, message = make(), "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
+    with monitor(model), simulate_gpu((9, 0)), simulate_capture(), pytest.raises(RuntimeError, match=message):
         model(torch.randn(4, 48).bfloat16())

@@ -30,13 +30,13 @@ def sampling():
     sampling.close()
 
 
-def of_experts(site, casts, matrices):
-    """The statistics of the casts that linears would make of the matrices, merged."""
-    expected = new_slots(1, CPU)
+def summarize_casts(site, casts, matrices):
+    """Return the merged statistics of the casts that linears would make of the matrices."""
+    slots = new_slots(1, CPU)
     for hp in matrices:
-        made = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
-        merge(expected, observe_matrix(hp, made.row or made.column)[None])
-    return summarize_slots(expected, [None])
+        operands = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
+        merge(slots, observe_matrix(hp, operands.row or operands.column)[None])
+    return summarize_slots(slots, [None])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -55,13 +55,13 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
         "weight": list(b_t.detach().transpose(1, 2).contiguous()),
     }
     for site in list_sites(config, True):
-        got = summarize_slots(probe.take(site)[None], [None])
+        actual = summarize_slots(probe.take(site)[None], [None])
         if site.cast == "result":
             continue
-        expected = of_experts(site, getattr(config.casts, site.operand), hps[site.operand])
+        expected = summarize_casts(site, getattr(config.casts, site.operand), hps[site.operand])
         for name in STATISTICS:
-            close = pytest.approx(expected[name][0], rel=1e-5) if name in QUOTIENTS else expected[name][0]
-            assert name == "scale_worst" or got[name][0] == close, (site, name)
+            value = pytest.approx(expected[name][0], rel=1e-5) if name in QUOTIENTS else expected[name][0]
+            assert name == "scale_worst" or actual[name][0] == value, (site, name)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -70,12 +70,12 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
     config = Float8LinearConfig.from_recipe_name(recipe)
     a, b_t, ends = operands(transposed=transposed)
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    observed = {number: Sampling(get_accumulation("h100"), on=True) for number in range(2)}
-    probes = {}
-    for key, sampling in observed.items():
+    samplings = [Sampling(get_accumulation("h100"), on=True) for _ in range(2)]
+    probes = []
+    for sampling in samplings:
         number = sampling.take_number()
         sampling.end_step(True, frozenset([number]), frozenset([number]))
-        probes[key] = Probe(number, config, CPU)
+        probes.append(Probe(number, config, CPU))
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     multiply_by_weight(a, weight, ends, config, transposed, probe=probes[0]).backward(grad_output)
     linear = convert_to_float8_training(torch.nn.Linear(*b_t.shape[1:], bias=False, dtype=a.dtype), config=config)
@@ -86,14 +86,17 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
                 linear.weight.copy_(matrix.t())
             linear(a.detach()[start:stop].requires_grad_()).backward(grad_output[start:stop])
     for site in list_sites(config, True):
-        got, expected = (summarize_slots(probe.take(site)[None], [None]) for probe in probes.values())
-        assert got["sqnr_db"][0] is not None
+        actual, expected = (summarize_slots(probe.take(site)[None], [None])["sqnr_db"][0] for probe in probes)
+        assert actual is not None
         if site.operand != "weight":
-            assert got["sqnr_db"][0] == pytest.approx(expected["sqnr_db"][0], abs=1e-3), site
-            extras = [observed[key].extras.get((int(probes[key].number), site.name)) for key in observed]
+            assert actual == pytest.approx(expected, abs=1e-3), site
+            extras = [
+                sampling.extras.get((int(probe.number), site.name))
+                for sampling, probe in zip(samplings, probes, strict=True)
+            ]
             assert (extras[0] is None) == (extras[1] is None), site
             assert extras[0] is None or torch.allclose(*extras, rtol=1e-5), site
-    for sampling in observed.values():
+    for sampling in samplings:
         sampling.close()
 
 
@@ -120,11 +123,11 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
     for site in list_sites(config, True)[-3:]:
-        got, matrix = summarize_slots(probe.take(site)[None], [None]), results[site.operand]
-        assert got["numel"] == [matrix.numel()]
-        assert got["amax"] == [matrix.abs().max().item()]
-        assert got["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]
-        assert 20 < got["sqnr_db"][0] < 40
+        summary, matrix = summarize_slots(probe.take(site)[None], [None]), results[site.operand]
+        assert summary["numel"] == [matrix.numel()]
+        assert summary["amax"] == [matrix.abs().max().item()]
+        assert summary["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]
+        assert 20 < summary["sqnr_db"][0] < 40
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ def make(recipe, mode="eager"):
     return model
 
 
-def trained(model, recomputed=False, change=lambda model, step: None, steps=3):
-    """The losses."""
+def train_mixture(model, recomputed=False, change=lambda model, step: None, steps=3):
+    """Return the losses. Calls `change` with the model and the number of each step before it."""
     torch.manual_seed(1)
     batches = [torch.randn(64, 40, requires_grad=True) for _ in range(steps)]
     optimizer, left = torch.optim.SGD(model.parameters(), lr=1e-3), iter(range(2, steps + 2))
@@ -147,29 +150,27 @@ def trained(model, recomputed=False, change=lambda model, step: None, steps=3):
     return train(model, optimizer, batches, call=call, after=lambda model: change(model, next(left)))
 
 
-def sampled(model, **options):
-    """The losses, and the lines of the record."""
+def train_and_monitor(model, **options):
+    """Return the losses, and the lines of the record."""
     lines = []
     with monitor(model, every=1, extras_every=0, sink=lines.append):
-        return trained(model, **options), lines
+        return train_mixture(model, **options), lines
 
 
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code():
-    recipe = "rowwise"
-    torch._dynamo.reset()
-    expected = sampled(make(recipe))
+    expected = train_and_monitor(make("rowwise"))
     layers = dict.fromkeys(tensor["layer"] for tensor in expected[1][0]["tensors"])
     assert list(layers) == ["0.experts.gate_up_proj", "0.experts.down_proj", "0.out"]
     assert all(None not in line["amax"] for line in expected[1][1:])
-    assert sampled(make(recipe), recomputed=True) == expected
-    assert sampled(make(recipe, "compiled")) == expected
+    assert train_and_monitor(make("rowwise"), recomputed=True) == expected
+    assert train_and_monitor(make("rowwise", "compiled")) == expected
 
 
 def test_a_monitor_changes_nothing_and_leaves_nothing():
     model, other = make("tensorwise"), make("tensorwise")
-    losses, _ = sampled(model)
+    losses, _ = train_and_monitor(model)
     assert "probes" not in vars(model[0].experts)
-    assert losses == trained(other)
+    assert losses == train_mixture(other)
     assert_same(model.state_dict(), other.state_dict())
 
 
@@ -182,7 +183,7 @@ def starve_first_expert(model, step):
 
 
 def test_an_expert_without_tokens_raises_the_alarm():
-    _, (header, *samples) = sampled(make("tensorwise"), change=starve_first_expert, steps=16)
+    _, (header, *samples) = train_and_monitor(make("tensorwise"), change=starve_first_expert, steps=16)
     alarms = Alarms()
     raised = [event for sample in samples for event in alarms.update(header, sample) if event.rule == "dead"]
     assert (raised[0].layer, raised[0].operand) == ("0.experts.down_proj", "grad_weight")
@@ -192,17 +193,13 @@ def test_an_expert_without_tokens_raises_the_alarm():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_frozen_modules_have_operands_and_the_scales_of_weights(recipe):
     model = freeze_to_float8(make_mixture(layers=1), config=recipe)
-    _, (header, sample, *_) = sampled(model, steps=1)
-    assert {tensor["layer"] for tensor in header["tensors"]} == {
-        "0.experts.gate_up_proj",
-        "0.experts.down_proj",
-        "0.out",
-    }
-    for at, tensor in enumerate(header["tensors"]):
-        values = {name: sample[name][at] for name in header["statistics"]}
+    _, (header, sample, *_) = train_and_monitor(model, steps=1)
+    layers = {"0.experts.gate_up_proj", "0.experts.down_proj", "0.out"}
+    assert {tensor["layer"] for tensor in header["tensors"]} == layers
+    for tensor, amax, scale in zip(header["tensors"], sample["amax"], sample["scale_max"], strict=True):
         assert tensor["operand"] != "grad_weight"
-        assert (values["amax"] is None) == (tensor["operand"] == "weight"), tensor
-        assert (values["scale_max"] is None) == (tensor["cast"] == "result"), tensor
+        assert (amax is None) == (tensor["operand"] == "weight"), tensor
+        assert (scale is None) == (tensor["cast"] == "result"), tensor
 
 
 def test_experts_of_a_copy_have_no_probes():

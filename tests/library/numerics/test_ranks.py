@@ -13,15 +13,15 @@ from quaver.recipes.config import Float8LinearConfig
 SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
 
 
-def slots_of(weight, casts=1):
-    """[1, WIDTH] of a rank that cast a weight so often."""
+def observe_weight(weight, casts=1):
+    """Return the slots [1, WIDTH] of a rank that casts a weight so often."""
     slots = new_slots(1, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     hp = torch.randn(64, 48, generator=generator)
     hp[5, 7] = {SAME: 0.5, OTHER: 0.501, NOT_FINITE: math.nan, NOTHING: 0}[weight]
-    made = Quantizer(Float8LinearConfig().casts.weight, hp.dtype)(hp, row=True, column=False).row
+    operand = Quantizer(Float8LinearConfig().casts.weight, hp.dtype)(hp, row=True, column=False).row
     for _ in range(casts if weight else 0):
-        merge(slots, observe_matrix(hp, made)[None])
+        merge(slots, observe_matrix(hp, operand)[None])
     return slots
 
 
@@ -39,9 +39,9 @@ def slots_of(weight, casts=1):
     ],
 )
 def test_the_rank_that_most_others_differ_from(weights, expected):
-    assert find_disagreements([slots_of(weight) for weight in weights], [0]) == expected
+    assert find_disagreements([observe_weight(weight) for weight in weights], [0]) == expected
 
 
 def test_the_number_of_micro_batches_may_differ():
-    assert find_disagreements([slots_of(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
-    assert find_disagreements([slots_of(SAME, casts=3), slots_of(OTHER, casts=7)], [0]) == {0: 1}
+    assert find_disagreements([observe_weight(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
+    assert find_disagreements([observe_weight(SAME, casts=3), observe_weight(OTHER, casts=7)], [0]) == {0: 1}

@@ -13,35 +13,35 @@ from quaver.numerics.record import Record, RecordWriter, decode_counts, encode_c
 NAMES = ["amax", "sqnr_db"]
 
 
-def header(step: int, *layers: str, schema: int = 1) -> dict[str, Any]:
+def make_header(step: int, *layers: str, schema: int = 1) -> dict[str, Any]:
     tensors = [{"layer": layer, "operand": "input", "cast": "both", "recipe": "tensorwise"} for layer in layers]
-    about = {"kind": "header", "schema": schema, "quaver": "9.9", "step": step}
-    return {**about, "statistics": NAMES, "tensors": tensors}
+    header = {"kind": "header", "schema": schema, "quaver": "9.9", "step": step}
+    return {**header, "statistics": NAMES, "tensors": tensors}
 
 
-def sample(step: int, amax: list[Any], **more: Any) -> dict[str, Any]:
+def make_sample(step: int, amax: list[Any], **more: Any) -> dict[str, Any]:
     return {"kind": "sample", "step": step, "amax": amax, "sqnr_db": [30.0] * len(amax), **more}
 
 
-def written(path: Path, *lines: dict[str, Any]) -> Path:
+def write_record(path: Path, *lines: dict[str, Any]) -> Path:
     writer = RecordWriter(path)
     for line in lines:
         writer.write(line)
     return path
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     counts = encode_counts([0, 1, 1000])
     histogram = {"low": -3, "bins": 3, "before": [counts, None], "after": [counts, None]}
     alarm = {"kind": "alarm", "step": 20, "rule": "saturation", "value": math.inf}
-    path = written(
+    path = write_record(
         tmp_path / "numerics.jsonl",
-        header(1, "a", "b"),
-        sample(10, [1.5, None]),
-        sample(20, [math.inf, 2.0], histogram=histogram, whatif={"rowwise": [27.0, None]}),
+        make_header(1, "a", "b"),
+        make_sample(10, [1.5, None]),
+        make_sample(20, [math.inf, 2.0], histogram=histogram, whatif={"rowwise": [27.0, None]}),
         alarm,
-        header(25, "b", "c"),  # the model changed
-        sample(30, [7.0], tensors=[1]),
+        make_header(25, "b", "c"),  # the model changed
+        make_sample(30, [7.0], tensors=[1]),
     )
     record = Record.read(tmp_path, keeps_lines=True)
     assert [tensor["layer"] for tensor in record.tensors] == ["a", "b", "c"]
@@ -59,27 +59,29 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert "Infinity" not in path.read_text()
 
 
-def test_a_resumed_run_removes_what_it_repeats(tmp_path: Path) -> None:
-    path = written(tmp_path / "n.jsonl", header(1, "a"), *(sample(step, [step]) for step in (10, 20, 30)))
+def test_a_resumed_run_removes_what_it_repeats(tmp_path):
+    path = write_record(
+        tmp_path / "n.jsonl", make_header(1, "a"), *(make_sample(step, [step]) for step in (10, 20, 30))
+    )
     with path.open("a") as file:
         file.write('{"kind": "sample", "st')  # killed
     torn = Record.read(path)
     assert torn.is_torn
     assert torn.steps.tolist() == [10, 20, 30]
-    written(path, header(16, "a"), sample(20, [21]))
+    write_record(path, make_header(16, "a"), make_sample(20, [21]))
     record = Record.read(path)
     assert not record.is_torn
     assert record.statistics["amax"].ravel().tolist() == [10, 21]
-    written(path, header(1, "a"), sample(10, [11]))
+    write_record(path, make_header(1, "a"), make_sample(10, [11]))
     assert Record.read(path).statistics["amax"].ravel().tolist() == [11]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 1000, 2**31])
-def test_counts_of_a_histogram_keep_5_percent(count: int) -> None:
+def test_counts_of_a_histogram_keep_5_percent(count):
     assert decode_counts(encode_counts([count]))[0] == pytest.approx(count, rel=0.045)
 
 
-GOOD = json.dumps(header(1, "a")), json.dumps(sample(1, [1]))
+GOOD = json.dumps(make_header(1, "a")), json.dumps(make_sample(1, [1]))
 
 
 @pytest.mark.parametrize(
@@ -88,18 +90,18 @@ GOOD = json.dumps(header(1, "a")), json.dumps(sample(1, [1]))
         ([], "header"),
         ([GOOD[1]], "header"),
         ([GOOD[0]], "no samples"),
-        ([json.dumps(header(1, schema=2)), GOOD[1]], "schema 1 .* got 2; read it with quaver 9.9"),
+        ([json.dumps(make_header(1, schema=2)), GOOD[1]], "schema 1 .* got 2; read it with quaver 9.9"),
         ([GOOD[0], "{"], "line 2 .* remove the line"),
         ([GOOD[0], "[]"], "line 2 .* remove the line"),
         ([GOOD[0], '{"kind": "sample", "step": 1}'], "line 2 .*'amax'.* remove the line"),
-        ([GOOD[0], json.dumps(sample(1, [1, 2]))], "line 2 .*expected 1 values, got 2"),
-        ([GOOD[0], json.dumps(sample(1, ["x"]))], "line 2 .*not a number"),
-        ([GOOD[0], json.dumps(sample(1, [1], tensors=[4]))], "line 2 .*remove the line"),
+        ([GOOD[0], json.dumps(make_sample(1, [1, 2]))], "line 2 .*expected 1 values, got 2"),
+        ([GOOD[0], json.dumps(make_sample(1, ["x"]))], "line 2 .*not a number"),
+        ([GOOD[0], json.dumps(make_sample(1, [1], tensors=[4]))], "line 2 .*remove the line"),
         ([GOOD[0], GOOD[1], GOOD[1]], "line 3 .*step 1 comes after step 1"),
         (['{"kind": "header", "schema": 1, "step": 1}', GOOD[1]], "line 1 .*lacks statistics"),
     ],
 )
-def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path, lines: list[str], message: str) -> None:
+def test_what_is_not_a_record_is_refused_in_one_line(tmp_path, lines, message):
     path = tmp_path / "numerics.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(ValueError, match=message) as caught:
@@ -107,6 +109,6 @@ def test_what_is_not_a_record_is_refused_in_one_line(tmp_path: Path, lines: list
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_without_statistics(tmp_path: Path) -> None:
+def test_a_run_without_statistics(tmp_path):
     with pytest.raises(ValueError, match="record them with quaver.monitor"):
         Record.read(tmp_path)
