@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from quaver import (
-    Float8LinearConfig,
-    cast_weights_once,
-    convert_to_float8_training,
-    float8_linear,
-)
+from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, float8_linear
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from quaver.recipes.scaling import compute_scales
 from tests.library.conversion.test_delayed import Net, config_of, states

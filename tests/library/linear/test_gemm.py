@@ -249,10 +249,7 @@ def test_a_cpu_and_emulation_never_take_the_native_path():
 @pytest.mark.parametrize(
     ("scaling", "shape", "out_dtype", "bias_dtype"),
     thinned(
-        SCALINGS,
-        [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)],
-        DTYPES,
-        (None, torch.bfloat16, torch.float32),
+        SCALINGS, [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)], DTYPES, (None, torch.bfloat16, torch.float32)
     ),
 )
 def test_native_matmuls_obey_the_hardware_and_mean_the_same(scaling, shape, out_dtype, bias_dtype):

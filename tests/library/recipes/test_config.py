@@ -27,9 +27,9 @@ from quaver.recipes.config import resolve_config
 from tests.reference import BLOCK_RECIPES, RECIPES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ROW, TENSOR = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE
+ROW, BLOCKWISE = ScalingGranularity.ROWWISE, ScalingGranularity.BLOCKWISE
 HP = CastConfig(scaling_type=ScalingType.DISABLED)
-BLOCKS = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE)
+BLOCKS = CastConfig(scaling_granularity=BLOCKWISE)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_casts_of_block_recipes():
     assert config.casts.input.row.depends_on_direction
     one_dimensional = replace(config.cast_config_weight, block_size=(1, 32))  # torchao's weights, cast twice
     assert replace(config, cast_config_weight=one_dimensional).casts.weight.column.block_size == (1, 32)
-    assert CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=[1, 32]).block_size == (1, 32)
+    assert CastConfig(scaling_granularity=BLOCKWISE, block_size=[1, 32]).block_size == (1, 32)
 
 
 def test_the_short_form_of_a_cast():
@@ -87,14 +87,12 @@ def test_the_short_form_of_a_cast():
     assert CastConfig().short_str() == "dyn_ten_default"
     modes = {"_floor": ScaleCalculationMode.FLOOR, "": ScaleCalculationMode.RCEIL, "_float32": None}
     for suffix, mode in modes.items():
-        assert (
-            replace(BLOCKS, block_size=(1, 32), scale_calculation_mode=mode).short_str()
-            == f"dyn_blk1x32_default{suffix}"
-        )
+        cast = replace(BLOCKS, block_size=(1, 32), scale_calculation_mode=mode)
+        assert cast.short_str() == f"dyn_blk1x32_default{suffix}"
     assert replace(BLOCKS, scale_calculation_mode=ScaleCalculationMode.RCEIL).short_str() == "dyn_blk_default_rceil"
 
 
-def test_a_recipes_config_is_the_callers_own():
+def test_a_recipes_config_is_a_new_object():
     """torchao's users turn on emulate in a frozen config with object.__setattr__."""
     object.__setattr__(Float8LinearConfig.from_recipe_name("tensorwise"), "emulate", True)
     assert not Float8LinearConfig.from_recipe_name("tensorwise").emulate
@@ -102,12 +100,9 @@ def test_a_recipes_config_is_the_callers_own():
 
 
 def test_older_names_are_accepted():
-    for old, new in (
-        ("all_tensorwise", "tensorwise"),
-        ("axiswise", "rowwise"),
-        ("all_axiswise", "rowwise"),
-        ("lw_axiswise_with_gw_hp", "rowwise_with_gw_hp"),
-    ):
+    names = {"all_tensorwise": "tensorwise", "axiswise": "rowwise", "all_axiswise": "rowwise"}
+    names |= {"lw_axiswise_with_gw_hp": "rowwise_with_gw_hp"}
+    for old, new in names.items():
         assert Float8LinearConfig.from_recipe_name(old) == Float8LinearConfig.from_recipe_name(new)
     assert ScalingGranularity("axiswise") is ScalingGranularity.AXISWISE is ScalingGranularity.ROWWISE
     assert ScalingGranularity("rowwise") is ScalingGranularity["ROWWISE"] is ScalingGranularity["AXISWISE"]
@@ -147,10 +142,10 @@ def test_a_linear_and_the_function_take_a_recipes_name():
     assert compiled(input, linear.weight).equal(float8_linear(input, linear.weight, config="rowwise"))
 
 
-def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
-    given = CastConfig()
-    config = Float8LinearConfig(cast_config_input=given, cast_config_weight=given, cast_config_grad_output=given)
-    assert given.target_dtype is None
+def test_every_field_is_filled_in_and_the_arguments_stay_unchanged():
+    cast = CastConfig()
+    config = Float8LinearConfig(cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast)
+    assert cast.target_dtype is None
     assert config.cast_config_input.target_dtype is E4M3
     assert config.cast_config_weight.target_dtype is E4M3
     assert config.cast_config_grad_output.target_dtype is E5M2
@@ -162,35 +157,34 @@ def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *BLOCK_RECIPES, "delayed", "delayed_with_dynamic_weight"])
-def test_configs_are_made_again_of_their_fields(name):
+def test_configs_are_rebuilt_from_their_fields(name):
     config = Float8LinearConfig.from_recipe_name(name)
-    for given in (asdict(config), {each.name: getattr(config, each.name) for each in fields(config)}):
-        again = Float8LinearConfig(**given)
-        assert again == config
-        assert again.casts == config.casts
-        assert again._derived == config._derived
+    for options in (asdict(config), {field.name: getattr(config, field.name) for field in fields(config)}):
+        rebuilt = Float8LinearConfig(**options)
+        assert rebuilt == config
+        assert rebuilt.casts == config.casts
+        assert rebuilt._derived == config._derived
     for cast in config.casts.all_casts():
         assert CastConfig(**asdict(cast)) == cast
     with pytest.raises(TypeError, match="unexpected keyword argument 'is_rowwise'"):
         Float8LinearConfig(cast_config_input={"is_rowwise": True})
 
 
-def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
+def test_replace_derives_default_fields_anew_and_keeps_explicit_ones():
     row, tensor = CastConfig(scaling_granularity=ROW, target_dtype=E4M3), CastConfig(target_dtype=E4M3)
     config = Float8LinearConfig()
     for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config, emulate=True)):
         changed = replace(copied, cast_config_input=row)
         assert (changed.cast_config_input, changed.cast_config_input_for_grad_weight) == (row, row)
-        again = replace(changed, cast_config_input=tensor)
-        assert again.cast_config_input_for_grad_weight == tensor
-    given = replace(config, cast_config_input_for_grad_weight=tensor)
-    assert replace(given, cast_config_input=row).cast_config_input_for_grad_weight == tensor
-    assert replace(given, cast_config_input_for_grad_weight=None, cast_config_input=row).casts.input.column == row
-    filled_in = config.cast_config_weight_for_grad_input
-    for explicit in (filled_in, copy.copy(filled_in)):
-        made = replace(config, cast_config_weight=row, cast_config_weight_for_grad_input=explicit)
-        assert (made.casts.weight.row, made.casts.weight.column) == (row, tensor)
-        assert replace(made, cast_config_weight=tensor, emulate=True).casts.weight.column == tensor
+        assert replace(changed, cast_config_input=tensor).cast_config_input_for_grad_weight == tensor
+    explicit = replace(config, cast_config_input_for_grad_weight=tensor)
+    assert replace(explicit, cast_config_input=row).cast_config_input_for_grad_weight == tensor
+    assert replace(explicit, cast_config_input_for_grad_weight=None, cast_config_input=row).casts.input.column == row
+    default = config.cast_config_weight_for_grad_input
+    for column in (default, copy.copy(default)):
+        explicit = replace(config, cast_config_weight=row, cast_config_weight_for_grad_input=column)
+        assert (explicit.casts.weight.row, explicit.casts.weight.column) == (row, tensor)
+        assert replace(explicit, cast_config_weight=tensor, emulate=True).casts.weight.column == tensor
     reused = Float8LinearConfig(
         cast_config_input=row, cast_config_input_for_grad_weight=config.cast_config_input_for_grad_weight
     )
@@ -201,10 +195,10 @@ def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
 def test_torchaos_flag_for_the_weight_of_the_backward():
     assert not Float8LinearConfig().keep_float8_weight_for_backward
     assert not Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True).keep_float8_weight_for_backward
-    kept = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=False)
-    assert kept.keep_float8_weight_for_backward
-    assert replace(kept, emulate=True).keep_float8_weight_for_backward
-    assert replace(Float8LinearConfig(), keep_float8_weight_for_backward=True) == kept
+    keeping = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=False)
+    assert keeping.keep_float8_weight_for_backward
+    assert replace(keeping, emulate=True).keep_float8_weight_for_backward
+    assert replace(Float8LinearConfig(), keep_float8_weight_for_backward=True) == keeping
 
 
 def test_configs_are_frozen_and_hashable():
@@ -215,6 +209,9 @@ def test_configs_are_frozen_and_hashable():
 
 
 def linear(**options):
+    """Return a function that makes a config; the name of an operand is short for its `cast_config_`."""
+    prefix = lambda name: "cast_config_" if name.startswith(("input", "weight", "grad_output")) else ""  # noqa: E731
+    options = {prefix(name) + name: value for name, value in options.items()}
     return lambda: Float8LinearConfig(**options)
 
 
@@ -227,23 +224,21 @@ def delayed(**options):
 
 
 STATIC = ScalingType.STATIC
-E2M1_BLOCKS = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "target_dtype": torch.float4_e2m1fn_x2}
+E2M1_BLOCKS = {"scaling_granularity": BLOCKWISE, "target_dtype": torch.float4_e2m1fn_x2}
 BAD = {
-    "output: weight is cast to float8 but input stays in high precision": linear(cast_config_input=HP),
+    "output: weight is cast to float8 but input stays in high precision": linear(input=HP),
     "grad_input: grad_output is cast to float8 but weight_for_grad_input stays in high precision": linear(
-        cast_config_weight_for_grad_input=HP
+        weight_for_grad_input=HP
     ),
     "grad_weight: grad_output_for_grad_weight is cast to float8 but input_for_grad_weight stays": linear(
-        cast_config_input_for_grad_weight=HP
+        input_for_grad_weight=HP
     ),
     "weight must be cast to one dtype in both of its matmuls, got e4m3 and e5m2": linear(
-        cast_config_weight=CastConfig(target_dtype=E4M3),
-        cast_config_weight_for_grad_input=CastConfig(target_dtype=E5M2),
+        weight=CastConfig(target_dtype=E4M3), weight_for_grad_input=CastConfig(target_dtype=E5M2)
     ),
-    "grad_input: no hardware multiplies e5m2 by e5m2": linear(cast_config_weight=CastConfig(target_dtype=E5M2)),
+    "grad_input: no hardware multiplies e5m2 by e5m2": linear(weight=CastConfig(target_dtype=E5M2)),
     "input must be cast to one dtype in both of its matmuls, got e2m1 and e4m3": linear(
-        cast_config_input=CastConfig(block_size=(1, 16), **E2M1_BLOCKS),
-        cast_config_input_for_grad_weight=CastConfig(target_dtype=E4M3),
+        input=CastConfig(block_size=(1, 16), **E2M1_BLOCKS), input_for_grad_weight=CastConfig(target_dtype=E4M3)
     ),
     "scale_calculation_mode: expected None with e2m1": cast(
         block_size=(1, 16), scale_calculation_mode=ScaleCalculationMode.RCEIL, **E2M1_BLOCKS
@@ -262,13 +257,13 @@ BAD = {
     "target_dtype: expected a float8 dtype": cast(target_dtype=torch.bfloat16),
     "scaling_type: expected ScalingType, got 'dynamic'": cast(scaling_type="dynamic"),
     "scaling_granularity: expected ScalingGranularity, got 16": cast(scaling_granularity=16),
-    "cast_config_input: expected CastConfig, got 'e4m3'": linear(cast_config_input="e4m3"),
-    "cast_config_input: expected CastConfig, got None": linear(cast_config_input=None),
+    "cast_config_input: expected CastConfig, got 'e4m3'": linear(input="e4m3"),
+    "cast_config_input: expected CastConfig, got None": linear(input=None),
     "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output high": linear(
-        cast_config_weight=HP,
-        cast_config_input=HP,
-        cast_config_weight_for_grad_input=CastConfig(),
-        cast_config_input_for_grad_weight=CastConfig(),
+        weight=HP,
+        input=HP,
+        weight_for_grad_input=CastConfig(),
+        input_for_grad_weight=CastConfig(),
         enable_fsdp_float8_all_gather=True,
     ),
     "emulate: expected bool, got 1": linear(emulate=1),
@@ -296,18 +291,18 @@ BAD = {
     "delayed_scaling_config: expected DelayedScalingConf": linear(delayed_scaling_config=None),
     "shared_inputs: expected a tuple of tuples of names": linear(shared_inputs=("q", "k")),
     "input has one persistent scale, which serves both of its matmuls": linear(
-        cast_config_input=CastConfig(ScalingType.DELAYED), cast_config_input_for_grad_weight=CastConfig()
+        input=CastConfig(ScalingType.DELAYED), input_for_grad_weight=CastConfig()
     ),
-    "input: square blocks are for weights": linear(cast_config_input=BLOCKS),
-    "grad_output: square blocks are for weights": linear(cast_config_grad_output=BLOCKS),
+    "input: square blocks are for weights": linear(input=BLOCKS),
+    "grad_output: square blocks are for weights": linear(grad_output=BLOCKS),
     "expected blocks of one size for both of its matmuls, got dynamic blockwise": linear(
-        cast_config_weight=BLOCKS, cast_config_weight_for_grad_input=CastConfig(scaling_granularity=ROW)
+        weight=BLOCKS, weight_for_grad_input=CastConfig(scaling_granularity=ROW)
     ),
     "expected blocks of one size for both of its matmuls, got dynamic tensorwise": linear(
-        cast_config_weight=CastConfig(), cast_config_weight_for_grad_input=BLOCKS
+        weight=CastConfig(), weight_for_grad_input=BLOCKS
     ),
     "block_size: expected one of (128, 128), (1, 128), (32, 32), (1, 32), got (16, 16)": cast(
-        scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(16, 16)
+        scaling_granularity=BLOCKWISE, block_size=(16, 16)
     ),
     "block_size: expected None unless scaling_granularity is ScalingGranularity.BLOCKWISE, got (1, 128)": cast(
         scaling_granularity=ROW, block_size=(1, 128)
@@ -320,22 +315,22 @@ BAD = {
     ),
     "scaling_type: expected ScalingType, got 'delayed'; write ScalingType.DELAYED": cast(scaling_type="delayed"),
     "scale_calculation_mode: expected ScaleCalculationMode, got 'even'": cast(
-        scaling_granularity=ScalingGranularity.BLOCKWISE, scale_calculation_mode="even"
+        scaling_granularity=BLOCKWISE, scale_calculation_mode="even"
     ),
     "delayed scaling keeps one scale per tensor: expected tensorwise, got blockwise 128 x 128": cast(
-        ScalingType.DELAYED, ScalingGranularity.BLOCKWISE
+        ScalingType.DELAYED, BLOCKWISE
     ),
     "E8M0 scales are powers of two; expected round_scales_to_power_of_2=True": lambda: replace(
         Float8LinearConfig.from_recipe_name("mxfp8"), round_scales_to_power_of_2=False
     ),
     "expected a static_quant_scale that is a power of two": linear(
-        cast_config_weight=CastConfig(STATIC, static_quant_scale=3.0), round_scales_to_power_of_2=True
+        weight=CastConfig(STATIC, static_quant_scale=3.0), round_scales_to_power_of_2=True
     ),
 }
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_combinations_fail_when_made_and_say_why(message):
+def test_bad_combinations_are_refused_when_a_config_is_made(message):
     with pytest.raises(ValueError, match=re.escape(message)):
         BAD[message]()
 
@@ -343,29 +338,24 @@ def test_bad_combinations_fail_when_made_and_say_why(message):
 @pytest.mark.parametrize("granularity", ScalingGranularity)
 def test_one_matmul_of_an_operand_with_a_persistent_scale_may_be_in_high_precision(granularity):
     delayed, hp = CastConfig(ScalingType.DELAYED), CastConfig(ScalingType.DISABLED, granularity)
-    config = Float8LinearConfig(
-        cast_config_input=delayed,
-        cast_config_input_for_grad_weight=hp,
-        cast_config_grad_output=delayed,
-        cast_config_grad_output_for_grad_weight=hp,
-    )
+    config = linear(input=delayed, input_for_grad_weight=hp, grad_output=delayed, grad_output_for_grad_weight=hp)()
     assert config.casts.input.row.is_persistent
     assert config.casts.input.column.is_disabled
 
 
 def test_the_blocks_of_a_disabled_cast_are_ignored():
-    blocks = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "block_size": (128, 128)}
-    hp = CastConfig(ScalingType.DISABLED, scale_calculation_mode=ScaleCalculationMode.FLOOR, **blocks)
-    off = {f"cast_config_{name}": hp for name in ("input_for_grad_weight", "grad_output_for_grad_weight")}
+    floor = ScaleCalculationMode.FLOOR
+    hp_blocks = CastConfig(ScalingType.DISABLED, BLOCKWISE, scale_calculation_mode=floor, block_size=(128, 128))
+    disabled = ("input_for_grad_weight", "grad_output_for_grad_weight")
     for cast in (CastConfig(), CastConfig(block_size=(1, 16), **E2M1_BLOCKS)):
-        on = {f"cast_config_{name}": cast for name in ("input", "weight", "grad_output")}
-        config = Float8LinearConfig(**on, **off)
+        enabled = dict.fromkeys(("input", "weight", "grad_output"), cast)
+        config = linear(**enabled, **dict.fromkeys(disabled, hp_blocks))()
         assert config.casts.input.column.is_disabled
-        assert config == Float8LinearConfig(**on, **{name: HP for name in off})
+        assert config == linear(**enabled, **dict.fromkeys(disabled, HP))()
         assert replace(config, high_precision_matmuls=("output",)).casts.input.row.is_disabled
 
 
-def test_a_static_scale_may_be_a_tensor_of_one():
+def test_a_static_scale_may_be_a_tensor_of_one_element():
     cast = CastConfig(ScalingType.STATIC, static_quant_scale=torch.tensor([2.0]))
     assert cast == CastConfig(ScalingType.STATIC, static_quant_scale=2.0)
     assert cast == CastConfig(ScalingType.STATIC, static_scale=torch.tensor(2.0))

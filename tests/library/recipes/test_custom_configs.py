@@ -16,14 +16,8 @@ from tests.steps import results_of
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW = CastConfig(), CastConfig(scaling_granularity=ScalingGranularity.ROWWISE)
 HP = CastConfig(scaling_type=ScalingType.DISABLED)
-NAMES = (
-    "input",
-    "input_for_grad_weight",
-    "weight",
-    "weight_for_grad_input",
-    "grad_output",
-    "grad_output_for_grad_weight",
-)
+NAMES = ("input", "input_for_grad_weight", "weight", "weight_for_grad_input")
+NAMES += ("grad_output", "grad_output_for_grad_weight")
 
 
 def config_of(casts, **options):
@@ -31,7 +25,7 @@ def config_of(casts, **options):
     return Float8LinearConfig(**fields, **options)
 
 
-def results(config, input, grad_output, weight, *, scoped=False):
+def run_step(config, input, grad_output, weight, *, scoped=False):
     module = Float8Linear(64, 48, bias=False, dtype=weight.dtype, config=config)
     module.load_state_dict({"weight": weight})
     with cast_weights_once(module) if scoped else contextlib.nullcontext():
@@ -52,7 +46,7 @@ def operands():
     return torch.randn(80, 64), torch.randn(80, 48), torch.randn(48, 64)
 
 
-@pytest.mark.parametrize("in_float8", [*itertools.product((False, True), repeat=3)], ids=str)
+@pytest.mark.parametrize("in_float8", list(itertools.product((False, True), repeat=3)), ids=str)
 @pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, operands):
@@ -65,13 +59,13 @@ def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, op
     config = config_of((row, column, row, column_of_weight, row_of_gradient, column))
     for scoped in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            got = results(config, input, grad_output.bfloat16() if autocast else grad_output, weight, scoped=scoped)
+            results = run_step(config, input, grad_output, weight, scoped=scoped)
         # bfloat16 has 7 mantissa bits. Any order of a float32 sum of K <= 80 products is within K * 2^-24 of it.
         is_bfloat16 = autocast or hp_dtype is torch.bfloat16
         exact_db = lowest_sqnr_db(7, 7, 7) if is_bfloat16 else 20 * math.log10(2**24 / 80)
         formats = (3, 3), (2, 3), (2, 3)
         expected = references(input, weight, grad_output)
-        for fp8, bits, reference, result in zip(in_float8, formats, expected, got, strict=True):
+        for fp8, bits, reference, result in zip(in_float8, formats, expected, results, strict=True):
             assert (sqnr_db(reference, result) > exact_db) == (not fp8)
             assert sqnr_db(reference, result) > lowest_sqnr_db(*bits)
 
@@ -83,8 +77,8 @@ def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, op
 def test_formats_may_be_others(dtypes, operands):
     input, grad_output, weight = operands
     casts = [CastConfig(target_dtype=dtype) for dtype in dtypes for _ in range(2)]
-    got = results(config_of(casts), input, grad_output, weight)
+    results = run_step(config_of(casts), input, grad_output, weight)
     i, w, g = (FLOAT8_FORMATS[dtype].mantissa_bits for dtype in dtypes)
     expected = references(input, weight, grad_output)
-    for bits, reference, result in zip(((i, w), (g, w), (g, i)), expected, got, strict=True):
+    for bits, reference, result in zip(((i, w), (g, w), (g, i)), expected, results, strict=True):
         assert sqnr_db(reference, result) > lowest_sqnr_db(*bits)

@@ -1,5 +1,7 @@
 """e2m1 in blocks of 1 x 16 from the cast to the matmuls of a linear, on one device and gathered from shards."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -15,8 +17,10 @@ from quaver.recipes.cast_config import CastConfig, ScalingGranularity
 from quaver.recipes.formats import E2M1, E4M3
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ScaleLayout
+from tests.library.linear.test_module import saved_bytes
 from tests.mixture import GroupedExperts, make_mixture
 from tests.ranks import on_ranks
+from tests.steps import assert_same, results_of
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 BLOCKS = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "target_dtype": E2M1.dtype}
@@ -32,8 +36,8 @@ def cast(hp, layout=(1, 16)):
     return cast_blockwise(hp, E2M1.dtype, True, True, False, *layout, "")
 
 
-def values(operand):
-    """By the definition, in float64."""
+def dequantize(operand):
+    """Return the values by the definition, in float64."""
     codes = operand.data.view(torch.uint8)
     nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
     numbers = torch.cat([VALUES, -VALUES]).double()[nibbles]
@@ -51,8 +55,7 @@ def test_the_scales_of_e2m1_are_not_powers_of_two():
 def test_codes_are_the_nearest_numbers_ties_to_even():
     steps = torch.arange(-7, 7, 1 / 64).clamp(-6, 6)
     codes = e2m1.unpack(e2m1.pack(steps[None])).float()[0]
-    both = torch.cat([-VALUES.flip(0), VALUES])
-    distance = (steps[:, None] - both).abs()
+    distance = (steps[:, None] - torch.cat([-VALUES, VALUES])).abs()
     assert torch.equal((codes - steps).abs(), distance.amin(1))
     ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 8.0]])
     assert e2m1.unpack(e2m1.pack(ties.clamp(max=6))).tolist() == [[0, 1, 1, 2, 2, 4, 4, 6]]
@@ -70,17 +73,15 @@ def test_a_cast_has_two_codes_a_byte_and_two_levels_of_scales(layout, dtype):
         assert operand.layout == ScaleLayout(*size, 1, 2)
         assert operand.dequant_scale.dtype is E4M3.dtype
         assert operand.dequant_scale.shape == operand.layout.get_scale_shape(40, 70)
-        expected = values(operand)
-        got = scaling.dequantize(
-            operand.data, operand.dequant_scale, layout=operand.layout, outer_scale=operand.outer_scale
-        )
-        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0)
+        expected, options = dequantize(operand), {"layout": operand.layout, "outer_scale": operand.outer_scale}
+        actual = scaling.dequantize(operand.data, operand.dequant_scale, **options)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
         assert (expected - hp.double()).norm() / hp.double().norm() < 0.12
     assert (row is column) == (layout == (16, 16))
     assert cast(torch.zeros(16, 16)).row.outer_scale == 1
     for bad in (torch.inf, torch.nan):
         hp[3, 5] = bad
-        assert values(cast(hp).row).isnan().all()
+        assert dequantize(cast(hp).row).isnan().all()
 
 
 @pytest.mark.parametrize("pad", [False, True])
@@ -89,7 +90,7 @@ def test_the_matmul_is_exact(shape, pad):
     m, k, n = shape
     a, b = cast(torch.randn(m, k)).row, cast(torch.randn(n, k)).row
     out = mm(a, b.t(), MatmulOptions(pad=pad), torch.float32)
-    torch.testing.assert_close(out.double(), values(a) @ values(b).t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), dequantize(a) @ dequantize(b).t(), rtol=1e-4, atol=1e-4)
     float8 = cast_blockwise(torch.randn(n, k), E4M3.dtype, True, False, False, 1, 32, "").row
     assert mm(a, float8.t(), MatmulOptions(), torch.bfloat16).shape == (m, n)
 
@@ -98,33 +99,24 @@ def test_the_matmul_is_exact(shape, pad):
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_linear_trains_with_it(weight, keep):
     config = config_of(weight, keep_float8_weight_for_backward=keep)
-    torch.manual_seed(0)
-    linear = nn.Linear(70, 50)
-    model, seen = convert_to_float8_training(nn.Sequential(linear), config=config), []
-    input, grad_output = torch.randn(34, 70, requires_grad=True), torch.randn(34, 50)
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: seen.append(each) or each, lambda each: each):
-        output = model(input)
-    assert any(each.dtype is E2M1.dtype and each.shape == (34, 35) for each in seen)
-    output.backward(grad_output)
-    i, g = cast(input.detach()), cast(grad_output)
-    w = cast(linear.weight.detach(), weight.block_size)
-    for got, expected in (
-        (output, values(i.row) @ values(w.row).t() + linear.bias.double()),
-        (input.grad, values(g.row) @ values(w.column)),
-        (linear.weight.grad, values(g.column).t() @ values(i.column)),
-    ):
-        torch.testing.assert_close(got.detach().double(), expected, rtol=1e-4, atol=1e-4)
+    linear = convert_to_float8_training(nn.Linear(70, 50), config=config)
+    input, grad_output = torch.randn(34, 70), torch.randn(34, 50)
+    assert saved_bytes(lambda: linear(input))[E2M1.dtype] >= 34 * 35
+    output, *gradients = results_of(linear, input, grad_output=grad_output)
+    i, w, g = cast(input), cast(linear.weight.detach(), weight.block_size), cast(grad_output)
+    expected = (
+        dequantize(i.row) @ dequantize(w.row).t() + linear.bias.detach().double(),
+        dequantize(g.row) @ dequantize(w.column),
+        dequantize(g.column).t() @ dequantize(i.column),
+    )
+    for actual, reference in zip((output, *gradients[:2]), expected, strict=True):
+        torch.testing.assert_close(actual.double(), reference, rtol=1e-4, atol=1e-4)
 
 
 def test_compiled_steps_have_eager_bits():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 48)), config=config_of(SQUARE))
-    made = []
-    for compute in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        input = torch.linspace(-3, 4, 32 * 64).view(32, 64).requires_grad_()
-        model.zero_grad()
-        compute(input).square().sum().backward()
-        made.append([input.grad, *(each.grad for each in model.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
+    input, compiled = torch.randn(32, 64), torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same(results_of(model, input, call=compiled), results_of(model, input))
 
 
 def test_a_float8_tensor_holds_it():
@@ -132,15 +124,15 @@ def test_a_float8_tensor_holds_it():
     row, column = cast(hp)
     tensor = Float8Tensor.from_operands(row, column, torch.bfloat16)
     assert tensor.shape == hp.shape
-    again = tensor.view(2, 17, 70).detach()
-    assert (again.shape, again.data_fp8.shape) == ((2, 17, 70), (2, 17, 35))
-    torch.testing.assert_close(again.to_high_precision().double().view(34, 70), values(row), rtol=2**-7, atol=0)
+    view = tensor.view(2, 17, 70).detach()
+    assert (view.shape, view.data_fp8.shape) == ((2, 17, 70), (2, 17, 35))
+    torch.testing.assert_close(view.to_high_precision().double().view(34, 70), dequantize(row), rtol=2**-7, atol=0)
     names, meta = tensor.__tensor_flatten__()
     assert names[2::3] == ["outer_scale", "column_outer_scale"]
     inner = {name: getattr(tensor, name) for name in names}
     same = Float8Tensor.__tensor_unflatten__(inner, meta, None, None)
-    assert [each.layout for each in same.operands()] == [row.layout, column.layout]
-    assert torch.equal(values(same.operands().column), values(column))
+    assert [operand.layout for operand in same.operands()] == [row.layout, column.layout]
+    assert torch.equal(dequantize(same.operands().column), dequantize(column))
 
 
 @pytest.mark.parametrize("weight", [ALONG, SQUARE], ids=["1x16", "16x16"])
@@ -148,18 +140,15 @@ def test_a_float8_tensor_holds_it():
 def test_shards_gather_the_codes_of_the_whole_weight(weight):
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(0)
-    plain, input = nn.Linear(70, 50, bias=False), torch.randn(34, 70)
-    one = convert_to_float8_training(nn.Sequential(nn.Linear(70, 50, bias=False)), config=config_of(weight))
-    one.load_state_dict({"0.weight": plain.weight.detach()})
-    gathering = config_of(weight, enable_fsdp_float8_all_gather=True)
-    model = convert_to_float8_training(nn.Sequential(plain), config=gathering)
-    fully_shard(model)
-    expected, got = one(input), model(input)
-    assert torch.equal(got, expected)
+    plain, input = nn.Sequential(nn.Linear(70, 50, bias=False)), torch.randn(34, 70)
+    whole = convert_to_float8_training(copy.deepcopy(plain), config=config_of(weight))
+    config = config_of(weight, enable_fsdp_float8_all_gather=True)
+    sharded = fully_shard(convert_to_float8_training(plain, config=config))
+    expected, actual = whole(input), sharded(input)
+    assert torch.equal(actual, expected)
     expected.sum().backward()
-    got.sum().backward()
-    assert torch.equal(model[0].weight.grad.full_tensor(), one[0].weight.grad)
+    actual.sum().backward()
+    assert torch.equal(sharded[0].weight.grad.full_tensor(), whole[0].weight.grad)
 
 
 @pytest.mark.parametrize(
@@ -174,12 +163,12 @@ def test_other_configs_are_refused(options, message):
         CastConfig(**{**BLOCKS, **options})
 
 
-def test_what_does_not_take_four_bits_says_so():
+def test_exports_and_experts_refuse_codes_of_four_bits():
     with pytest.raises(NotImplementedError, match="export: expected codes of eight bits"):
         ALONG.known_layout("export")
     experts = make_mixture(layers=1)
     convert_to_float8_training(experts, config=config_of())
-    assert not any(isinstance(each, Float8Experts) for each in experts.modules())
+    assert not any(isinstance(module, Float8Experts) for module in experts.modules())
     assert "experts: expected codes of eight bits" in str(conversion_report(experts))
     with pytest.raises(ValueError, match="experts: expected codes of eight bits"):
         to_float8_grouped_mm(GroupedExperts(), config_of())

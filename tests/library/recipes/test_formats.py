@@ -13,8 +13,8 @@ def test_table_describes_all_256_codes(fmt):
     values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     finite = values[torch.isfinite(values)]
     positive = finite[finite > 0]
-    assert {i for i, v in enumerate(values) if math.isnan(v)} == set(fmt.nan_codes)
-    assert {i for i, v in enumerate(values) if math.isinf(v)} == set(fmt.infinity_codes)
+    assert {code for code, value in enumerate(values) if math.isnan(value)} == set(fmt.nan_codes)
+    assert {code for code, value in enumerate(values) if math.isinf(value)} == set(fmt.infinity_codes)
     assert len(finite) == fmt.finite_codes
     assert finite.max() == fmt.max == torch.finfo(fmt.dtype).max
     assert positive.min() == fmt.smallest_subnormal

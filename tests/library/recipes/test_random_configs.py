@@ -178,12 +178,12 @@ def check_results(draw, config):
     for _ in range(1 + config.has_persistent_scales):  # the first step of a delayed scale is dynamic
         input, grad_output = draw_matrix(draw, tokens, k), draw_matrix(draw, tokens, n)
         with cast_weights_once(module) if draw.random() < 0.3 else contextlib.nullcontext():
-            got = results_of(module, input, grad_output=grad_output)
+            results = results_of(module, input, grad_output=grad_output)
         if any(cast.target_dtype is E2M1 and not cast.is_disabled for cast in config.casts.all_casts()):
-            assert all(result.isfinite().all() for result in got)  # the reference has no casts of four bits
+            assert all(result.isfinite().all() for result in results)  # the reference has no casts of four bits
             continue
         expected = results_of(reference, input, grad_output=grad_output)
-        for name, one, other in zip(("output", "grad_input", "grad_weight"), expected, got, strict=True):
-            assert torch.equal(one, other) or sqnr_db(one, other) > 100, (name, config)
+        for name, result, exact in zip(("output", "grad_input", "grad_weight"), results, expected, strict=True):
+            assert torch.equal(result, exact) or sqnr_db(exact, result) > 100, (name, config)
         sync_float8_amax_and_scale_history(module)
         reference.sync()

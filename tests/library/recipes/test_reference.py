@@ -55,7 +55,7 @@ CONFIGS = RECIPES | {
     "delayed, power-of-two scales": replace(RECIPES["delayed"], round_scales_to_power_of_2=True),
 }
 GROWTH = (1.0, 4.0, 0.25, 0.25)
-"""Of all tensors, by step: the second step saturates delayed scales; later ones leave exponents unused."""
+"""Factors of all tensors, by step: the second step saturates delayed scales; later ones leave exponents unused."""
 
 SMALL = (((3, 13), 144, 40), ((20,), 40, 136))
 """Tokens, in_features, out_features; no tensor has 8,192 elements, so that a bias is added before the last rounding."""
@@ -63,7 +63,7 @@ LARGE = ((2, 80), 144, 200)
 
 
 def exact_numbers(rows, columns, dtype):
-    """Numbers whose float8 matmuls are exact in float32 in every order, although their casts round.
+    """Return numbers whose float8 matmuls are exact in float32 in every order, although their casts round.
 
     They are multiples of 1/8, also when cast: products are multiples of 1/64, and no partial sum takes more than 24
     bits. The amaxes of rows, columns and blocks differ, but are 7 times a power of two, so that no scale rounds: 448
@@ -77,7 +77,7 @@ def exact_numbers(rows, columns, dtype):
 
 
 def gaussian_numbers(rows, columns, dtype):
-    """Each row has a scale of its own; one has an outlier, one is zero. Results are finite in float16."""
+    """Return rows of different magnitudes, one with an outlier, one of zeros. Results are finite in float16."""
     numbers = torch.randn(rows, columns) * torch.exp2(torch.randint(-8, 2, (rows, 1)).float())
     numbers[0] = 0
     numbers[-1, columns // 2] = 30
@@ -100,21 +100,20 @@ class Matmuls(TorchDispatchMode):
 
 @pytest.fixture
 def reference_matmuls(monkeypatch):
-    """The operands of the reference's float8 matmuls, by the left one's shape; of others the results' operands."""
-    found, multiply = {}, reference.multiply
+    """The operands of the reference's matmuls, by the left one's shape; in high precision their scale is 1."""
+    matmuls, multiply = {}, reference.multiply
 
-    def recorded(a, b, *rest):
-        one = torch.ones(())
-        scales = (one if each.dequant_scale is None else each.dequant_scale for each in (a, b))
-        found[tuple(a.data.shape)] = a.data, b.data, *scales
+    def record_and_multiply(a, b, *rest):
+        scales = (torch.ones(()) if operand.dequant_scale is None else operand.dequant_scale for operand in (a, b))
+        matmuls[tuple(a.data.shape)] = a.data, b.data, *scales
         return multiply(a, b, *rest)
 
-    monkeypatch.setattr(reference, "multiply", recorded)
-    return found
+    monkeypatch.setattr(reference, "multiply", record_and_multiply)
+    return matmuls
 
 
-def pair_of_linears(config, shape, dtype, bias, numbers):
-    """A `Float8Linear` and the reference's linear, with equal parameters."""
+def make_linears(config, shape, dtype, bias, numbers):
+    """Return a `Float8Linear` and the reference's linear, with equal parameters."""
     _, in_features, out_features = shape
     linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
     with torch.no_grad():
@@ -130,31 +129,34 @@ def has_delayed_scales(config):
     return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.all_casts())
 
 
-def steps_of(config):
+def growth_by_step(config):
     return GROWTH if has_delayed_scales(config) else GROWTH[:1]
+
+
+def sync(linear, expected):
+    sync_float8_amax_and_scale_history(linear)
+    expected.sync()
 
 
 def assert_steps_are_equal(config, shape, dtype, bias, backend=None):
     torch.manual_seed(0)
-    linear, expected = pair_of_linears(config, shape, dtype, bias, exact_numbers)
+    linear, expected = make_linears(config, shape, dtype, bias, exact_numbers)
     leading, in_features, out_features = shape
     tokens = torch.Size(leading).numel()
     run = linear if backend is None else torch.compile(linear, backend=backend, fullgraph=True)
-    for growth in steps_of(config):
+    for growth in growth_by_step(config):
         input = exact_numbers(tokens, in_features, dtype).view(*leading, in_features) * growth
         grad_output = exact_numbers(tokens, out_features, dtype).view(*leading, out_features) * growth
         actual = results_of(linear, input, grad_output=grad_output, call=run)
         assert_same(actual, results_of(expected, input, grad_output=grad_output))
-        if has_delayed_scales(config):
-            sync_float8_amax_and_scale_history(linear)
-            expected.sync()
+        sync(linear, expected)
         with torch.no_grad():
-            for each in (linear, expected):
-                each.weight.mul_(growth)
+            linear.weight.mul_(growth)
+            expected.weight.mul_(growth)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WITH_A_DTYPE = [(name, DTYPES[(index + more) % 3]) for more in range(3) for index, name in enumerate(CONFIGS)]
+WITH_A_DTYPE = [(name, DTYPES[(index + shift) % 3]) for shift in range(3) for index, name in enumerate(CONFIGS)]
 WITH_A_DTYPE = first(len(CONFIGS), WITH_A_DTYPE)
 
 
@@ -178,13 +180,13 @@ def test_compiled_steps_have_the_references_bits(name, backend):
 @pytest.mark.parametrize(("name", "dtype"), WITH_A_DTYPE)
 def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, reference_matmuls):
     config = CONFIGS[name]
-    in_float8 = sum(not each.is_disabled for each in (config.casts.input.row, *config.casts.grad_output[:2]))
+    in_float8 = sum(not cast.is_disabled for cast in (config.casts.input.row, *config.casts.grad_output[:2]))
     for shape in (*SMALL, LARGE):
         torch.manual_seed(0)
-        linear, expected = pair_of_linears(config, shape, dtype, False, gaussian_numbers)
+        linear, expected = make_linears(config, shape, dtype, False, gaussian_numbers)
         leading, k, n = shape
         m = torch.Size(leading).numel()
-        for growth in steps_of(config):
+        for growth in growth_by_step(config):
             input = gaussian_numbers(m, k, dtype).view(*leading, k) * growth
             grad_output = gaussian_numbers(m, n, dtype).view(*leading, n) * growth
             with Matmuls() as matmuls:
@@ -200,9 +202,7 @@ def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, r
                 if b_scale.dim() and b_scale.shape != (1, b.shape[1]):
                     b, b_scale = reference.scaling.dequantize(b, b_scale), torch.ones(())
                 assert_matmul_exact(result.reshape(-1, b.shape[1]), a, b, a_scale, b_scale)
-            if has_delayed_scales(config):
-                sync_float8_amax_and_scale_history(linear)
-                expected.sync()
+            sync(linear, expected)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -210,17 +210,15 @@ def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, r
 def test_nonfinite_numbers_reach_the_same_results(name, value):
     """A row, a column, a block or the whole is NaN; delayed scales skip a step whose amax is not finite."""
     config, shape = CONFIGS[name], SMALL[0]
-    linear, expected = pair_of_linears(config, shape, torch.float32, True, exact_numbers)
+    linear, expected = make_linears(config, shape, torch.float32, True, exact_numbers)
     for broken in (False, True, False):
         input, grad_output = exact_numbers(39, 144, torch.float32), exact_numbers(39, 40, torch.float32)
         if broken:
             input[2, 3] = grad_output[1, 7] = value
-        wanted = results_of(expected, input, grad_output=grad_output)
-        assert wanted[0].isnan().any() == broken
-        assert_same(results_of(linear, input, grad_output=grad_output), wanted)
-        if has_delayed_scales(config):
-            sync_float8_amax_and_scale_history(linear)
-            expected.sync()
+        results = results_of(expected, input, grad_output=grad_output)
+        assert results[0].isnan().any() == broken
+        assert_same(results_of(linear, input, grad_output=grad_output), results)
+        sync(linear, expected)
 
 
 def test_exact_numbers_are_exact_and_their_casts_round():

@@ -26,46 +26,47 @@ LAYOUTS = {
 }
 
 
-def cast_by(rule, layout):
+def make_cast(rule, layout):
     return CastConfig(target_dtype=E4M3, scale_rule=rule, **LAYOUTS[layout])
 
 
-def up(scale):
-    """The power of two that is not below."""
+def round_up(scale):
+    """Return the smallest power of two that is not below the scale."""
     mantissa, exponent = np.frexp(scale)
     return np.where(np.isfinite(scale), np.ldexp(F(1), exponent - (mantissa == 0.5)), scale).astype(F)
 
 
-def multiplied(x, s):
+def multiply(x, s):
     return x * (F(1) / s)
 
 
-def divided(x, s):
+def divide(x, s):
     return x / s
 
 
-def of_amax(a, round_up):
+def compute_pair(a, is_power_of_2):
+    """Return the dequant_scale and the quant_scale."""
     scale = np.maximum(a, F(1e-10)) * (F(1) / F(448))
-    return (up(scale), F(1) / up(scale)) if round_up else (scale, F(448) / np.maximum(a, F(1e-10)))
+    return (round_up(scale), F(1) / round_up(scale)) if is_power_of_2 else (scale, F(448) / np.maximum(a, F(1e-10)))
 
 
-def of_reciprocal(a, smallest=0.0):
+def compute_pair_by_reciprocal(a, smallest=0.0):
     quant = (F(1) / np.maximum(a, F(smallest))) * F(448)
     return F(1) / quant, quant
 
 
-def transformers(x, a, round_up):
-    scale, quant = of_reciprocal(a)
+def transformers(x, a, is_power_of_2):
+    scale, quant = compute_pair_by_reciprocal(a)
     scale, quant = np.where(a == 0, F(1), scale), np.where(a == 0, F(1), quant)
-    if round_up:
-        scale = up(np.maximum(scale, F(2.0**-126)))
+    if is_power_of_2:
+        scale = round_up(np.maximum(scale, F(2.0**-126)))
         quant = F(1) / scale
     return x * quant, scale
 
 
 def sglang(x, a):
     scale = a / F(448)
-    return np.where(scale == 0, F(0), multiplied(x, scale)), scale
+    return np.where(scale == 0, F(0), multiply(x, scale)), scale
 
 
 def compressed_tensors(x, a, hp):
@@ -82,42 +83,43 @@ def with_pair(pair):
     return lambda x, a, _: (x * pair(a)[1], pair(a)[0])
 
 
-def floored(a):
+def clamp_scale(a):
     return np.maximum(a / F(448), F(1) / (F(448) * F(512)))
 
 
 EQUATIONS = {
-    "vllm": with_scale(multiplied, floored),
-    "vllm-kernel": with_scale(divided, floored),
-    "vllm-group": with_scale(divided, lambda a: np.maximum(a, F(1e-10)) / F(448)),
-    "vllm-group-ue8m0": with_scale(divided, lambda a: up(np.maximum(np.maximum(a, F(1e-10)) / F(448), F(1e-10)))),
+    "vllm": with_scale(multiply, clamp_scale),
+    "vllm-kernel": with_scale(divide, clamp_scale),
+    "vllm-group": with_scale(divide, lambda a: np.maximum(a, F(1e-10)) / F(448)),
+    "vllm-group-ue8m0": with_scale(divide, lambda a: round_up(np.maximum(np.maximum(a, F(1e-10)) / F(448), F(1e-10)))),
     "sglang": lambda x, a, _: sglang(x, a),
-    "sglang-tensor": with_pair(lambda a: of_reciprocal(a, 1e-12)),
-    "sglang-group": with_pair(lambda a: of_amax(a, False)),
-    "sglang-group-ue8m0": with_pair(lambda a: of_amax(a, True)),
-    "deepgemm": with_scale(multiplied, lambda a: np.maximum(a, F(1e-4)) / F(448)),
-    "deepgemm-ue8m0": with_scale(multiplied, lambda a: up(np.maximum(a, F(1e-4)) / F(448))),
+    "sglang-tensor": with_pair(lambda a: compute_pair_by_reciprocal(a, 1e-12)),
+    "sglang-group": with_pair(lambda a: compute_pair(a, False)),
+    "sglang-group-ue8m0": with_pair(lambda a: compute_pair(a, True)),
+    "deepgemm": with_scale(multiply, lambda a: np.maximum(a, F(1e-4)) / F(448)),
+    "deepgemm-ue8m0": with_scale(multiply, lambda a: round_up(np.maximum(a, F(1e-4)) / F(448))),
     "transformers": lambda x, a, _: transformers(x, a, False),
     "transformers-ue8m0": lambda x, a, _: transformers(x, a, True),
-    "transformers-group": with_scale(divided, lambda a: np.maximum(a / F(448), F(1e-12))),
+    "transformers-group": with_scale(divide, lambda a: np.maximum(a / F(448), F(1e-12))),
     "compressed-tensors": compressed_tensors,
 }
 
 
-def amaxes_of(x, layout):
-    """Of each element's own block."""
+def compute_amaxes(x, layout):
+    """Return for each element the amax of its block."""
     magnitude = np.abs(x)
     if layout == "tensorwise":
         return np.broadcast_to(magnitude.max(), x.shape)
     rows, columns = {"rowwise": (1, x.shape[1]), "1 x 128": (1, 128), "128 x 128": (128, 128)}[layout]
-    found = np.empty_like(x)
+    amaxes = np.empty_like(x)
     for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
-        found[i : i + rows, j : j + columns] = magnitude[i : i + rows, j : j + columns].max()
-    return found
+        block = slice(i, i + rows), slice(j, j + columns)
+        amaxes[block] = magnitude[block].max()
+    return amaxes
 
 
 def samples(dtype):
-    """Rows of different magnitudes, of zeros, of the smallest numbers; then one with an inf and one with a NaN."""
+    """Yield rows of different magnitudes, of zeros, of the smallest numbers; then with an inf and a NaN."""
     torch.manual_seed(0)
     hp = (torch.randn(140, 260) * torch.exp2(torch.randint(-20, 12, (140, 1)).float())).to(dtype)
     hp[3], hp[130:] = 0, 0
@@ -129,15 +131,15 @@ def samples(dtype):
 
 
 @np.errstate(all="ignore")
-def expected(rule, hp, layout):
+def cast_by_equation(rule, hp, layout):
+    """Return the codes, and the dequant_scale of each element."""
     x = hp.float().numpy()
-    amaxes = amaxes_of(x, layout)
+    amaxes = compute_amaxes(x, layout)
     product, scale = EQUATIONS[rule](x, amaxes, HP[hp.dtype])
     product = np.where(np.isnan(amaxes) | np.isinf(x), F(np.nan), product)
     codes = np.clip(product, F(-448), F(448)).astype(ml_dtypes.float8_e4m3fn)
-    return torch.from_numpy(codes.view(np.uint8)).view(E4M3), torch.from_numpy(
-        np.where(np.isnan(amaxes), amaxes, scale)
-    )
+    scales = torch.from_numpy(np.where(np.isnan(amaxes), amaxes, scale))
+    return torch.from_numpy(codes.view(np.uint8)).view(E4M3), scales
 
 
 def test_every_rule_has_its_equation():
@@ -147,17 +149,17 @@ def test_every_rule_has_its_equation():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", HP, ids=str)
 def test_casts_are_the_equations(rule, dtype):
-    """In C, and as the operation that compiled code calls; PyTorch is the oracle of the Triton kernels."""
+    """Casts in C, and by the operation that compiled code calls; PyTorch is the oracle of the Triton kernels."""
     for hp, layout in itertools.product(samples(dtype), LAYOUTS):
-        cast = cast_by(rule, layout)
-        codes, scale = expected(rule, hp, layout)
+        cast = make_cast(rule, layout)
+        codes, scales = cast_by_equation(rule, hp, layout)
         for table in (CASTS, MATERIALIZED_CASTS):
-            made = table[cast.scaling_granularity](hp, E4M3, True, True, False, *cast.options).row
-            assert_same_bits(made.data, codes)
-            rows, columns = made.layout.block(hp.shape)
-            scales = made.dequant_scale.view(made.layout.get_scale_shape(*hp.shape) or (1, 1))
-            of_elements = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            assert_same_bits(of_elements[: hp.shape[0], : hp.shape[1]], scale)
+            operand = table[cast.scaling_granularity](hp, E4M3, True, True, False, *cast.options).row
+            assert_same_bits(operand.data, codes)
+            rows, columns = operand.layout.block(hp.shape)
+            scale = operand.dequant_scale.view(operand.layout.get_scale_shape(*hp.shape) or (1, 1))
+            repeated = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            assert_same_bits(repeated[: hp.shape[0], : hp.shape[1]], scales)
 
 
 @pytest.mark.parametrize(
@@ -167,21 +169,17 @@ def test_casts_are_the_equations(rule, dtype):
         ({"scale_rule": "vllm", "scaling_type": ScalingType.DELAYED}, "scaling_type: expected dynamic with"),
         ({"scale_rule": "vllm", "target_dtype": torch.float8_e5m2}, "target_dtype: expected e4m3 with"),
         (
-            {
-                "scale_rule": "deepgemm",
-                "scaling_granularity": ScalingGranularity.BLOCKWISE,
-                "scale_calculation_mode": ScaleCalculationMode.RCEIL,
-            },
+            {"scale_rule": "deepgemm", "scale_calculation_mode": ScaleCalculationMode.RCEIL, **LAYOUTS["128 x 128"]},
             "scale_calculation_mode: expected None next to scale_rule",
         ),
     ],
 )
-def test_what_a_rule_is_not_for(options, message):
+def test_options_that_exclude_a_rule_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         CastConfig(**options)
 
 
-def test_a_rule_that_an_all_gather_does_not_have():
+def test_rules_that_an_all_gather_lacks_are_refused():
     for rule, other in (("vllm-kernel", "vllm-kernel"), ("vllm", None)):
         with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather: expected False with"):
             Float8LinearConfig(
