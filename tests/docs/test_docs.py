@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import quaver
+from quaver.lab.cli import errors
 from tests.isolated import Forked
 from tests.sizes import lines_of_halves
 
@@ -24,12 +25,12 @@ URLS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["ur
 
 
 def prose(page: Path) -> str:
-    """The page without its blocks and spans of code, where brackets are no links."""
+    """Return the page without its blocks and spans of code, where brackets are no links."""
     return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the page's headings."""
+    """Return the anchors that GitHub gives to the page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -59,19 +60,19 @@ def test_links_of_the_readme_lead_somewhere_on_a_package_index_too():
 def test_the_code_of_the_readme_runs():
     code = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert code
-    done = Forked(exec, "\n".join(code), {"__name__": "__main__"}).finished()
-    assert done.returncode == 0, done.stderr
-    assert "2 of 2 matmul weights in float8" in done.stdout
+    process = Forked(exec, "\n".join(code), {"__name__": "__main__"}).finished()
+    assert process.returncode == 0, process.stderr
+    assert "2 of 2 matmul weights in float8" in process.stdout
 
 
 def documented() -> dict[str, object]:
-    """What docs/api/ documents, by its path."""
+    """Return the objects that docs/api/ documents, by path."""
     paths = [path for page in API for path in re.findall(r"^<!-- api: (\S+) -->$", page.read_text(), re.MULTILINE)]
     # torchtitan and Lightning may be absent.
-    return {path: found(path) for path in paths if not path.startswith("quaver.integrations.")}
+    return {path: find_object(path) for path in paths if not path.startswith("quaver.integrations.")}
 
 
-def found(path: str) -> object:
+def find_object(path: str) -> object:
     parts = path.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
@@ -96,7 +97,7 @@ def test_the_reference_is_that_of_the_docstrings(page):
     assert filled(text) == text, "run python docs/site/api.py"
 
 
-def test_which_recipe_names_what_there_is():
+def test_which_recipe_names_recipes_fields_and_public_names():
     page = (REPOSITORY / "docs" / "which-recipe.md").read_text()
     names = {*re.findall(r"`(?:quaver\.)?([a-z_0-9]+)[(`]", page)} - {"fnuz"}
     recipes = {recipe.value for recipe in quaver.Float8LinearRecipeName}
@@ -111,6 +112,12 @@ def test_which_recipe_says_from_which_size_float8_pays(features, converts):
     with torch.device("meta"):
         linear = nn.Linear(features, features)
     assert bool(quaver.auto_filter_for_recipe("rowwise", tokens=8192, device="H200")(linear, "")) is converts
+
+
+def test_the_page_of_commands_has_the_exit_codes():
+    documented = set(map(int, re.findall(r"^\| (\d+) \|", (REPOSITORY / "docs/commands.md").read_text(), re.M)))
+    defined = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert documented == defined | {0, 1, 141}
 
 
 def test_no_name_has_two_entries():
@@ -143,12 +150,12 @@ def test_the_page_of_the_layout_has_the_folders_in_the_order_of_the_layers():
     ],
 )
 def test_the_readme_says_how_big_each_half_is(number, lines):
-    said = int(re.search(number, (REPOSITORY / "README.md").read_text())[1].replace(",", ""))
-    assert abs(said / lines - 1) < 0.05, f"{lines:,} (make sizes)"
+    documented = int(re.search(number, (REPOSITORY / "README.md").read_text())[1].replace(",", ""))
+    assert abs(documented / lines - 1) < 0.05, f"{lines:,} (make sizes)"
 
 
 @pytest.mark.parametrize(("file", "names"), re.findall(r"^\| `([\w/]+\.py)` \| ([^|]+) \|", LAYOUT, re.MULTILINE))
-def test_the_page_of_the_layout_names_what_there_is(file, names):
+def test_the_page_of_the_layout_names_existing_objects(file, names):
     module = importlib.import_module(f"quaver.{file.removesuffix('.py').replace('/', '.')}")
     for name in re.findall(r"`([\w.]+)`", names):
         assert functools.reduce(getattr, name.split("."), module), name

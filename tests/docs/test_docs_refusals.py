@@ -1,4 +1,4 @@
-"""What the pages of docs/ call refused, raised or an error is so: each such sentence has a case, or names a test."""
+"""Each sentence of docs/ that calls something refused, raised or an error has a case that shows it, or names a test."""
 
 import os
 import re
@@ -14,21 +14,17 @@ ROOT = Path(__file__).parents[2]
 WORDS = re.compile(
     r"\b(refuse[sd]?|refusals?|raises?|(is|are|an) errors?|exit codes? (is )?\d|(not |un)supported|not allowed)\b", re.I
 )
-"""What a page promises to refuse has one of these words."""
+"""Words of the sentences that promise a refusal."""
 
 
 def pages() -> dict[str, str]:
-    """Return README.md and each page of docs/ and docs/design/ by its path from docs/; docs/lab/ says what was once."""
-    paths = [
-        ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "docs" / "design").glob("*.md")),
-    ]
+    """Return README.md and each page of docs/ and docs/design/ by its path from docs/; docs/lab/ records the past."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/design").glob("*.md"))]
     return {os.path.relpath(path, ROOT / "docs"): path.read_text(encoding="utf-8") for path in paths}
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a page, each in one line; a row of a table is one, and a heading none."""
+    """Return the sentences of a page, each in one line; a row of a table is one, and a heading none."""
     blocks = re.sub(r"\n(?=\s*(- |\||#|\d+\. |```))", "\n\n", re.sub(r"(?m)^([|#].*)$", r"\1\n", text))
     lines = [" ".join(block.split()) for block in re.split(r"\n\s*\n", blocks)]
     return [
@@ -47,17 +43,17 @@ for module in (of_weights, of_models, of_commands):
 
 @pytest.mark.parametrize("page", pages())
 def test_every_sentence_has_a_case(page):
-    found, phrases = sentences(pages()[page]), [*PAGES.get(page, {}), *ELSEWHERE.get(page, {})]
-    assert [phrase for phrase in phrases if not any(phrase in sentence for sentence in found)] == []
-    promises = [sentence for sentence in found if WORDS.search(sentence)]
+    lines, phrases = sentences(pages()[page]), [*PAGES.get(page, {}), *ELSEWHERE.get(page, {})]
+    assert [phrase for phrase in phrases if not any(phrase in sentence for sentence in lines)] == []
+    promises = [sentence for sentence in lines if WORDS.search(sentence)]
     assert [sentence for sentence in promises if not any(phrase in sentence for phrase in phrases)] == []
 
 
 def test_tests_of_other_files_are_there():
     assert {*PAGES, *ELSEWHERE} <= {*pages()}
-    for named in {test for phrases in ELSEWHERE.values() for tests in phrases.values() for test in tests.split()}:
-        path, test = named.split("::")
-        assert f"\ndef {test}(" in (ROOT / path).read_text(encoding="utf-8"), named
+    for test in {test for phrases in ELSEWHERE.values() for tests in phrases.values() for test in tests.split()}:
+        path, name = test.split("::")
+        assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.parametrize("case", parameters(PAGES))

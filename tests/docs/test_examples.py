@@ -24,27 +24,27 @@ def execute(path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
     assert len(path.read_text().splitlines()) < 50
-    done = Forked(execute, path).finished()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    process = Forked(execute, path).finished()
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip()
 
 
 def cells(kind: str) -> list[str]:
-    """The notebook's cells of a kind. They hold no magic commands, so plain Python runs them, without Jupyter."""
+    """Return the notebook's cells of a kind. They hold no magic commands, so plain Python runs them."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
 
 
 def test_the_notebook_runs():
-    done = Forked(exec, "\n".join(cells("code")), {"__name__": "__main__"}).finished()
-    assert done.returncode == 0, done.stderr
-    assert "2 of 3 matmul weights in float8" in done.stdout
+    process = Forked(exec, "\n".join(cells("code")), {"__name__": "__main__"}).finished()
+    assert process.returncode == 0, process.stderr
+    assert "2 of 3 matmul weights in float8" in process.stdout
     # Printed by the training in both precisions, and by the monitor.
-    losses = re.search(r"^step 199 +high precision (\S+) +float8 (\S+)$", done.stdout, re.MULTILINE)
+    losses = re.search(r"^step 199 +high precision (\S+) +float8 (\S+)$", process.stdout, re.MULTILINE)
     assert float(losses[1]) < 2
     assert float(losses[2]) == pytest.approx(float(losses[1]), abs=0.1)
-    assert "equal to a model that loaded the state dict: True" in done.stdout
-    assert re.search(r"^4 +grad_weight +result +\d\d\.\d dB$", done.stdout, re.MULTILINE)
+    assert "equal to a model that loaded the state dict: True" in process.stdout
+    assert re.search(r"^4 +grad_weight +result +\d\d\.\d dB$", process.stdout, re.MULTILINE)
 
 
 def test_the_notebook_stores_no_output():
@@ -69,7 +69,7 @@ def test_the_notebooks_links_lead_to_files():
         ("jobset.yaml", ".jobset.yaml", "llama3_70b", 1024),
     ],
 )
-def test_launchers_are_those_that_a_plan_writes(name, suffix, config, ranks):
+def test_launchers_are_the_files_that_a_plan_writes(name, suffix, config, ranks):
     path = Path("train_configs") / f"{config}.toml"
     texts = make_launch_files(load_config(FOLDER.parent / path), ranks, 8, path)
     assert (FOLDER / "launch" / name).read_text() == texts[suffix]

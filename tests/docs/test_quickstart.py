@@ -20,11 +20,11 @@ QUAVER, PYTHON = ".venv/bin/quaver", ".venv/bin/python"
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 SMALLER = {"seq_len = 256": "seq_len = 64", "n_layers = 4": "n_layers = 1", "\ndim = 256": "\ndim = 64"}
 SMALLER |= {"hidden_dim = 768": "hidden_dim = 192"}
-"""Of the debug model's config: the same commands in a fifth of the time."""
+"""Replacements in the debug model's config, with which the commands take a fifth of the time."""
 
 
 def commands() -> list[str]:
-    """The lines of the page's shell blocks."""
+    """Return the lines of the page's shell blocks."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
@@ -78,24 +78,24 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (REPOSITORY / ".git").exists():
         pytest.skip("needs the repository, to clone it")
     folder = tmp_path_factory.mktemp("newcomer")
-    get, enter, *rest = commands()
-    assert (get, enter) == ("git clone <this repository> quaver", "cd quaver")
-    name = "quaver"
-    subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), name], cwd=folder, check=True)
-    set_up(folder / name)
+    clone_command, enter, *rest = commands()
+    assert (clone_command, enter) == ("git clone <this repository> quaver", "cd quaver")
+    clone = folder / "quaver"
+    subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
+    set_up(clone)
     for command in rest:
-        done = run(command, folder / name)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        assert "Traceback" not in done.stderr, command
-        assert "Warning" not in done.stderr, command
-    return folder / name
+        process = run(command, clone)
+        assert process.returncode == 0, f"{command}\n{process.stdout[-2000:]}\n{process.stderr[-2000:]}"
+        assert "Traceback" not in process.stderr, command
+        assert "Warning" not in process.stderr, command
+    return clone
 
 
 def test_every_command_runs(clone):
     assert len(commands()) >= 10
 
 
-def test_what_the_page_says_is_there(clone):
+def test_the_files_that_the_page_names_exist(clone):
     runs = clone / "runs"
     for file in ("config.toml", "metrics.jsonl", "curves.png", "conversion_report.json", "checkpoint"):
         assert (runs / "first" / file).exists()
@@ -104,15 +104,19 @@ def test_what_the_page_says_is_there(clone):
     assert (clone / "exported" / "model.safetensors").exists()
 
 
+def read_losses(clone, run):
+    """Return the step and the loss of each record of a run that has a loss."""
+    records = read_metrics(clone / "runs" / run / "metrics.jsonl")
+    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
 def test_the_resumed_run_is_whole(clone):
-    records = [record for record in read_metrics(clone / "runs" / "mine" / "metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in records] == list(range(1, 19))
+    assert [step for step, _ in read_losses(clone, "mine")] == list(range(1, 19))
     lines = (clone / "runs" / "mine" / "provenance.jsonl").read_text().splitlines()
     assert [json.loads(line)["from_step"] for line in lines] == [0, 12, 16]
 
 
 def test_training_further_begins_where_the_first_run_ended(clone):
-    """Far below log(256) = 5.5, the loss of new weights, but not equal: the text differs."""
-    mine = [r["loss"] for r in read_metrics(clone / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
-    further = [r["loss"] for r in read_metrics(clone / "runs" / "further" / "metrics.jsonl") if "loss" in r]
-    assert abs(further[0] - mine[-1]) < 0.5 * abs(5.5 - mine[-1])
+    """The loss is far below log(256) = 5.5, that of new weights, but not equal: the text differs."""
+    (_, mine), (_, further) = read_losses(clone, "mine")[-1], read_losses(clone, "further")[0]
+    assert abs(further - mine) < 0.5 * abs(5.5 - mine)

@@ -1,4 +1,4 @@
-"""Pages with recorded results: their tables are those of the recorded runs, and their code runs."""
+"""Pages with recorded results: their tables come from the recorded runs, and their code runs."""
 
 import json
 import re

@@ -16,26 +16,26 @@ from tests.virtual_gpu.runtime import host_reads_refused
 VIRTUAL = os.environ.get("QUAVER_VIRTUAL_GPU", "")
 DEVICE = "cpu" if VIRTUAL else "cuda"
 BACKEND = "aot_eager" if VIRTUAL else "inductor"
-"""Of torch.compile: a CPU's Inductor is not to compile what a GPU's would."""
+"""The backend of torch.compile, without Inductor on a virtual GPU: it would write a CPU's code."""
 
 
 def needs_silicon(reason: str) -> pytest.MarkDecorator:
-    """Skip a test on the virtual GPU, which does not model what it is about."""
+    """Skip a test on the virtual GPU, which does not model the subject of the test."""
     return pytest.mark.skipif(bool(VIRTUAL), reason=f"only a GPU can say: {reason}")
 
 
 def smaller(size: Any, interpreted: Any) -> Any:
-    """A size, or one that suits the interpreter and has the same masks and edges."""
+    """Return `size`, or on a virtual GPU one that suits the interpreter and has the same masks and edges."""
     return interpreted if VIRTUAL else size
 
 
 def host() -> contextlib.AbstractContextManager[None]:
-    """Inside the block CPU tensors take a CPU's code."""
+    """Let CPU tensors take a CPU's code inside the block."""
     return simulate_gpu(None)
 
 
 def host_and_gpu() -> Iterator[str]:
-    """ "cpu" with a CPU's code, then DEVICE with a GPU's."""
+    """Yield "cpu" with a CPU's code, then DEVICE with a GPU's."""
     with host():
         yield "cpu"
     yield DEVICE
@@ -43,7 +43,7 @@ def host_and_gpu() -> Iterator[str]:
 
 @contextlib.contextmanager
 def waiting_refused() -> Iterator[None]:
-    """Inside the block what reads a number of the device on the host raises RuntimeError."""
+    """Raise RuntimeError inside the block if the host reads a number from the device."""
     if not VIRTUAL:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -58,7 +58,7 @@ def waiting_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def side_stream() -> Iterator[None]:
-    """Inside the block a stream of its own, as before a graph is captured; a virtual GPU has one."""
+    """Use another stream inside the block, as before a graph is captured; a virtual GPU has only one."""
     if VIRTUAL:
         yield
         return
@@ -70,9 +70,9 @@ def side_stream() -> Iterator[None]:
 
 
 class Graph:
-    """A CUDA graph of a function that returns tensors; on a virtual GPU calls of it, which read no number on the host.
+    """A CUDA graph of a function that returns tensors; on a virtual GPU, calls that read no number on the host.
 
-    What the function computes first must have run before, as what it compiles or tries out.
+    Call the function once before, because a first call compiles and probes.
     """
 
     def __init__(self, function: Callable[[], list[torch.Tensor | None]]) -> None:
@@ -86,7 +86,7 @@ class Graph:
             self.graph.replay()
             return
         with waiting_refused():
-            again = self.function()
-        for result, new in zip(self.results, again, strict=True):
+            results = self.function()
+        for result, new in zip(self.results, results, strict=True):
             if result is not None:
                 result.data.copy_(new.data)

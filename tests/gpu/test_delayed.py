@@ -18,7 +18,7 @@ from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.scaling import PersistentScale
 from quaver.recipes.scaling import cast_with_persistent_scale as oracle
 from tests.gpu.device import BACKEND, DEVICE, host, waiting_refused
-from tests.reference import PERSISTENT_RECIPES
+from tests.reference import PERSISTENT_RECIPES, assert_same_bits
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -28,7 +28,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize(("scale", "is_known"), [(0.0, False), (50.0, False), (50.0, True)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_dtype, scale, is_known, compiled):
+def test_codes_scales_and_observed_amaxes_are_those_of_a_cpu(hp_dtype, float8_dtype, scale, is_known, compiled):
     hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
 
     def cast(hp, quant_scale, observed, known):
@@ -39,11 +39,9 @@ def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_d
     observed = torch.tensor([-1.0, 0.0], device=DEVICE)
     cast = torch.compile(cast, fullgraph=True, backend=BACKEND) if compiled else cast
     on_gpu = cast(hp.to(DEVICE), torch.tensor(scale, device=DEVICE), observed, torch.tensor(bool(scale)))
-    codes, quant, dequant, seen = oracle(hp, torch.tensor(scale), float8_dtype)
-    assert on_gpu[0].cpu().view(torch.uint8).equal(codes.view(torch.uint8))
-    assert on_gpu[1].cpu().equal(quant)
-    assert on_gpu[2].cpu().equal(dequant)
-    assert observed.cpu().equal(seen)
+    expected = oracle(hp, torch.tensor(scale), float8_dtype)
+    for actual, reference in zip((*on_gpu, observed), expected, strict=True):
+        assert_same_bits(actual.cpu(), reference)
 
 
 def make(recipe, **delayed):
@@ -81,9 +79,9 @@ def test_training_follows_that_on_a_cpu_and_is_compiled_once_more_when_scales_ar
         with host():
             expected = step(on_cpu, on_cpu, seed, "cpu")
         torch.testing.assert_close(loss.cpu(), expected, rtol=2e-2, atol=0)
-    ours, theirs = (float8_scaling_state(model).state_dict() for model in (on_gpu, on_cpu))
-    for name, value in ours.items():
-        torch.testing.assert_close(value.cpu(), theirs[name], rtol=0.1, atol=0)
+    actual, expected = (float8_scaling_state(model).state_dict() for model in (on_gpu, on_cpu))
+    for name, value in actual.items():
+        torch.testing.assert_close(value.cpu(), expected[name], rtol=0.1, atol=0)
 
 
 def test_nothing_waits_for_the_device():
@@ -96,7 +94,7 @@ def test_nothing_waits_for_the_device():
             sync_float8_amax_and_scale_history(model)
 
 
-def test_the_state_follows_a_move_that_the_model_was_not_told_of():
+def test_the_state_follows_parameters_whose_data_is_moved():
     model = make("delayed")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DEVICE)

@@ -53,10 +53,11 @@ def make(recipe, **options):
     return convert_to_float8_training(model, config=config_of(recipe, **options))
 
 
-def losses(model, *, precompute=False):
+def train(model, *, precompute=False):
+    """Return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator(DEVICE).manual_seed(1)
-    result = []
+    losses = []
     for _ in range(smaller(3, 2)):
         input = torch.randn(2, 16, 64, generator=generator, device=DEVICE, dtype=torch.bfloat16)
         loss = model(input).float().square().mean()
@@ -65,8 +66,8 @@ def losses(model, *, precompute=False):
         optimizer.zero_grad()
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
-        result.append(loss.item())
-    return result
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -75,7 +76,7 @@ def test_fsdp_with_float8_all_gather(recipe, way, mesh):
     reference = make(recipe)
     if way == "compile":
         reference = torch.nn.Sequential(*[torch.compile(block, backend=BACKEND) for block in reference])
-    expected = losses(reference)
+    expected = train(reference)
     model = make(recipe, enable_fsdp_float8_all_gather=True)
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=not VIRTUAL)} if way == "offload" else {}
     for block in model:
@@ -83,21 +84,18 @@ def test_fsdp_with_float8_all_gather(recipe, way, mesh):
             block.compile(fullgraph=True, backend=BACKEND)
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    assert losses(model, precompute=way == "precompute") == pytest.approx(expected, rel=2e-2)
+    assert train(model, precompute=way == "precompute") == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
     reference = make(recipe)
-    expected = losses(torch.compile(reference, fullgraph=True, backend=BACKEND) if compiled else reference)
+    expected = train(torch.compile(reference, fullgraph=True, backend=BACKEND) if compiled else reference)
     model = make(recipe)
     for block in model:
-        plan = {
-            "gate": Float8ColwiseParallel(),
-            "up": Float8ColwiseParallel(),
-            "down": Float8RowwiseParallel(output_layouts=Shard(1)),
-        }
+        plan = {"gate": Float8ColwiseParallel(), "up": Float8ColwiseParallel()}
+        plan["down"] = Float8RowwiseParallel(output_layouts=Shard(1))
         parallelize_module(block, mesh, plan)
         prepare = PrepareFloat8ModuleInput(
             input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
@@ -105,7 +103,7 @@ def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
         parallelize_module(block, mesh, prepare)
     if compiled:
         model = torch.compile(model, fullgraph=True, backend=BACKEND)
-    assert losses(model) == pytest.approx(expected, rel=2e-2)
+    assert train(model) == pytest.approx(expected, rel=2e-2)
 
 
 def test_gradients_in_float8_have_the_bits_of_a_cpu_and_wait_for_their_stream(mesh):
@@ -113,8 +111,8 @@ def test_gradients_in_float8_have_the_bits_of_a_cpu_and_wait_for_their_stream(me
     rows[0, 300] = torch.nan
     with host():
         expected = dequantize_gradients(quantize_gradients(rows), rows.shape[1])[0]
-    got = sum_over_ranks(rows.to(DEVICE), mesh.get_group()).cpu()
-    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    actual = sum_over_ranks(rows.to(DEVICE), mesh.get_group()).cpu()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     grads = []
     for in_float8 in (False, True):
         torch.manual_seed(0)

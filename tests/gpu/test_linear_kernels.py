@@ -7,6 +7,7 @@ from quaver import Float8Linear, Float8LinearConfig
 from quaver.linear.gemm import reads_along_contracted
 from tests.gpu.device import DEVICE, Graph, needs_silicon, side_stream, smaller
 from tests.reference import RECIPES, sqnr_db
+from tests.steps import assert_same, results_of
 
 pytestmark = pytest.mark.gpu
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -49,23 +50,22 @@ def test_a_cuda_graph_holds_forward_and_backward(recipe, bias):
     module = make(recipe, bias)
     input = torch.randn(TOKENS, SIZE, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
-    def results():
+    def run_step():
         module.zero_grad()
         input.grad = None
         return [step(module, input).detach(), input.grad, module.weight.grad]
 
     with side_stream():
         for _ in range(3):
-            results()
+            run_step()
     module.zero_grad()
     input.grad = None
-    graph = Graph(results)
+    graph = Graph(run_step)
     with torch.no_grad():
         input.copy_(torch.randn_like(input))
     graph.replay()
-    got = [each.clone() for each in graph.results]
-    for ours, theirs in zip(got, results(), strict=True):
-        assert ours.equal(theirs)
+    replayed = [tensor.clone() for tensor in graph.results]
+    assert_same(replayed, run_step())
 
 
 @needs_silicon("what Inductor makes of its modes")
@@ -75,16 +75,12 @@ def test_compilers_modes(recipe, mode):
     module = make(recipe)
     compiled = torch.compile(module, mode=mode, fullgraph=True)
     for _ in range(3):
-        input = torch.randn(TOKENS, SIZE, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        again = input.detach().clone().requires_grad_()
+        input = torch.randn(TOKENS, SIZE, device=DEVICE, dtype=torch.bfloat16)
         torch.compiler.cudagraph_mark_step_begin()
-        module.zero_grad()
-        step(compiled, input)
-        compiled_grads = [input.grad.clone(), module.weight.grad.clone()]
-        module.zero_grad()
-        step(module, again)
-        for ours, theirs in zip(compiled_grads, [again.grad, module.weight.grad], strict=True):
-            assert sqnr_db(theirs.cpu(), ours.cpu()) > 40
+        _, *gradients = results_of(module, input, grad_output=1.0, call=compiled)
+        _, *expected = results_of(module, input, grad_output=1.0)
+        for gradient, reference in zip(gradients, expected, strict=True):
+            assert sqnr_db(reference.cpu(), gradient.cpu()) > 40
 
 
 @RECIPE

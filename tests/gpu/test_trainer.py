@@ -9,6 +9,7 @@ import torch
 from quaver.lab.cli import main
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.memory import measure_peak
+from tests.command_line import TEXT
 from tests.gpu.device import DEVICE, needs_silicon
 
 pytestmark = [pytest.mark.gpu, needs_silicon("what its allocator and its profiler record")]
@@ -21,32 +22,34 @@ SMALL = [
 
 
 @pytest.fixture
-def where(tmp_path, monkeypatch):
+def words(tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question\n" * 400)
+    text.write_text(TEXT * 2)
     return [*SMALL, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
-def numbers(run):
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
+def read_records(run):
+    return [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+def read_numbers(run):
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in read_records(run)]
 
 
 @pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_a_run_goes_on_to_the_bit(where, tmp_path, recipe, async_mode):
-    words = [*where, f"--float8.recipe_name={recipe}", f"--checkpoint.async_mode={async_mode}"]
-    words += ["--checkpoint.interval=2"]
+def test_a_run_goes_on_to_the_bit(words, tmp_path, recipe, async_mode):
+    words += [f"--float8.recipe_name={recipe}", f"--checkpoint.async_mode={async_mode}", "--checkpoint.interval=2"]
     assert main(["train", *words, "--job.name=a", "--training.steps=4"]) == 0
     assert main(["train", f"--resume={tmp_path / 'runs' / 'a'}", "--training.steps=8"]) == 0
     assert main(["train", *words, "--job.name=b", "--training.steps=8"]) == 0
-    assert numbers(tmp_path / "runs" / "a") == numbers(tmp_path / "runs" / "b")
+    assert read_numbers(tmp_path / "runs" / "a") == read_numbers(tmp_path / "runs" / "b")
 
 
-def test_records_have_both_peaks_of_the_allocator(where, tmp_path):
-    assert main(["train", *where, "--job.name=a", "--training.steps=3", "--compare"]) == 0
-    records = [r for r in read_metrics(tmp_path / "runs" / "a" / "metrics.jsonl") if "loss" in r]
-    for record in records:
+def test_records_have_both_peaks_of_the_allocator(words, tmp_path):
+    assert main(["train", *words, "--job.name=a", "--training.steps=3", "--compare"]) == 0
+    for record in read_records(tmp_path / "runs" / "a"):
         assert 0 < record["memory_active_bytes"] <= record["memory_reserved_bytes"]
         assert 0 < record["memory_active_share"] <= record["memory_reserved_share"] < 1
     summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
@@ -54,8 +57,8 @@ def test_records_have_both_peaks_of_the_allocator(where, tmp_path):
     assert summary["comparison"]["peak_memory_ratio"] is not None
 
 
-def test_snapshots_and_traces(where, tmp_path):
-    words = [*where, "--job.name=a", "--training.steps=6", "--profiling.enable_profiling", "--profiling.profile_freq=6"]
+def test_snapshots_and_traces(words, tmp_path):
+    words = [*words, "--job.name=a", "--training.steps=6", "--profiling.enable_profiling", "--profiling.profile_freq=6"]
     words += ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=3"]
     assert main(["train", *words]) == 0
     run = tmp_path / "runs" / "a"
@@ -64,12 +67,12 @@ def test_snapshots_and_traces(where, tmp_path):
     assert list((run / "profile_trace").rglob("*.json.gz"))
 
 
-def test_compiled_blocks_train_and_go_on(where, tmp_path):
-    words = [*where, "--training.compile", "--job.name=a"]
+def test_compiled_blocks_train_and_go_on(words, tmp_path):
+    words = [*words, "--training.compile", "--job.name=a"]
     assert main(["train", *words, "--training.steps=3"]) == 0
     assert main(["train", f"--resume={tmp_path / 'runs' / 'a'}", "--training.steps=5"]) == 0
-    assert [step for step, *_ in numbers(tmp_path / "runs" / "a")] == [1, 2, 3, 4, 5]
-    assert all(torch.tensor(loss).isfinite() for _, loss, _ in numbers(tmp_path / "runs" / "a"))
+    assert [step for step, *_ in read_numbers(tmp_path / "runs" / "a")] == [1, 2, 3, 4, 5]
+    assert all(torch.tensor(loss).isfinite() for _, loss, _ in read_numbers(tmp_path / "runs" / "a"))
 
 
 def test_growth_is_added_to_what_is_resident_and_others_do_not_count():

@@ -59,9 +59,9 @@ def test_amaxes_of_groups(hp_dtype):
     rows, columns = smaller((3000, 4096), (300, 80))
     hp, sizes = varied(rows, columns, hp_dtype), torch.tensor([rows // 3, 0, 7, rows - rows // 3 - 7])
     for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(rows) % 100, torch.zeros(rows).long()):
-        made = triton_cast.group_amax(hp.to(DEVICE), group.to(DEVICE), 101)
+        amaxes = triton_cast.group_amax(hp.to(DEVICE), group.to(DEVICE), 101)
         with host():
-            assert_equal([made.cpu()], [group_amax(hp, group, 101)])
+            assert_equal([amaxes.cpu()], [group_amax(hp, group, 101)])
 
 
 @FLOAT8
@@ -83,9 +83,8 @@ def test_unusual_amaxes(hp_dtype, float8_dtype):
 def test_shapes(shape, hp_dtype):
     given = [(torch.rand(shape[0], 1) * 9, torch.rand(1, shape[1]) * 9), (None, torch.tensor(0.7))]
     assert_casts(varied(*shape, hp_dtype).to(DEVICE), E4M3, persistent=(100.0,), given=given)
-    assert_casts(
-        varied(shape[0] + 1, shape[1], hp_dtype).to(DEVICE).view(-1)[1 : 1 + shape[0] * shape[1]].view(shape), E4M3
-    )
+    shifted = varied(shape[0] + 1, shape[1], hp_dtype).to(DEVICE).view(-1)[1 : 1 + math.prod(shape)].view(shape)
+    assert_casts(shifted, E4M3)
 
 
 @FLOAT8
@@ -151,26 +150,26 @@ def test_more_than_2_to_the_31_elements():
             assert codes.view(torch.uint8).count_nonzero() == 9  # one of the ten is 0
 
 
-def every_cast(hp, quant_scale):
-    """What all casts return."""
+def run_casts(hp, quant_scale):
+    """Return the tensors that all casts return."""
     return [
-        *_tensors(triton_cast.cast_tensorwise(hp, E4M3, *BOTH, False)),
+        *flatten(triton_cast.cast_tensorwise(hp, E4M3, *BOTH, False)),
         *triton_cast.cast_with_persistent_scale(hp, E4M3, *BOTH, False, quant_scale),
-        *_tensors(triton_cast.cast_rowwise(hp, E4M3, *BOTH, True)),
-        *_tensors([triton_cast.cast_rowwise(hp, E4M3, *ROWS, True).row]),
+        *flatten(triton_cast.cast_rowwise(hp, E4M3, *BOTH, True)),
+        *flatten([triton_cast.cast_rowwise(hp, E4M3, *ROWS, True).row]),
     ]
 
 
-def _tensors(operands):
-    return [each for made in operands for each in (made.data, made.dequant_scale, made.quant_scale)]
+def flatten(operands):
+    return [tensor for operand in operands for tensor in (operand.data, operand.dequant_scale, operand.quant_scale)]
 
 
 def test_a_graph_follows_the_scale_and_the_data_without_synchronizing():
     hp, quant_scale = torch.randn(304, 144, device=DEVICE), torch.zeros((), device=DEVICE)
-    every_cast(hp, quant_scale)  # compiles
+    run_casts(hp, quant_scale)  # compiles
     with waiting_refused():
-        every_cast(hp, quant_scale)
-    graph = Graph(lambda: every_cast(hp, quant_scale))
+        run_casts(hp, quant_scale)
+    graph = Graph(lambda: run_casts(hp, quant_scale))
     for scale, magnitude in ((0.0, 1.0), (100.0, 3.0), (0.0, 0.1), (20.0, 50.0)):
         quant_scale.fill_(scale)
         hp.normal_(0, magnitude)
@@ -182,7 +181,8 @@ def test_a_graph_follows_the_scale_and_the_data_without_synchronizing():
         codes, quant, dequant, observed = scaling.cast_with_persistent_scale(on_host, torch.tensor(scale), E4M3)
         row_codes, column_codes = laid_out(codes, codes)
         expected += [row_codes, quant, dequant, column_codes, observed]
-        of_rows, of_columns = (scaling.dynamic_cast(on_host, E4M3, dim, power_of_2=True) for dim in (1, 0))
-        row, column = (of_rows[0], *of_rows[:0:-1]), (laid_out(None, of_columns[0])[1], *of_columns[:0:-1])
-        expected += [*row, *column, *row]
+        codes, quant, dequant = scaling.dynamic_cast(on_host, E4M3, 1, power_of_2=True)
+        row = codes, dequant, quant
+        codes, quant, dequant = scaling.dynamic_cast(on_host, E4M3, 0, power_of_2=True)
+        expected += [*row, laid_out(None, codes)[1], dequant, quant, *row]
         assert_equal(graph.results, expected)

@@ -3,19 +3,12 @@
 import subprocess
 import sys
 
-SLOW = [
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.onnx",
-    "sympy",
-]
-"""What takes PyTorch as long to import as all the rest of it."""
-
+SLOW = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+SLOW += ["torch._dynamo", "torch._inductor", "torch.onnx", "sympy"]
+"""Modules that take PyTorch as long to import as all others together."""
 OPTIONAL = [
     "quaver.lab",
+    "transformers",
     "filelock",
     "matplotlib",
     "pydantic",
@@ -23,7 +16,6 @@ OPTIONAL = [
     "safetensors",
     "tomli_w",
     "xxhash",
-    "transformers",
 ]
 
 STEP = """

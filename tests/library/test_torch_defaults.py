@@ -40,15 +40,15 @@ IMPORTED_LATE = """
 """
 
 
-CONSTANT = re.compile(
+TENSOR_CONSTANT = re.compile(
     r"^\w+(?:: .+?)? = (?!.*device=).*\btorch\.(?:arange|empty|full|linspace|logspace|ones|tensor|zeros)\(", re.M
 )
 
 
 def test_no_constant_is_a_tensor_of_the_default_device():
-    """It would have the dtype and the device that are the defaults when its module is imported."""
+    """It would have the default dtype and device of the moment when its module is imported."""
     files = Path(quaver.__file__).parent.rglob("*.py")
-    assert {file.name: found for file in files if (found := CONSTANT.findall(file.read_text()))} == {}
+    assert [file.name for file in files if TENSOR_CONSTANT.search(file.read_text())] == []
 
 
 @pytest.mark.nightly
@@ -58,7 +58,7 @@ def test_an_import_under_other_defaults():
 
 @contextmanager
 def other_defaults(name):
-    """The process-wide defaults of another program."""
+    """Set the default device "meta", or another default dtype."""
     if name == "meta":
         with torch.device("meta"):
             yield
@@ -86,25 +86,25 @@ def test_a_step(recipe, defaults, monkeypatch):
 
     expected = step()
     with other_defaults(defaults):
-        made = step()
+        results = step()
         sync_float8_amax_and_scale_history(model)
         float8_scaling_state(model).reset()
-    assert_same(made, expected)
+    assert_same(results, expected)
 
 
 @DEFAULTS
 @pytest.mark.parametrize("kind", [gemm.ScaleKind.TENSORWISE, gemm.ScaleKind.BLOCKS_OF_128])
 def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
     """With scales of another dtype `_scaled_mm` fails, and the process would multiply exactly instead of natively."""
-    seen = []
+    scale_dtypes = []
 
     def native_mm(a, b, bias, out_dtype, use_fast_accum):
-        seen.extend([a.dequant_scale.dtype, b.dequant_scale.dtype])
+        scale_dtypes.extend([a.dequant_scale.dtype, b.dequant_scale.dtype])
         return gemm.mm(a, b, MatmulOptions(), out_dtype, bias)
 
     with other_defaults(defaults):
         monkeypatch.setattr(gemm, "_native_mm", native_mm)
         assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
-        assert set(seen) == {torch.float32}
+        assert set(scale_dtypes) == {torch.float32}
         monkeypatch.setattr(gemm, "_native_mm", lambda *args: native_mm(*args) * 1.1)
         assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)

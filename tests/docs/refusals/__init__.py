@@ -13,7 +13,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Case:
-    """`lines`: of the message, but for lists. `kinds`: an error of torch or Python is of another kind than ours."""
+    """A call that is refused, with the message, its number of lines, and the types that the error may have."""
 
     refused: Callable[[], Any]
     message: str
@@ -36,7 +36,7 @@ Pages = dict[str, dict[str, list[Case | Command]]]
 
 
 def parameters(pages: Pages) -> list[Any]:
-    """A parameter of pytest for each case, with an id that names its page."""
+    """Return a parameter of pytest for each case, with an id that names its page."""
     return [
         pytest.param(case, marks=pytest.mark.nightly if case.is_slow else (), id=f"{page}: {phrase[:40]} {number}")
         for page, phrases in pages.items()

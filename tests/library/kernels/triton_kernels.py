@@ -5,11 +5,13 @@ TRITON_INTERPRET must be set before triton is first imported, so the interpreter
 
 import math
 import multiprocessing
+import os
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -156,10 +158,10 @@ def patch_the_language_once() -> None:
 @contextmanager
 def process(**environment: str) -> Iterator[Callable]:
     """Yield a function that calls another one in a new process with these environment variables."""
-    spawn = multiprocessing.get_context("spawn")
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, spawn) as pool:
-        for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
-            patch.setenv(name, value)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        # Only this process inherits the variables, not the fork server of tests/isolated.py.
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"} | environment):
+            pool.submit(os.getpid).result()
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

@@ -1,3 +1,5 @@
+"""Names of parameters and modules, without what wrappers add to them."""
+
 import torch
 from torch import nn
 
@@ -10,12 +12,12 @@ from quaver.runtime.names import (
 )
 
 
-def test_names_lose_what_wrappers_added_and_nothing_else() -> None:
+def test_names_lose_the_parts_that_wrappers_add():
     assert strip_wrappers("_orig_mod.a._checkpoint_wrapped_module.b._fsdp_wrapped_module.c") == "a.b.c"
     assert strip_wrappers("my_orig_mod.a") == "my_orig_mod.a"
 
 
-def test_containers_are_not_modules_around() -> None:
+def test_containers_are_no_enclosing_modules():
     model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]))
     modules = dict(model.named_modules())
     assert list(list_enclosing_modules("0.0.0", modules)) == ["0.0", ""]
@@ -23,7 +25,7 @@ def test_containers_are_not_modules_around() -> None:
     assert list(list_enclosing_modules("", modules)) == []
 
 
-def test_owners_name_a_tied_parameter_and_a_shared_module_each_time() -> None:
+def test_tied_parameters_and_shared_modules_have_every_name():
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.ParameterList([torch.ones(1)])})
     model["b"].weight = model["a"].weight
     model["again"] = model["a"]
@@ -35,6 +37,6 @@ def test_owners_name_a_tied_parameter_and_a_shared_module_each_time() -> None:
     assert find_weight_modules(model["a"]) == {id(weight): [""]}
 
 
-def test_a_list_names_three() -> None:
+def test_a_joined_list_has_three_names():
     assert join_names(["a", "b", "c"]) == "a, b, c"
     assert join_names(["a", "b", "c", "d", "e"], "; ") == "a; b; c and 2 more"

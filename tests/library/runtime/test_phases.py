@@ -1,4 +1,4 @@
-"""Phases are ranges of the profiler, and nothing to the compiler and to fake tensors."""
+"""Phases are ranges of the profiler, which compiled code and fake tensors skip."""
 
 import pytest
 import torch
@@ -12,19 +12,18 @@ def double(tensor):
     return tensor * 2
 
 
-def test_phases_are_nothing_to_the_compiler():
-    compiled = torch.compile(double, backend="eager", fullgraph=True)
-    one = torch.ones(3)
-    assert torch.equal(compiled(one), one * 2)
+def test_compiled_code_has_no_phases():
+    compiled, ones = torch.compile(double, backend="eager", fullgraph=True), torch.ones(3)
+    assert torch.equal(compiled(ones), ones * 2)
     with torch._dynamo.config.patch(error_on_recompile=True):
         with torch.profiler.profile():
-            compiled(one)
+            compiled(ones)
         with watch_phases() as open_phases:
-            compiled(one)
+            compiled(ones)
     assert open_phases == []
 
 
-def test_phases_are_nothing_to_a_tracer_of_fake_tensors():
+def test_phases_work_with_fake_tensors_under_the_profiler():
     with torch.profiler.profile(), FakeTensorMode():
         assert double(torch.ones(3)).shape == (3,)
 

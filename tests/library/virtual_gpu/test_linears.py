@@ -1,5 +1,7 @@
 """Linears and experts on virtual GPUs: what multiplied, and the results of a CPU."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,9 @@ from torch.profiler import profile
 pytest.importorskip("triton")
 
 from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, serving_config
-from quaver.lab.bench.modules import BenchedBlock
-from quaver.lab.settings import Model
-from quaver.lab.trainer.float8 import fuse_producers
 from quaver.runtime.devices import has_cuda
 from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths
+from tests.models import Block, rope_tables
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
@@ -21,68 +21,64 @@ from tests.virtual_gpu import virtual_gpu
 ALL = (*RECIPES, *BLOCK_RECIPES)
 
 
-def results(function, *tensors):
-    """The output and the gradients of what requires one."""
-    tensors = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in tensors]
-    output = function(*tensors)
+def run_step(call, *tensors, module=None):
+    """Return the output and the gradients of the tensors and of the module's parameters."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    output = call(*leaves)
     output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
-    return [output.detach(), *(each.grad for each in tensors if each.requires_grad)]
+    return [output.detach(), *(leaf.grad for leaf in (*leaves, *(module.parameters() if module else ())))]
 
 
 def _linear(recipe, shape, dtype, has_bias, backend):
     tokens, k, n = shape
     tensors = torch.randn(tokens, k), torch.randn(n, k), *([torch.randn(n)] if has_bias else [])
-    return results(
-        compiled(lambda input, weight, bias=None: float8_linear(input, weight, bias, config=recipe), backend),
-        *(each.to(dtype) for each in tensors),
-    )
+    function = functools.partial(float8_linear, config=recipe)
+    return run_step(compile_on_card(function, backend), *(tensor.to(dtype) for tensor in tensors))
 
 
 def _experts(recipe, transposed, backend):
     tokens, weights = torch.randn(50, 40).bfloat16(), torch.randn(3, 40, 24).bfloat16()
     weights = weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights
     ends = torch.tensor([20, 20, 43], dtype=torch.int32)
-    function = compiled(lambda a, b_t: float8_grouped_mm(a, b_t, ends, config=recipe), backend)
-    return results(function, tokens, weights)
+    function = compile_on_card(lambda a, b_t: float8_grouped_mm(a, b_t, ends, config=recipe), backend)
+    return run_step(function, tokens, weights)
 
 
 def _block(recipe):
-    subject = BenchedBlock(Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=96), 32)
-    convert_to_float8_training(subject, config=recipe)
-    fuse_producers(subject)
-    made = results(compiled(subject, "aot_eager"), torch.randn(1, 32, 64))
-    return [*made, *(each.grad for each in subject.parameters())]
+    block = convert_to_float8_training(Block(64, 96, heads=2, kv_heads=1), config=recipe)
+    call = compile_on_card(lambda hidden: block(hidden, *rope_tables(32, 32, "cpu")), "aot_eager")
+    return run_step(call, torch.randn(1, 32, 64), module=block)
 
 
-def compiled(function, backend):
-    """The function, compiled for the card; a CPU runs it eagerly."""
+def compile_on_card(function, backend):
+    """Return the function, compiled on a card; a CPU runs it eagerly."""
     return torch.compile(function, fullgraph=True, backend=backend) if backend and has_cuda() else function
 
 
 @np.errstate(all="ignore")
 def on_card(name, make, *args):
-    """The results on a virtual GPU and on the CPU, the vendor's matmuls that ran, and the slow paths."""
+    """Return the results on a virtual GPU and on the CPU, the vendor's matmuls that ran, and the slow paths."""
     torch.manual_seed(0)
     expected = make(*args)
     torch.manual_seed(0)
     clear_slow_paths()
     with virtual_gpu(name) as card:
-        made = make(*args)
+        results = make(*args)
     torch.compiler.reset()
-    return made, expected, dict(card.calls), list_slow_paths()
+    return results, expected, dict(card.calls), list_slow_paths()
 
 
-def assert_results(made, expected, floor):
-    for got, reference in zip(made, expected, strict=True):
-        assert got.shape == reference.shape
-        assert got.isfinite().all()
-        assert sqnr_db(reference.float(), got.float()) > floor
+def assert_near(results, expected, floor):
+    for result, reference in zip(results, expected, strict=True):
+        assert result.shape == reference.shape
+        assert result.isfinite().all()
+        assert sqnr_db(reference.float(), result.float()) > floor
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("blockwise",)])])
 def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe):
-    made, expected, *_ = interpreter(on_card, "h100", _block, recipe)
-    assert_results(made, expected, 25)
+    results, expected, *_ = interpreter(on_card, "h100", _block, recipe)
+    assert_near(results, expected, 25)
 
 
 NATIVE = {
@@ -114,8 +110,8 @@ NATIVE_RECIPES = {
     ],
 )
 def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dtype, has_bias, backend):
-    made, expected, calls, _ = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
-    assert_results(made, expected, 40)
+    results, expected, calls, _ = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
+    assert_near(results, expected, 40)
     assert {kind for _, kind in calls} <= NATIVE[name]
     assert bool(calls) == (name in NATIVE_RECIPES.get(recipe, ("h100", "b200")))
 
@@ -130,26 +126,26 @@ def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dty
     ],
 )
 def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed, backend):
-    made, expected, _, slow = interpreter(on_card, name, _experts, recipe, transposed, backend)
-    assert_results(made, expected, 40)
-    assert any("waits for the sizes" in each for each in slow) == (name == "a100" or recipe == "tensorwise")
+    results, expected, _, slow_paths = interpreter(on_card, name, _experts, recipe, transposed, backend)
+    assert_near(results, expected, 40)
+    assert any("waits for the sizes" in path for path in slow_paths) == (name == "a100" or recipe == "tensorwise")
 
 
-def _copies(recipe, backend, length):
-    """The native matmuls of a linear, and how often they copy something before the vendor's runs."""
+def _count_copies(recipe, backend, length):
+    """Return the number of a linear's native matmuls, and of copies between a matmul and the vendor's operator."""
     torch.compiler.reset()
-    function = compiled(lambda input, weight: float8_linear(input, weight, config=recipe), backend)
+    function = compile_on_card(functools.partial(float8_linear, config=recipe), backend)
     tensors = torch.randn(length, 4 * length).bfloat16(), torch.randn(4 * length, 4 * length).bfloat16()
     with virtual_gpu("h100") as card:
-        results(function, *tensors)
+        run_step(function, *tensors)
         card.calls.clear()
         with profile() as recorded:
-            results(function, *tensors)
+            run_step(function, *tensors)
     torch.compiler.reset()
-    copies = [each for each in recorded.events() if each.name in ("aten::copy_", "aten::constant_pad_nd")]
-    around = [set(names_around(each)) for each in copies]
-    ours = [each for each in around if {"quaver::gemm", "quaver::native_block_mm"} & each and not VENDORS & each]
-    return sum(card.calls.values()), len(ours)
+    copies = [event for event in recorded.events() if event.name in ("aten::copy_", "aten::constant_pad_nd")]
+    callers = [set(names_around(copy)) for copy in copies]
+    ours = [names for names in callers if {"quaver::gemm", "quaver::native_block_mm"} & names and not VENDORS & names]
+    return card.calls.total(), len(ours)
 
 
 VENDORS = {"aten::_scaled_mm", "aten::_scaled_mm_v2"}
@@ -162,17 +158,16 @@ def names_around(event):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backend", "length"),
-    [("tensorwise", None, 16), ("rowwise", None, 16), ("blockwise", "aot_eager", 128)],
+    ("recipe", "backend", "length"), [("tensorwise", None, 16), ("rowwise", None, 16), ("blockwise", "aot_eager", 128)]
 )
 def test_matmuls_read_codes_and_scales_as_the_casts_wrote_them(interpreter, recipe, backend, length):
-    assert interpreter(_copies, recipe, backend, length) == (3, 0)
+    assert interpreter(_count_copies, recipe, backend, length) == (3, 0)
 
 
 DYNAMIC = ("delayed", "mxfp8")
 
 
-@pytest.mark.parametrize("recipe", [*DYNAMIC, *at_night([(each,) for each in ALL if each not in DYNAMIC])])
+@pytest.mark.parametrize("recipe", [*DYNAMIC, *at_night((recipe,) for recipe in ALL if recipe not in DYNAMIC)])
 def test_graphs_of_dynamic_shapes_hold_several_linears(recipe):
     """Dynamo makes inputs of the floats and ints of modules, which a second autograd function cannot take."""
     torch.compiler.reset()

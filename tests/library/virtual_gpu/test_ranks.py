@@ -18,10 +18,10 @@ from tests.virtual_gpu import virtual_gpu
 
 
 def _on_card(function, *args):
-    """What it returns, and how often the vendor's matmuls ran on this rank."""
+    """Return the function's result, and how often the vendor's matmuls ran on this rank."""
     with virtual_gpu("h100") as card:
-        found = function(*args)
-    return found, sum(card.calls.values())
+        result = function(*args)
+    return result, card.calls.total()
 
 
 FSDP = [
@@ -32,7 +32,7 @@ FSDP = [
 ]
 
 
-@pytest.mark.parametrize("case", [FSDP[0], *at_night((each,) for each in FSDP[1:])], ids=str)
+@pytest.mark.parametrize("case", [FSDP[0], *at_night((case,) for case in FSDP[1:])], ids=str)
 def test_fsdp_computes_what_one_card_does(case):
     """As test_fsdp.py of tests/library/distributed, with the same bound on the order of sums."""
     recipe, gather, _, _, param_dtype = case
@@ -49,7 +49,7 @@ TP = [
 ]
 
 
-@pytest.mark.parametrize("case", [TP[0], *at_night((each,) for each in TP[1:])], ids=str)
+@pytest.mark.parametrize("case", [TP[0], *at_night((case,) for case in TP[1:])], ids=str)
 def test_tensor_parallel_computes_what_one_card_does(case):
     """As test_tensor_parallel.py of tests/library/distributed, with its bounds."""
     name, recipe, backend = case

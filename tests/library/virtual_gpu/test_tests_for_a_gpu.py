@@ -1,6 +1,6 @@
-"""The tests for a GPU pass on a virtual one: in every run a case of each, at night all of them but for a twentieth.
+"""The tests for a GPU pass on a virtual one: one case of each test in every run, and at least 95% of all at night.
 
-What is not in FILES runs at night: tests/library/kernels/test_triton_cast.py runs the kernels of test_triton_cast.py in
+Files outside FILES run at night: tests/library/kernels/test_triton_cast.py runs the kernels of test_triton_cast.py in
 every run, and test_trainer.py is about what only a card records.
 """
 
@@ -26,10 +26,10 @@ class Cases:
         self.most, self.passed, self.failed, self.skipped = most, 0, [], Counter()
 
     def pytest_collection_modifyitems(self, items):
-        seen = Counter()
+        counts = Counter()
         for item in list(items):
-            seen[item.location[0], item.originalname] += 1
-            if self.most is not None and seen[item.location[0], item.originalname] > self.most:
+            counts[item.location[0], item.originalname] += 1
+            if self.most is not None and counts[item.location[0], item.originalname] > self.most:
                 items.remove(item)
 
     def pytest_runtest_logreport(self, report):
