@@ -23,6 +23,20 @@ from quaver.lab.trainer.trained_model import TrainedModel
 
 
 @pytest.fixture
+def run_quaver(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `quaver WORDS`, which must succeed, and return what it prints."""
+
+    def run_quaver(*words: object) -> str:
+        from quaver.lab.cli import main  # importing it takes seconds
+
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    return run_quaver
+
+
+@pytest.fixture
 def drawn_curves() -> None:
     """Requested by the tests that look at curves.png."""
 

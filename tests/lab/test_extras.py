@@ -25,7 +25,7 @@ PROGRAM = f"""{BLOCK}
 import quaver.export, quaver.optim, quaver.checkpointing, quaver.compat.float8
 for block in {README}:
     exec(block, {{}})
-print("the library is there", file=sys.stderr)
+print("the library works", file=sys.stderr)
 
 from quaver.lab.cli import main
 for verb in {[verb for verb in VERBS if verb != "doctor"]}:
@@ -37,28 +37,29 @@ print("doctor --model", main(["doctor", "--model", "nowhere"]))
 
 
 @pytest.fixture(scope="module")
-def ran():
+def process():
+    """`PROGRAM`, which has ended."""
     return subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_list_is_that_of_the_package():
+def test_train_extra_lists_the_packages_of_the_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    names = [re.match(r"[\w.-]+", each)[0].replace("-", "_") for each in extras["train"]]
+    names = [re.match(r"[\w.-]+", requirement)[0].replace("-", "_") for requirement in extras["train"]]
     assert sorted(names) == sorted(TRAIN_EXTRA)
 
 
-def test_the_library_needs_no_extra(ran):
+def test_the_library_needs_no_extra(process):
     assert any("convert_to_float8_training" in block for block in README)
-    assert "the library is there" in ran.stderr, ran.stderr
+    assert "the library works" in process.stderr, process.stderr
 
 
-def test_each_verb_says_what_to_install(ran):
-    assert ran.returncode == 0, ran.stderr
-    codes = dict(re.findall(r"^(doctor --model|[a-z-]+) (\d)$", ran.stdout, re.M))
+def test_each_verb_says_what_to_install(process):
+    assert process.returncode == 0, process.stderr
+    codes = dict(re.findall(r"^(doctor --model|[a-z-]+) (\d)$", process.stdout, re.M))
     assert codes == {verb: "0" if verb == "doctor" else "2" for verb in [*VERBS, "doctor --model"]}
-    assert "float8 matmuls on cpu" in ran.stdout
-    errors = [line for line in ran.stderr.splitlines() if line.startswith("quaver: error")]
+    assert "float8 matmuls on cpu" in process.stdout
+    errors = [line for line in process.stderr.splitlines() if line.startswith("quaver: error")]
     assert len(errors) == len(VERBS)  # of all but doctor, and of doctor --model
     for line in errors:
         assert re.fullmatch(r"quaver: error: quaver [a-z-]+ needs \w+, which is not installed: pip install .*", line)
-    assert "Traceback" not in ran.stderr
+    assert "Traceback" not in process.stderr

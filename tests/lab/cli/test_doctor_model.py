@@ -8,7 +8,6 @@ from torch import nn
 
 from quaver import Float8Linear, LayerRecipes
 from quaver.integrations.transformers import prepare_model_for_float8
-from quaver.lab.cli import main
 from quaver.lab.doctor.survey import choose_recipes, survey
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.training_run import prepare
@@ -33,62 +32,56 @@ def test_a_budget_gives_each_layer_the_most_float8_that_keeps_it():
     surveyed = survey(model, lambda: model(torch.randn(64, 1024)).square().mean().backward())
     assert choose_recipes(24, surveyed, lambda name: False).of("first") == "tensorwise"
     assert choose_recipes(24, surveyed, lambda name: False).of("second") in ("blockwise", "mxfp8")
-    strict = choose_recipes(30, surveyed, lambda name: False)
-    assert strict.of("first") == "rowwise"
-    assert choose_recipes(60, surveyed, lambda name: False).layers == dict.fromkeys(
-        ("first", "second"), "high_precision"
-    )
+    assert choose_recipes(30, surveyed, lambda name: False).of("first") == "rowwise"
+    highest = choose_recipes(60, surveyed, lambda name: False)
+    assert highest.layers == {"first": "high_precision", "second": "high_precision"}
     assert choose_recipes(24, surveyed, lambda name: name == "second").layers == {}
 
 
 def test_a_model_without_gradients_is_refused():
-    model = Outlier()
     with pytest.raises(ValueError, match="expected a model whose linears get gradients"):
-        survey(model, lambda: None)
+        survey(Outlier(), lambda: None)
 
 
-def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, capsys):
+def recipes_of_linears(model):
+    modules = model.named_modules()
+    return {name: module.config.recipe_name.value for name, module in modules if isinstance(module, Float8Linear)}
+
+
+def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_quaver):
     run = run_to_end(tiny_config)
     out = tmp_path / "recipes.toml"
-    options = ["--budget-db", "29", "--out", str(out), "--hardware", "h100", "--json"]
-    capsys.readouterr()
-    assert main(["doctor", "--model", str(run.folder.path), *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    recipes = {each["name"]: each["recipe"] for each in found["linears"]}
+    options = ["--budget-db", 29, "--out", out, "--hardware", "h100", "--json"]
+    report = json.loads(run_quaver("doctor", "--model", run.folder.path, *options))
+    recipes = {linear["name"]: linear["recipe"] for linear in report["linears"]}
     assert recipes["lm_head"] == "skipped"
-    assert {each["matmul"] for each in found["sums"]} == {"output", "grad_input", "grad_weight"}
-    assert {each["name"] for each in found["sums"]} == {
-        name for name, recipe in recipes.items() if recipe not in ("skipped", "high_precision", "mxfp8")
-    }
+    assert {matmul["matmul"] for matmul in report["sums"]} == {"output", "grad_input", "grad_weight"}
+    float8 = {name: recipe for name, recipe in recipes.items() if recipe not in ("skipped", "high_precision")}
+    assert {matmul["name"] for matmul in report["sums"]} == {name for name in float8 if float8[name] != "mxfp8"}
     assert recipes["model.layers.0.mlp.down_proj"] != "tensorwise"
-    flags = {"job": {"name": "better"}, "checkpoint": {"enable": False}}
-    again = prepare(load_config(out, flags))
-    linears = {name: each for name, each in again.models[0].model.named_modules() if isinstance(each, Float8Linear)}
-    assert {name: each.config.recipe_name.value for name, each in linears.items()} == {
-        name: recipe for name, recipe in recipes.items() if recipe not in ("skipped", "high_precision")
-    }
-    again.folder.release()
+    better = prepare(load_config(out, {"job": {"name": "better"}, "checkpoint": {"enable": False}}))
+    assert recipes_of_linears(better.models[0].model) == float8
+    better.folder.release()
 
 
-def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_folder, capsys):
+def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_folder, run_quaver):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # an architecture that quaver does not train
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "hf")
     out = tmp_path / "recipes.toml"
-    options = ["--data", str(text_folder), "--seq-len", "32", "--budget-db", "29", "--out", str(out)]
-    assert main(["doctor", "--model", str(tmp_path / "hf"), *options, "--hardware", "h100"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    options = ["--data", text_folder, "--seq-len", 32, "--budget-db", 29, "--out", out, "--hardware", "h100"]
+    printed = " ".join(run_quaver("doctor", "--model", tmp_path / "hf", *options).split())
     assert "at least 29 dB" in printed
     assert "float8 matmuls the sums lose less than the casts" in printed
     recipes = LayerRecipes.read(out)
     model = prepare_model_for_float8(GPTNeoXForCausalLM.from_pretrained(tmp_path / "hf"), recipes)
-    found = {each.config.recipe_name.value for each in model.modules() if isinstance(each, Float8Linear)}
-    assert found == {recipes.recipe, *recipes.layers.values()} - {"high_precision"}
+    chosen = {recipes.recipe, *recipes.layers.values()} - {"high_precision"}
+    assert {*recipes_of_linears(model).values()} == chosen
 
 
-def test_a_model_of_images_and_text_has_its_vocabulary_in_its_embedding(tmp_path, text_folder, capsys):
-    """Its config.json has no vocab_size of its own, but that of its text_config."""
+def test_the_vocabulary_of_a_model_of_images_and_text_is_that_of_its_embedding(tmp_path, text_folder, run_quaver):
+    """Its config.json has a vocab_size in its text_config alone."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -96,19 +89,17 @@ def test_a_model_of_images_and_text_has_its_vocabulary_in_its_embedding(tmp_path
     text = LlamaConfig(vocab_size=256, **shape)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=255)
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "hf")
-    assert main(["doctor", "--model", str(tmp_path / "hf"), "--data", str(text_folder), "--seq-len", "32"]) == 0
-    assert "model.language_model.layers.0" in capsys.readouterr().out
+    printed = run_quaver("doctor", "--model", tmp_path / "hf", "--data", text_folder, "--seq-len", 32)
+    assert "model.language_model.layers.0" in printed
 
 
-def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, capsys):
+def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, run_quaver):
     run = run_to_end(changed(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}))
-    capsys.readouterr()
-    assert main(["doctor", "--model", str(run.folder.path)]) == 0
-    said = capsys.readouterr().out
     names = "model.layers.0.mlp.experts, model.layers.1.mlp.experts"
-    assert f"not surveyed: 2 layers of experts, which get tensorwise: {names}" in said
-    assert main(["doctor", "--model", str(run.folder.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["not_surveyed"] == names.split(", ")
+    printed = run_quaver("doctor", "--model", run.folder.path)
+    assert f"not surveyed: 2 layers of experts, which get tensorwise: {names}" in printed
+    report = json.loads(run_quaver("doctor", "--model", run.folder.path, "--json"))
+    assert report["not_surveyed"] == names.split(", ")
 
 
 @pytest.mark.parametrize(

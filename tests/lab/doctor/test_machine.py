@@ -1,4 +1,4 @@
-"""quaver doctor: it tries, and says what fails; with --gpu it says what the dispatch does there, and of a model."""
+"""quaver doctor: recipes tried on this machine; with --gpu, the backends on another GPU and the layers of a model."""
 
 import json
 from unittest import mock
@@ -18,17 +18,16 @@ from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
 from tests.virtual_gpu import virtual_gpu
 
 
-def test_every_recipe_is_tried_on_the_cpu(capsys):
-    assert main(["doctor", "--json", "--no-compile"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["torch"] == torch.__version__
-    cpu = [finding for finding in found["recipes"] if finding["device"] == "cpu"]
+def test_every_recipe_is_tried_on_the_cpu(run_quaver):
+    report = json.loads(run_quaver("doctor", "--json", "--no-compile"))
+    assert report["versions"]["torch"] == torch.__version__
+    cpu = [finding for finding in report["recipes"] if finding["device"] == "cpu"]
     assert [finding["recipe"] for finding in cpu] == [*RECIPES, *PERSISTENT_RECIPES, *BLOCK_RECIPES]
     assert {finding["verdict"] for finding in cpu} == {"exact"}
-    assert found["ok"]
+    assert report["ok"]
 
 
-def test_a_recipe_that_raises_or_is_wrong_is_impossible(capsys):
+def test_a_recipe_that_raises_is_impossible_and_one_with_wrong_results_fails_the_command(capsys):
     with mock.patch.object(doctor, "Float8Linear", side_effect=RuntimeError("no such kernel\nmore")):
         finding = doctor.try_recipe(Float8LinearRecipeName.ROWWISE, torch.device("cpu"))
     assert (finding["verdict"], finding["detail"]) == ("impossible", "no such kernel")
@@ -61,8 +60,8 @@ def test_a_recipe_that_raises_or_is_wrong_is_impossible(capsys):
 )
 def test_the_recipe_follows_from_what_a_device_multiplies(native, expected):
     findings = [
-        {"device": "cuda:0", "recipe": each.value, "verdict": "native" if each.value in native else "exact"}
-        for each in Float8LinearRecipeName
+        {"device": "cuda:0", "recipe": recipe.value, "verdict": "native" if recipe.value in native else "exact"}
+        for recipe in Float8LinearRecipeName
     ]
     assert doctor.recommend_recipe("cuda:0", findings) == expected
     assert doctor.recommend_recipe("cpu", findings).startswith("no recipe is faster")
@@ -86,7 +85,7 @@ MIXTURE = {
 
 @pytest.mark.parametrize("card", ["a100", "l40s", "h100", "h200", "b200"])
 def test_listed_backends_are_those_that_dispatch_finds(card):
-    found = {each.recipe: each for each in describe_gpu(require_device_spec(card, "gpu")).recipes}
+    listed = {row.recipe: row for row in describe_gpu(require_device_spec(card, "gpu")).recipes}
     device = torch.device("cpu")
     with virtual_gpu(card):
         for name in Float8LinearRecipeName:
@@ -96,28 +95,26 @@ def test_listed_backends_are_those_that_dispatch_finds(card):
                 if pair[0].is_disabled:
                     expected = ["high precision"] * 2
                 else:
-                    of_linear, of_experts = (
+                    expected = [
                         ask(*pair, device, emulate=False).value for ask in (predict_backend, predict_grouped_backend)
-                    )
-                    expected = [of_linear, of_experts]
-                said = [matmuls[position].backend for matmuls in (found[name.value].linear, found[name.value].experts)]
-                assert said == expected, (name, position)
+                    ]
+                row = listed[name.value]
+                assert [row.linear[position].backend, row.experts[position].backend] == expected, (name, position)
 
 
-def test_a_model_needs_its_config_alone(tmp_path, capsys):
+def test_a_model_needs_its_config_alone(tmp_path, run_quaver):
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
-    assert main(["doctor", "--gpu=h100", f"--model={tmp_path}", "--recipe=blockwise", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    layers = {each["name"]: each for each in found["layers"]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MIXTURE))
+    report = json.loads(run_quaver("doctor", "--gpu=h100", f"--model={tmp_path}", "--recipe=blockwise", "--json"))
+    layers = {layer["name"]: layer for layer in report["layers"]}
     assert layers["model.layers.*.self_attn.q_proj"]["count"] == 2
     assert "in 100 to 128" in layers["model.layers.*.self_attn.q_proj"]["note"]
     assert "out 192 to 256" in layers["model.layers.*.mlp.experts.gate_up_proj"]["note"]
     assert not layers["lm_head"]["converted"]
     assert not layers["model.layers.*.mlp.gate.weight"]["converted"]
-    file = tmp_path / "config.json"
-    assert main(["doctor", "--gpu=h100", f"--model={file}", "--recipe=blockwise"]) == 0
-    assert "in blockwise, linears native" in capsys.readouterr().out
+    printed = run_quaver("doctor", "--gpu=h100", f"--model={file}", "--recipe=blockwise")
+    assert "in blockwise, linears native" in printed
 
 
 def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(tmp_path, refused):
@@ -130,28 +127,26 @@ def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(tmp_path, refus
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_run_has_its_recipe(capsys):
-    assert main(["doctor", "--gpu=b200", "--model=train_configs/llama3_debug.toml", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["capability"] == "sm_100"
-    assert {each["note"] for each in found["layers"] if each["converted"]} == {""}
+def test_a_run_has_its_recipe(run_quaver):
+    report = json.loads(run_quaver("doctor", "--gpu=b200", "--model=train_configs/llama3_debug.toml", "--json"))
+    assert report["capability"] == "sm_100"
+    assert {layer["note"] for layer in report["layers"] if layer["converted"]} == {""}
 
 
-def test_a_run_has_its_backward_and_the_recipes_of_its_layers(tmp_path, capsys):
+def test_a_run_has_its_backward_and_the_recipes_of_its_layers(tmp_path, run_quaver):
     layer = "model.layers.1.mlp.up_proj"
     settings = (
         f'recipe_name = "rowwise"\nbackward = "dequantized"\nskip_first_layers = 1\nlayer_recipes = ["{layer}=mxfp8"]'
     )
     (tmp_path / "a.toml").write_text(f"[model]\nn_layers = 2\n[float8]\n{settings}\n")
-    assert main(["doctor", "--gpu=h100", f"--model={tmp_path / 'a.toml'}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["recipe"] == "rowwise:dequantized"
-    recipe = next(each for each in found["recipes"] if each["recipe"] == found["recipe"])
-    assert [each["backend"] for each in recipe["linear"]] == ["native", "high precision", "high precision"]
-    notes = {(each["name"], each["converted"], each["note"]): each["count"] for each in found["layers"]}
-    assert notes["model.layers.*.mlp.up_proj", True, "in mxfp8:dequantized"] == 1
-    assert notes["model.layers.*.mlp.up_proj", False, "float8.skip_first_layers = 1"] == 1
-    assert notes["model.layers.*.mlp.down_proj", True, ""] == 1
-    words = ["doctor", "--gpu=h100", f"--model={tmp_path / 'a.toml'}", "--recipe=rowwise:high_precision"]
-    assert main(words) == 0
-    assert "in rowwise:high_precision, linears native output, high precision grad_input" in capsys.readouterr().out
+    words = ["doctor", "--gpu=h100", f"--model={tmp_path / 'a.toml'}"]
+    report = json.loads(run_quaver(*words, "--json"))
+    assert report["recipe"] == "rowwise:dequantized"
+    recipe = next(row for row in report["recipes"] if row["recipe"] == report["recipe"])
+    assert [matmul["backend"] for matmul in recipe["linear"]] == ["native", "high precision", "high precision"]
+    counts = {(layer["name"], layer["converted"], layer["note"]): layer["count"] for layer in report["layers"]}
+    assert counts["model.layers.*.mlp.up_proj", True, "in mxfp8:dequantized"] == 1
+    assert counts["model.layers.*.mlp.up_proj", False, "float8.skip_first_layers = 1"] == 1
+    assert counts["model.layers.*.mlp.down_proj", True, ""] == 1
+    printed = run_quaver(*words, "--recipe=rowwise:high_precision")
+    assert "in rowwise:high_precision, linears native output, high precision grad_input" in printed

@@ -35,13 +35,13 @@ class Sinks(nn.Module):
         return input * 2
 
 
-def lines_of(cls, text):
+def find_lines(cls, text):
     """The lines of a class's source that contain `text`, as reports write them."""
     lines, first = inspect.getsourcelines(cls)
     return [f"{HERE}:{first + number}" for number, line in enumerate(lines) if text in line]
 
 
-def allocations_of(model, input):
+def record_step(model, input):
     """The allocations of a step, and its report."""
     with record_timeline(model) as timeline:
         model(input).sum().backward()
@@ -49,36 +49,35 @@ def allocations_of(model, input):
     return [timeline.allocation(event) for event in range(1, len(report["timeline"]))], report
 
 
-def saved(report, **wanted):
-    rows = report["saved_for_backward"]
-    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+def saved_rows(report, **values):
+    return [row for row in report["saved_for_backward"] if row.items() >= values.items()]
 
 
 def test_a_saved_result_has_its_line_its_operand_and_its_first_reader():
     model = nn.Sequential(Squares(), nn.Linear(WIDTH, 1))
-    _, report = allocations_of(model, torch.randn(ROWS, WIDTH))
-    (row,) = saved(report, operator="aten.mul.Tensor", category="saved_activations")
-    assert [row["source"]] == lines_of(Squares, "input *")
+    _, report = record_step(model, torch.randn(ROWS, WIDTH))
+    (row,) = saved_rows(report, operator="aten.mul.Tensor", category="saved_activations")
+    assert [row["source"]] == find_lines(Squares, "input *")
     assert (row["of"], row["saved_by"], row["saved_in"]) == ("an input", "autograd", "0")
     use = row["first_use"]
     assert use["operator"] == "aten.pow.Tensor_Scalar"  # the derivative of a square asks for its first power
     assert use["module"] == "0"
-    assert [use["source"]] == [f"backward of {line}" for line in lines_of(Squares, "pow(2)")]
+    assert [use["source"]] == [f"backward of {line}" for line in find_lines(Squares, "pow(2)")]
 
 
 def test_what_cpp_nodes_make_in_the_backward_has_the_line_of_their_forward():
-    allocations, _ = allocations_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Squares()), torch.randn(ROWS, WIDTH))
-    sources = {each.line for each in allocations if each.phase == "backward"}
-    assert {f"backward of {line}" for line in lines_of(Squares, "pow(2)")} <= sources
+    allocations, _ = record_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Squares()), torch.randn(ROWS, WIDTH))
+    sources = {event.line for event in allocations if event.phase == "backward"}
+    assert {f"backward of {line}" for line in find_lines(Squares, "pow(2)")} <= sources
     assert not any(source.startswith(HERE) for source in sources)  # the call of `backward` explains nothing
 
 
 def test_a_float8_cast_is_of_the_parameter_by_its_name():
     model = nn.Sequential(Float8Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16))
     input = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    allocations, report = allocations_of(model, input)
-    casts = [each for each in allocations if (each.operator or "").startswith("quaver::cast")]
-    assert "0.weight" in {each.operand.parameter for each in casts if each.operand is not None}
+    allocations, report = record_step(model, input)
+    casts = [event for event in allocations if (event.operator or "").startswith("quaver::cast")]
+    assert "0.weight" in {cast.operand.parameter for cast in casts if cast.operand is not None}
     assert all(row["source"] for row in report["at_peak"] if row["operator"])
 
 
@@ -91,18 +90,18 @@ def test_layers_that_are_alike_are_one_row():
 
 def test_what_a_checkpoint_a_policy_and_other_code_saved():
     input = torch.randn(ROWS, WIDTH)
-    found = {}
+    rows = {}
     for mode, mechanism in (("selective", "selective policy"), ("full", "checkpoint")):
         linears = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
         apply_activation_checkpointing([linears], mode=mode)
-        _, report = allocations_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), linears), input)
-        found[mode] = saved(report, saved_by=mechanism)
+        _, report = record_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), linears), input)
+        rows[mode] = saved_rows(report, saved_by=mechanism)
     assert "recompute" in [phase for phase, _, _ in report["spans"]]
-    assert [row["operator"] for row in found["selective"]] == ["aten.mm", "aten.mm"]
-    (row,) = found["full"]
+    assert [row["operator"] for row in rows["selective"]] == ["aten.mm", "aten.mm"]
+    (row,) = rows["full"]
     assert (row["operator"], row["module"], row["first_use"]["operator"]) == ("aten.addmm", "0", "aten.mm")
-    _, report = allocations_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sinks()), input)
-    (row,) = saved(report, saved_by="other code")
+    _, report = record_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sinks()), input)
+    (row,) = saved_rows(report, saved_by="other code")
     assert (row["operator"], row["first_use"]) == ("aten.add.Tensor", None)
 
 
@@ -122,7 +121,7 @@ def test_gathered_weights_have_names_and_buffers_of_collectives_a_category():
     assert "communication" in report["columns"]
     alive = [sum(columns) for _, _, *columns in report["timeline"]]
     log = [(timeline.allocation(event), alive[event] - alive[event - 1]) for event in range(1, len(alive))]
-    gathered = {(each.parameter, size) for each, size in log if each.category == "gathered_weights" and size > 0}
+    gathered = {(event.parameter, size) for event, size in log if event.category == "gathered_weights" and size > 0}
     assert gathered == {("0.weight", WIDTH * WIDTH * 4), ("2.weight", 2 * WIDTH * 4)}  # one row, and one of padding
-    sizes = {size for each, size in log if each.communicates and each.category is None}
+    sizes = {size for event, size in log if event.communicates and event.category is None}
     assert WIDTH * WIDTH * 4 in sizes  # what is gathered into, and what is reduced

@@ -55,17 +55,21 @@ def train_step(model, input, optimizer=None):
         optimizer.zero_grad()
 
 
-def recorded(model, input, optimizer=None):
+def record_step(model, input, optimizer=None):
     with record_timeline(model, optimizer) as timeline:
         train_step(model, input, optimizer)
     return timeline.report()
 
 
-def gradients(model):
-    """Copies, and none are left on the model."""
+def take_gradients(model):
+    """Copy the gradients, and clear them."""
     copies = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     return copies
+
+
+def list_hooks(model):
+    return [[*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for module in model.modules()]
 
 
 def column(report, category):
@@ -148,8 +152,8 @@ def test_a_storage_that_is_emptied_and_filled_again_by_hand():
 def test_sums_names_and_spans_of_a_whole_step():
     model, input = stack(), torch.randn(ROWS, 64)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    first = recorded(model, input, optimizer)
-    report = recorded(model, input, optimizer)
+    first = record_step(model, input, optimizer)
+    report = record_step(model, input, optimizer)
     parameters = sum(parameter.numel() for parameter in model.parameters()) * FLOAT32_BYTES
     steps = len(list(model.parameters())) * FLOAT32_BYTES
     assert set(column(report, "parameters")) == {parameters}
@@ -174,22 +178,18 @@ def test_recording_changes_nothing(monkeypatch):
     cast = casts[tensorwise]
     monkeypatch.setitem(casts, tensorwise, lambda *args: calls.append(1) or cast(*args))
     model, input = convert_to_float8_training(Attention()), torch.randn(ROWS, 64, dtype=torch.bfloat16)
-    hooks = hooks_of(model)
+    hooks = list_hooks(model)
     train_step(model, input)
-    without, expected = len(calls), gradients(model)
-    recorded(model, input)
-    assert all(map(torch.equal, gradients(model), expected))
+    without, expected = len(calls), take_gradients(model)
+    record_step(model, input)
+    assert all(map(torch.equal, take_gradients(model), expected))
     train_step(model, input)
     with TensorBytes() as counted:  # gradients are added to others, here and in what is recorded
         train_step(model, input)
-    report = recorded(model, input)
+    report = record_step(model, input)
     assert len(calls) == 5 * without
     assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == counted.peak_bytes
-    assert hooks_of(model) == hooks
-
-
-def hooks_of(model):
-    return [[*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for module in model.modules()]
+    assert list_hooks(model) == hooks
 
 
 def test_a_recording_hides_no_error_of_autograd_and_refuses_a_second_one():
@@ -209,7 +209,7 @@ def test_compiled_code_is_not_attributed_nor_compiled_again(tmp_path):
     model[0].compile(backend="aot_eager", fullgraph=True)
     train_step(model, input)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        report = recorded(model, input)
+        report = record_step(model, input)
         train_step(model, input)
     assert (report["exact"], report["note"]) == (False, "compiled code: not attributed")
     assert report["peak_bytes"] is report["peak_event"] is report["saved_bytes"] is report["saved_event"] is None
@@ -231,21 +231,21 @@ def test_fsdp_on_two_ranks_agrees_with_the_allocator():
     for _ in range(2):
         train_step(model, input, optimizer)
 
-    def growth():
+    def measure_growth():
         with measure_usage(CPU, may_leave=True) as measured:
             measured.mark()
             train_step(model, input, optimizer)
         return measured.usage.peak_bytes
 
-    def counted():
+    def count_bytes():
         with TensorBytes() as tensors:
             train_step(model, input, optimizer)
         return tensors.peak_bytes, tensors.live_bytes
 
     # The least of 12: on a busy machine every third step of a rank has a gloo thread that releases its buffer late.
-    allocated = min(growth() for _ in range(12))
-    report = min((recorded(model, input, optimizer) for _ in range(12)), key=lambda report: report["peak_bytes"])
-    peak_bytes, left_bytes = min(counted() for _ in range(12))
+    allocated = min(measure_growth() for _ in range(12))
+    report = min((record_step(model, input, optimizer) for _ in range(12)), key=lambda report: report["peak_bytes"])
+    peak_bytes, left_bytes = min(count_bytes() for _ in range(12))
     assert peak_bytes == pytest.approx(allocated, abs=UNSEEN_BYTES)
     assert left_bytes == 0
     assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(allocated, abs=UNSEEN_BYTES)

@@ -14,14 +14,14 @@ from quaver.lab.trainer.model import make_meta_llama
 DELAYED = ["--float8.recipe_name", "delayed"]
 
 
-def from_words(*words: str) -> TrainConfig:
+def read_config(*words: str) -> TrainConfig:
     return load_config(*parse_arguments(list(words)))
 
 
 def test_flags_win_over_toml_which_wins_over_defaults(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 1\n")
-    config = from_words(str(path), "--training.steps", "9", "--job.name=x")
+    config = read_config(str(path), "--training.steps", "9", "--job.name=x")
     assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (9, 64, 1.0)
     assert config.job.name == "x"
     assert config.training.local_batch_size == Training().local_batch_size
@@ -30,7 +30,7 @@ def test_flags_win_over_toml_which_wins_over_defaults(tmp_path):
 def test_a_flag_repairs_a_bad_value_in_the_file(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[training]\nsteps = 0\n")
-    assert from_words(str(path), "--training.steps", "3").training.steps == 3
+    assert read_config(str(path), "--training.steps", "3").training.steps == 3
 
 
 def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
@@ -41,18 +41,18 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
         'filter_fqns = ["mlp"]\n[numerics]\nevery = 5\n[metrics]\nfloat8_scales_freq = 3\n'
     )
     words = [str(path), "--float8.enable_float8_linear", "false"]
-    config = from_words(*words)
+    config = read_config(*words)
     assert config.float8 == Float8(enable_float8_linear=False, recipe_name="delayed", filter_fqns=("mlp",))
     names = {f"float8.{name}" for name in ("enable_fsdp_float8_all_gather", "cast_weights_once", "delayed_history_len")}
     names |= {"float8.precompute_float8_dynamic_scale_for_fsdp", "numerics.every", "metrics.float8_scales_freq"}
     assert {*list_turned_off(*parse_arguments(words))} == names
     assert list_turned_off(*parse_arguments([str(path), "--float8.emulate"])) == []
     with pytest.raises(ValueError, match="enable_float8_linear must be true with float8.enable_fsdp_float8_all"):
-        from_words(*words, "--float8.enable_fsdp_float8_all_gather")  # both flags are meant
+        read_config(*words, "--float8.enable_fsdp_float8_all_gather")  # both flags are meant
 
 
 @pytest.mark.parametrize(
-    ("words", "read"),
+    ("words", "is_set"),
     [
         (["--training.compile"], lambda c: c.training.compile is True),
         (["--float8.no-enable_float8_linear"], lambda c: c.float8.enable_float8_linear is False),
@@ -66,8 +66,8 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
         (["--training.global_batch_size", "-1"], lambda c: c.training.step_batch_size == 8),
     ],
 )
-def test_flags(words, read):
-    assert read(from_words(*words))
+def test_flags(words, is_set):
+    assert is_set(read_config(*words))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_flags(words, read):
     ],
 )
 def test_a_written_config_reads_back_equal(tmp_path, words):
-    config = from_words(*words)
+    config = read_config(*words)
     write_config(config, tmp_path / "c.toml")
     assert load_config(tmp_path / "c.toml") == config
 
@@ -109,7 +109,7 @@ def test_bad_toml(tmp_path, toml, message):
         load_config(path)
 
 
-def test_a_config_that_was_edited_on_windows_loads(tmp_path):
+def test_a_file_with_a_byte_order_mark_and_windows_line_ends_loads(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text("\ufeff[metrics]\r\nlog_freq = 3\r\n")
     assert load_config(path).metrics.log_freq == 3
@@ -245,20 +245,15 @@ BAD_SETTINGS = {
 @pytest.mark.parametrize("words", BAD_SETTINGS)
 def test_settings_that_cannot_be_are_refused_in_one_line(words):
     with pytest.raises(ValueError, match=re.escape(BAD_SETTINGS[words])) as error:
-        from_words(*shlex.split(words))
+        read_config(*shlex.split(words))
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"mode": {"dim": 4}}, "unknown section in the settings: 'mode'"),
-        ({"model": {"dims": 4}}, "unknown key in the settings: 'model.dims'"),
-    ],
-)
-def test_settings_of_another_version_are_refused(sections, message):
-    with pytest.raises(ValueError, match=message):
-        build_config(sections)
+def test_settings_of_another_version_are_refused():
+    with pytest.raises(ValueError, match="unknown section in the settings: 'mode'"):
+        build_config({"mode": {"dim": 4}})
+    with pytest.raises(ValueError, match=r"unknown key in the settings: 'model\.dims'"):
+        build_config({"model": {"dims": 4}})
 
 
 def test_configs_are_frozen():
@@ -280,12 +275,10 @@ def test_a_number_is_in_its_bounds_or_refused_in_one_line(name, tmp_path):
     for text in ("0", "-1", str(10**12), str(10**18), str(10**30), "1e300", "nan", "inf", "true", '""', "[]"):
         path = tmp_path / "a.toml"
         path.write_text(f"[{section}]\n{field} = {text}\n")
-        value, message = None, ""
         try:
             value = getattr(getattr(load_config(path), section), field)
         except ValueError as error:
             message = str(error)
-        if message:
             assert section in message
             assert "\n" not in message
         else:
@@ -295,8 +288,8 @@ def test_a_number_is_in_its_bounds_or_refused_in_one_line(name, tmp_path):
 
 def test_the_tensors_of_the_largest_model_can_be_counted():
     words = "--model.dim=1000000 --model.hidden_dim=1000000 --model.vocab_size=100000000 --model.n_heads=1 --data=text"
-    config = from_words(*words.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
-    assert sum(each.numel() for each in make_meta_llama(config.model).parameters()) > 10**17
+    config = read_config(*words.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
+    assert sum(parameter.numel() for parameter in make_meta_llama(config.model).parameters()) > 10**17
 
 
 @pytest.mark.parametrize(
@@ -307,5 +300,5 @@ def test_the_tensors_of_the_largest_model_can_be_counted():
         ({"serving": "vllm-per-token", "recipe_name": "rowwise"}, "vllm-per-token+rowwise"),
     ],
 )
-def test_a_run_is_called_by_all_that_says_its_precision(options, label):
+def test_the_label_of_a_run_names_its_serving_recipe_and_backward(options, label):
     assert Float8(**options).label == label

@@ -35,11 +35,11 @@ def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "world_size", "got"),
+    ("degrees", "world_size", "product"),
     [((1, 1, 1), 2, r"1 \* 1 \* 1"), ((1, 2, 2), 8, r"1 \* 2 \* 2"), ((2, -1, 2), 6, r"a multiple of 2 \* 2")],
 )
-def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, got):
-    with pytest.raises(ValueError, match=f"the number of processes = {world_size}, got {got}; change a degree"):
+def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, product):
+    with pytest.raises(ValueError, match=f"the number of processes = {world_size}, got {product}; change a degree"):
         resolve(config(*degrees), world_size=world_size)
 
 
@@ -50,15 +50,15 @@ def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
 
 
 def test_the_global_batch_is_filled_in_and_divides():
-    def batch(world_size: int, **training: int) -> int:
+    def fill_in(world_size: int, **training: int) -> int:
         chosen = config(training=Training(local_batch_size=2, **training), tensor=world_size // 3)
         return resolve(chosen, world_size=world_size)[0].training.global_batch_size
 
-    assert batch(3) == 6
-    assert batch(6) == 6  # tensor parallel ranks share theirs
-    assert batch(3, global_batch_size=12) == 12
+    assert fill_in(3) == 6
+    assert fill_in(6) == 6  # tensor parallel ranks share theirs
+    assert fill_in(3, global_batch_size=12) == 12
     with pytest.raises(ValueError, match="a multiple of training.local_batch_size = 2 on 3 data-parallel ranks, got 8"):
-        batch(3, global_batch_size=8)
+        fill_in(3, global_batch_size=8)
 
 
 def test_a_float8_all_gather_needs_sharded_weights():
