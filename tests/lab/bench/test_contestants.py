@@ -1,5 +1,7 @@
 """quaver bench gemm, cast, host and block: operands of matmuls, bytes of a cast, operations, the block's step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -44,8 +46,8 @@ def test_float8_operands_multiply_to_what_bfloat16_does(granularity, monkeypatch
         monkeypatch.setattr(Matmul, "make_hp_operands", lambda self, device, hp=hp: hp)
         a, b, a_scale, b_scale = matmul.make_float8_operands(granularity, CPU)
         expected = hp[0].float() @ hp[1].float()
-        got = (a.float() * a_scale) @ (b.float() * b_scale)
-        assert (got - expected).norm() < 0.1 * expected.norm()
+        output = (a.float() * a_scale) @ (b.float() * b_scale)
+        assert (output - expected).norm() < 0.1 * expected.norm()
         assert a_scale.shape == ((matmul.sizes[0], 1) if granularity == "rowwise" else ())
         is_gradient = matmul.name != "output"
         e5m2 = torch.float8_e5m2 if is_gradient and granularity == "tensorwise" else torch.float8_e4m3fn
@@ -88,19 +90,18 @@ def test_the_step_trains_all_parameters_and_leaves_nothing_behind():
 def test_every_precision_has_the_same_weights():
     steps = make_steps(make_model("debug", divisor=4), 2, 32, [BFLOAT16, "quaver tensorwise"], CPU, compiled=False)
     plain, float8 = (step.block for step in steps.values())
-    for expected, got in zip(plain.parameters(), float8.parameters(), strict=True):
-        assert torch.equal(expected, got)
+    assert all(map(torch.equal, plain.parameters(), float8.parameters()))
     hidden = steps[BFLOAT16].sources.next()
     with torch.autocast("cpu", torch.bfloat16):
-        expected, got = plain(hidden).float(), float8(hidden).float()
-    assert 0 < (got - expected).norm() < 0.1 * expected.norm()
+        expected, output = plain(hidden).float(), float8(hidden).float()
+    assert 0 < (output - expected).norm() < 0.1 * expected.norm()
     assert expected.shape == steps[BFLOAT16].direction.shape
 
 
-def test_compiled_is_compiled():
-    for compiled in (False, True):
-        subject = build_block(make_model("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
-        assert (subject._compiled_call_impl is not None) == compiled
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_is_compiled(compiled):
+    block = build_block(make_model("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
+    assert (block._compiled_call_impl is not None) == compiled
 
 
 def test_shapes_of_models():
@@ -109,11 +110,9 @@ def test_shapes_of_models():
 
 
 def test_blocks_too_large_for_a_gpu_are_refused(monkeypatch, tmp_path):
-    class Properties:
-        total_memory = 16 << 30
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    properties = SimpleNamespace(total_memory=16 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     options = {"model": "llama-70b", "device": "cuda", "output": str(tmp_path / "x.json")}
     with pytest.raises(ValueError, match="2 blocks .* take 26 GiB, and this GPU has 16; name fewer --recipes"):
         BlockBenchmark(**options, recipes=("rowwise",)).prepare()

@@ -14,6 +14,7 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import __main__ as gpu_parts
 from benchmarks.gpu_parts import categories, gradients
 from benchmarks.gpu_parts.lab import failures_as_rows
+from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.flags import split_flags
 
 
@@ -41,7 +42,7 @@ def test_parts_and_groups_are_chosen_by_name(tmp_path, monkeypatch, capsys):
     assert [words[2] for words in ran] == ["rates", "kernels", "-q"]  # in the order of the plan, tests last
     assert "FAILED: rates (exit code 1), kernels (exit code 1), tests (exit code 1)" in capsys.readouterr().out
     assert set(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == {"rates", "kernels", "tests"}
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["gpu.json", "gpu.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.log"]
     assert gpu.main([]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith(
@@ -73,16 +74,13 @@ def test_every_command_is_understood(part):
     if verb == "doctor":
         assert words == ["--json"]
         return
-    rest = words
     if verb == "bench":
         kind = words.pop(0)
-        options_of_verb = getattr(importlib.import_module(f"quaver.lab.bench.{kind}"), f"{kind.capitalize()}Benchmark")
-        values, rest = split_flags(options_of_verb, words)
-        assert options_of_verb(**values).device == "cuda"
-    if rest:
-        from quaver.lab.settings.config_file import load_config, parse_arguments
-
-        config_path, flags = parse_arguments(rest)
+        benchmark = getattr(importlib.import_module(f"quaver.lab.bench.{kind}"), f"{kind.capitalize()}Benchmark")
+        values, words = split_flags(benchmark, words)
+        assert benchmark(**values).device == "cuda"
+    if words:
+        config_path, flags = parse_arguments(words)
         assert load_config(gpu.ROOT / config_path, flags).model.dim == 2048
 
 
@@ -105,24 +103,22 @@ def test_wrong_gradients_stop_the_timings_and_nothing_else(tmp_path, monkeypatch
     assert ran == ["kernels", "blocks", "attention", "eager", "matmuls"]
 
 
-def rows_of(part, tmp_path):
+def run_part(part, tmp_path):
     assert gpu_parts.main([part, "--dry", "--output", str(tmp_path / "rows.json")]) == 0
-    found = json.loads((tmp_path / "rows.json").read_text())
-    assert found["complete"]
-    assert found["dry"]
-    assert found["environment"]["command"].split()[:3] == ["python", "-m", "benchmarks.gpu_parts"]
-    return found["rows"]
+    results = json.loads((tmp_path / "rows.json").read_text())
+    assert results["complete"]
+    assert results["dry"]
+    assert results["environment"]["command"].split()[:3] == ["python", "-m", "benchmarks.gpu_parts"]
+    return results["rows"]
 
 
 def test_the_cheap_parts_run_dry(tmp_path):
-    assert [row["what"] for row in rows_of("rates", tmp_path)][1:4] == ["copy, first", *BOTH]
-    rows = rows_of("matmuls", tmp_path)
+    first = ["copy, first", "matmul bfloat16, first", "matmul float8, first"]
+    assert [row["what"] for row in run_part("rates", tmp_path)][1:4] == first
+    rows = run_part("matmuls", tmp_path)
     assert len(rows) == 8 * 9 + 2
     assert [row["equal_to_the_rule"] for row in rows[-2:]] == [1.0, 1.0]
     assert rows[-1]["card_db"] > rows[-2]["card_db"]
-
-
-BOTH = ("matmul bfloat16, first", "matmul float8, first")
 
 
 @pytest.mark.nightly
@@ -130,7 +126,7 @@ BOTH = ("matmul bfloat16, first", "matmul float8, first")
     "part", ["kernels", "gradients", "blocks", "attention", "eager", "optimizers", "stored", "graphs", "fsdp"]
 )
 def test_the_other_parts_run_dry(part, tmp_path):
-    rows = rows_of(part, tmp_path)
+    rows = run_part(part, tmp_path)
     assert all(row.get("timing", {"median_us": 1})["median_us"] > 0 for row in rows)
     if part == "gradients":
         assert all(row["beside_eager_db"] > row["beside_bfloat16_db"] > gradients.LEAST_DB for row in rows)
@@ -146,22 +142,24 @@ def test_experts_run_dry_but_for_torchao_which_needs_triton(tmp_path):
 
 
 def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_path, monkeypatch):
-    def fails():
+    def yield_and_fail():
         yield {"value": 1.0}
         raise ValueError("no such kernel")
 
-    def interrupted(lab):
-        yield from failures_as_rows([({"what": "bad"}, fails), ({"what": "good"}, lambda: iter([{"value": 2.0}]))])
+    def run_and_interrupt(lab):
+        yield from failures_as_rows(
+            [({"what": "bad"}, yield_and_fail), ({"what": "good"}, lambda: iter([{"value": 2.0}]))]
+        )
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(gpu_parts.PARTS, "rates", interrupted)
+    monkeypatch.setitem(gpu_parts.PARTS, "rates", run_and_interrupt)
     path = tmp_path / "rows.json"
     assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == gpu_parts.INTERRUPTED
-    found = json.loads(path.read_text())
-    assert not found["complete"]
+    results = json.loads(path.read_text())
+    assert not results["complete"]
     error = {"what": "bad", "error": "ValueError: no such kernel"}
-    assert found["rows"] == [{"what": "bad", "value": 1.0}, error, {"what": "good", "value": 2.0}]
-    monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda lab: iter(found["rows"]))
+    assert results["rows"] == [{"what": "bad", "value": 1.0}, error, {"what": "good", "value": 2.0}]
+    monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda lab: iter(results["rows"]))
     assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == 1
     monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda lab: iter([{"what": "wrong", "is_wrong": True}, error]))
     assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == gpu.WRONG
@@ -169,7 +167,7 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
 
 def test_gradients_that_a_kernel_spoils_are_wrong():
     good = [torch.randn(64, 64), torch.randn(8)]
-    assert gradients.lowest_db(good, [each * (1 + 1e-3) for each in good]) == pytest.approx(60, abs=0.1)
+    assert gradients.lowest_db(good, [gradient * (1 + 1e-3) for gradient in good]) == pytest.approx(60, abs=0.1)
     assert gradients.lowest_db(good, [good[0].t(), good[1]]) < gradients.LEAST_DB
     assert gradients.lowest_db(good, [torch.zeros(64, 64), good[1]]) == pytest.approx(0)
     for bad in ([good[0], good[1] * float("nan")], good[:1], []):
@@ -219,23 +217,23 @@ def test_a_ledger_stands_beside_the_profile(tmp_path, monkeypatch):
 
 def test_the_recorded_ledger_names_the_kernels_of_each_category():
     recorded = json.loads(categories.LEDGER.read_text())["ledgers"]
-    assert [each["name"] for each in recorded if not each["categories"]["hp"]["kernels"]] == []
+    assert [ledger["name"] for ledger in recorded if not ledger["categories"]["hp"]["kernels"]] == []
 
 
 def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "GRACE_S", 6)  # a busy machine takes seconds to start and to interrupt Python
     saves_at_interrupt = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
-    todo = [
+    parts = [
         gpu.Part("good", ["-c", "print('{\"value\": 1}')"], 9),
         gpu.Part("bad", ["-c", "raise SystemExit(3)"], 0),
         gpu.Part("slow", ["-c", saves_at_interrupt], 0),
         gpu.Part("last", ["-c", "print('still here')"], 10),
     ]
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell that runs make gpu with &
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell that runs make gpu with &
     try:
-        outcomes = gpu.run_all(todo, tmp_path)
+        outcomes = gpu.run_all(parts, tmp_path)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
     assert [outcome["failure"] for outcome in outcomes.values()][:2] == ["", "exit code 3"]
     assert outcomes["slow"]["failure"].startswith("stopped after ")
     assert "saved" in (tmp_path / "gpu.log").read_text()

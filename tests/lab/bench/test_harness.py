@@ -1,6 +1,7 @@
 """The alternating timer, inputs that are not in cache, and the results file."""
 
 import json
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -32,20 +33,20 @@ def test_contestants_take_turns(monkeypatch):
     assert [timing.median_us for timing in timings.values()] == pytest.approx([3000] * 3)
 
 
-def test_the_clock_stops_for_the_host_alone(monkeypatch):
+def test_without_until_done_the_clock_does_not_wait_for_the_device(monkeypatch):
     waits = []
     monkeypatch.setattr(harness, "synchronize", lambda device: waits.append(device))
     time_alternating({"a": lambda: None}, CPU, rounds=1, warmup=0)
-    with_waiting = len(waits)
+    waits_until_done = len(waits)
     time_alternating({"a": lambda: None}, CPU, rounds=1, warmup=0, until_done=False)
-    assert len(waits) == 2 * with_waiting - 1
+    assert len(waits) == 2 * waits_until_done - 1
 
 
 def test_a_rotation_is_larger_than_the_cache_and_takes_turns():
-    each = 1 << 20
-    rotation = Rotation(lambda: torch.empty(each, dtype=torch.uint8), each, CPU)
+    size = 1 << 20
+    rotation = Rotation(lambda: torch.empty(size, dtype=torch.uint8), size, CPU)
     cache = find_cache_bytes(CPU)
-    assert len(rotation) * each >= min(2 * cache, 512 << 20) if cache else len(rotation) >= 64
+    assert len(rotation) * size >= min(2 * cache, 512 << 20) if cache else len(rotation) >= 64
     first_round = [rotation.next().data_ptr() for _ in range(len(rotation))]
     assert len(set(first_round)) == len(rotation)
     assert [rotation.next().data_ptr() for _ in range(len(rotation))] == first_round
@@ -101,21 +102,23 @@ def test_results_name_versions_the_command_and_the_commit(revision, commit, monk
     assert (about["command"], about["commit"]) == ("quaver bench gemm --output 'a b'", commit)
 
 
-def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, capsys, monkeypatch):
-    output, rounds = tmp_path / "gemm.json", []
+@pytest.mark.parametrize("finished", [2, 0])
+def test_an_interrupted_benchmark_keeps_the_rows_that_it_has(finished, tmp_path, capsys, monkeypatch):
+    output, calls = tmp_path / "gemm.json", count()
 
-    def interrupted(calls, device, *, rounds):
-        raise KeyboardInterrupt
+    def time_or_interrupt(*arguments, **options):
+        if next(calls) == finished:
+            raise KeyboardInterrupt
+        return time_alternating(*arguments, **options)
 
+    monkeypatch.setattr(gemm, "time_alternating", time_or_interrupt)
     words = ["bench", "gemm", "--device", "cpu", "--shapes", "16", "--rounds", "1", "--output", str(output)]
-    once = gemm.time_alternating
-    twice = lambda *a, **k: (rounds.append(1), once(*a, **k))[1] if len(rounds) < 2 else interrupted(*a, **k)  # noqa: E731
-    monkeypatch.setattr(gemm, "time_alternating", twice)
     assert main(words) == 130
+    printed = capsys.readouterr()
+    if not finished:
+        assert printed.err == "quaver: interrupted\n"
+        return
     saved = json.loads(output.read_text())
     assert not saved["complete"]
     assert {row["gemm"] for row in saved["rows"]} == {"output", "grad_input"}
-    assert "interrupted, not complete" in capsys.readouterr().out
-    monkeypatch.setattr(gemm, "time_alternating", interrupted)
-    assert main(words) == 130
-    assert capsys.readouterr().err == "quaver: interrupted\n"
+    assert "interrupted, not complete" in printed.out

@@ -20,7 +20,6 @@ from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import compile_kernels, with_machine_code
 from quaver.lab.bench.ledger.table import iter_findings
 from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
-from quaver.lab.cli import main
 from quaver.lab.cli.bench.ledger import LedgerOptions
 from quaver.lab.settings import Model
 from quaver.lab.settings.flags import parse_options
@@ -50,55 +49,67 @@ CASES = [
     for name in names
 ]
 
-ledger = cache(lambda part, name: count_launches(WORK[part], name, "B200" if "mxfp8" in name else "H200"))
+count_case = cache(lambda part, name: count_launches(WORK[part], name, "B200" if "mxfp8" in name else "H200"))
+
+
+def access(size, stride, dtype=torch.float8_e4m3fn):
+    return Access("codes", size, stride, dtype, size[0] * size[-1] * dtype.itemsize)
+
+
+ROWS, COLUMNS, PART = access((M, N), (N, 1)), access((M, N), (1, M)), access((M, N), (2 * N, 1))
+TOKEN_SCALES, GROUP_ENDS = access((M, 1), (1, 1), torch.float32), access((8,), (1,), torch.int32)
+
+
+def count_operator(operator, reads, write, is_backward=False):
+    launch = Launch(operator, (), tuple(reads), (write,), (), "", {}, False)
+    graphs = (CompiledGraph(is_backward, (launch,), (), ""),)
+    return Ledger("made", "H200", list_entries(graphs, 0), graphs)
 
 
 @pytest.mark.parametrize(("part", "name"), CASES)
 def test_counts(part, name):
-    assert ledger(part, name).counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
+    assert count_case(part, name).counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
 
 
 def test_the_amax_and_the_cast_of_a_gradient_by_hand():
     """grad_output [M, N] in bfloat16: the amax reads it; one operation reads it again and writes both layouts."""
-    backward = [entry for entry in ledger("linear", "quaver tensorwise").entries if entry.is_backward]
+    backward = [entry for entry in count_case("linear", "quaver tensorwise").entries if entry.is_backward]
     (amax,) = (e for e in backward if e.category == "amax" and e.launch.reads[0].elements == M * N)
     assert amax.read_bytes == 2 * M * N
-    assert amax.written_bytes == sum(each.dtype.itemsize * each.elements for each in amax.launch.writes) < M * N / 100
-    assert amax.name.startswith("triton_red_fused") or amax.name.startswith("triton_per_fused")
-    casts = [e for e in backward if e.category == "casts" and any(r.elements == M * N for r in e.launch.reads)]
-    (cast,) = casts
-    assert [(each.dtype, each.stride) for each in cast.launch.writes] == [
-        (torch.float8_e5m2, (N, 1)),
-        (torch.float8_e5m2, (1, M)),
-    ]
+    assert amax.written_bytes == sum(write.dtype.itemsize * write.elements for write in amax.launch.writes)
+    assert amax.written_bytes < M * N / 100
+    assert amax.name.startswith(("triton_red_fused", "triton_per_fused"))
+    (cast,) = (e for e in backward if e.category == "casts" and any(r.elements == M * N for r in e.launch.reads))
+    e5m2 = torch.float8_e5m2
+    assert [(write.dtype, write.stride) for write in cast.launch.writes] == [(e5m2, (N, 1)), (e5m2, (1, M))]
     assert cast.written_bytes == 2 * M * N
     assert 0 <= cast.read_bytes - 2 * M * N <= 8  # and the scale
 
 
 def test_matmuls_and_saved_bytes_by_hand():
     """Three products of 2 M K N, and what a linear saves: its input's codes with their scale."""
-    of_linear = ledger("linear", "quaver tensorwise")
-    assert [e.flops for e in of_linear.of("float8 matmul")] == [2 * M * K * N] * 3
-    assert sorted(e.moved_bytes - 8 for e in of_linear.of("float8 matmul")) == sorted(
+    counted = count_case("linear", "quaver tensorwise")
+    assert [e.flops for e in counted.of("float8 matmul")] == [2 * M * K * N] * 3
+    assert sorted(e.moved_bytes - 8 for e in counted.of("float8 matmul")) == sorted(
         [M * K + K * N + 2 * M * N, M * N + K * N + 2 * M * K, M * N + M * K + 2 * K * N]
     )
-    (input,) = (each for graph in of_linear.graphs for each in graph.saved if each.elements == M * K)
+    (input,) = (tensor for graph in counted.graphs for tensor in graph.saved if tensor.elements == M * K)
     assert input.is_float8
 
 
-def test_each_kernel_tells_its_line_and_what_it_fuses():
-    entries = ledger("linear", "quaver tensorwise").entries
+def test_each_kernel_has_its_source_line_and_the_operations_that_it_fuses():
+    entries = count_case("linear", "quaver tensorwise").entries
     assert all(".py:" in entry.place for entry in entries)
     (amax,) = (e for e in entries if e.category == "amax" and not e.is_backward and e.launch.reads[0].elements == M * K)
     assert "up_proj" in amax.place
     assert {"abs", "amax"} & set(amax.fuses)
 
 
-def test_tensors_read_for_quantization_and_stores():
-    of_linear = ledger("linear", "quaver tensorwise")
-    assert max(of_linear.quantization_reads.values()) == 3  # an amax, and a cast for each layout
-    assert sum(map(len, of_linear.stores.values())) == of_linear.surplus_stores + len(
-        {(name, each.stride) for name, stored in of_linear.stores.items() for each in stored}
+def test_quantization_reads_a_tensor_at_most_three_times_and_surplus_stores_are_counted():
+    counted = count_case("linear", "quaver tensorwise")
+    assert max(counted.quantization_reads.values()) == 3  # an amax, and a cast for each layout
+    assert sum(map(len, counted.stores.values())) == counted.surplus_stores + len(
+        {(name, tensor.stride) for name, stored in counted.stores.items() for tensor in stored}
     )
 
 
@@ -155,7 +166,7 @@ def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
         count_launches(WORK["linear"], f"quaver {recipe}", gpu)
 
 
-def launches_in_triton():
+def count_launches_in_triton():
     """By operation, the kernels of one call: Triton's, and PyTorch's fills."""
     hp, group = torch.ones(32, 48), torch.arange(32) // 16
     calls = {
@@ -166,21 +177,21 @@ def launches_in_triton():
         "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
         "quaver.to_column_major": lambda: triton_copy.to_column_major(hp.to(torch.float8_e4m3fn)),
     }
-    found = {}
+    launches = {}
     for name, call in calls.items():
         with counting_launches() as kernels, torch.profiler.profile() as profile:
             assert call() is not None
         fills = sum(event.count for event in profile.key_averages() if event.key == "aten::zero_")
-        found[name] = kernels.total() + fills
-    return found
+        launches[name] = kernels.total() + fills
+    return launches
 
 
 @pytest.mark.nightly
 def test_operations_in_triton_launch_what_the_ledger_counts():
     with interpreting_process() as call:
-        launched = call(launches_in_triton)
+        launched = call(count_launches_in_triton)
     reads = [access((32, 48), (48, 1), torch.bfloat16)]
-    assert launched == {name: ledger_of(name, reads, ROWS).launches for name in launched}
+    assert launched == {name: count_operator(name, reads, ROWS).launches for name in launched}
 
 
 @pytest.mark.parametrize(("rows", "results", "reads", "launches"), [(M, 6, 1, 1), (M - 1, 6, 2, 2), (M - 1, 4, 1, 1)])
@@ -193,28 +204,11 @@ def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
     assert (entry.read_bytes, entry.launches) == (reads * operand.moved_bytes, launches)
 
 
-# ---- the model of time -----------------------------------------------------------------------------------------------
-
-
 def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
     spec = find_device_spec("H200")
-    times = sum_milliseconds(ledger("linear", "bfloat16"), spec)
+    times = sum_milliseconds(count_case("linear", "bfloat16"), spec)
     assert sum(times.values()) / 1e3 == pytest.approx(predict_linear_cost(M, K, N, "tensorwise", spec).bfloat16.total_s)
     assert times["bfloat16 matmul"] > 3e3 * KERNEL_LAUNCH_S
-
-
-def access(size, stride, dtype=torch.float8_e4m3fn):
-    return Access("codes", size, stride, dtype, size[0] * size[-1] * dtype.itemsize)
-
-
-ROWS, COLUMNS, PART = access((M, N), (N, 1)), access((M, N), (1, M)), access((M, N), (2 * N, 1))
-OF_TOKENS, OF_GROUPS = access((M, 1), (1, 1), torch.float32), access((8,), (1,), torch.int32)
-
-
-def ledger_of(operator, reads, write, is_backward=False):
-    launch = Launch(operator, (), tuple(reads), (write,), (), "", {}, False)
-    graphs = (CompiledGraph(is_backward, (launch,), (), ""),)
-    return Ledger("made", "H200", list_entries(graphs, 0), graphs)
 
 
 @pytest.mark.parametrize(
@@ -228,11 +222,11 @@ def ledger_of(operator, reads, write, is_backward=False):
 )
 def test_a_copy_runs_at_bandwidth_unless_it_is_atens(operator, codes, is_strided):
     spec, gradient = find_device_spec("H200"), access((M, N), (N, 1), torch.bfloat16)
-    made = ledger_of(operator, [codes, gradient] if operator.endswith("after") else [codes], COLUMNS)
-    assert (made.copies, made.strided_copies, made.overhead_bytes) == (1, int(is_strided), 2 * M * N)
+    ledger = count_operator(operator, [codes, gradient] if operator.endswith("after") else [codes], COLUMNS)
+    assert (ledger.copies, ledger.strided_copies, ledger.overhead_bytes) == (1, int(is_strided), 2 * M * N)
     seconds = M * N * 7.4e-12 if is_strided else 2 * M * N / (4800e9 * 0.85)
-    assert sum_milliseconds(made, spec)["copies"] == pytest.approx(1e3 * (seconds + KERNEL_LAUNCH_S))
-    assert any("aten's strided copy of bytes 1 times" in line for line in iter_findings(made)) is is_strided
+    assert sum_milliseconds(ledger, spec)["copies"] == pytest.approx(1e3 * (seconds + KERNEL_LAUNCH_S))
+    assert any("aten's strided copy of bytes 1 times" in line for line in iter_findings(ledger)) is is_strided
 
 
 def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contracted_dim():
@@ -243,27 +237,28 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
         ((COLUMNS, access((N, M), (M, 1))), 2, 0),
         ((PART, access((N, M), (1, N))), 1, 1),
     ):
-        made = ledger_of("quaver.native_block_mm", [*operands, *scales], result)
-        assert (made.copies, made.strided_copies) == (copies, strided)
-        assert made.launches == copies + 2  # rows' scales are transposed
-        assert made.count_bytes("copies") == copies * 2 * M * N
+        ledger = count_operator("quaver.native_block_mm", [*operands, *scales], result)
+        assert (ledger.copies, ledger.strided_copies) == (copies, strided)
+        assert ledger.launches == copies + 2  # rows' scales are transposed
+        assert ledger.count_bytes("copies") == copies * 2 * M * N
     ragged = access((1000, 700), (700, 1)), access((700, 250), (250, 1))
-    of_ragged = [access(size, (size[1], 1), torch.float32) for size in ((1000, 6), (6, 250))]
-    made = ledger_of("quaver.native_block_mm", [*ragged, *of_ragged], access((1000, 250), (250, 1), torch.bfloat16))
-    assert (made.copies, made.strided_copies) == (3, 0)  # pads of both, and b along K
-    assert made.launches == 11  # a pad is two kernels; rows' scales are completed and transposed in one copy
+    ragged_scales = [access(size, (size[1], 1), torch.float32) for size in ((1000, 6), (6, 250))]
+    result = access((1000, 250), (250, 1), torch.bfloat16)
+    ledger = count_operator("quaver.native_block_mm", [*ragged, *ragged_scales], result)
+    assert (ledger.copies, ledger.strided_copies) == (3, 0)  # pads of both, and b along K
+    assert ledger.launches == 11  # a pad is two kernels; rows' scales are completed and transposed in one copy
     weights, tokens = access((8 * K, N), (N, 1)), access((M, K), (K, 1))
-    scale = [OF_TOKENS, OF_TOKENS, OF_GROUPS]
+    scale = [TOKEN_SCALES, TOKEN_SCALES, GROUP_ENDS]
     for operands, result, is_backward, copies in (
         ((ROWS, weights), (M, K), False, 0),
         ((tokens, weights), (M, N), True, 1),
         ((ROWS, tokens), (8, N, K), True, 2),
     ):
         written = access(result, (1,) * len(result), torch.bfloat16)
-        made = ledger_of("quaver.grouped_mm", [*operands, *scale], written, is_backward)
-        assert (made.copies, made.strided_copies) == (copies, 0)
+        ledger = count_operator("quaver.grouped_mm", [*operands, *scale], written, is_backward)
+        assert (ledger.copies, ledger.strided_copies) == (copies, 0)
         blocks = [access((M, 6), (6, 1), torch.float32)] * 2
-        assert not ledger_of("quaver.grouped_mm", [*operands, *blocks, OF_GROUPS], written, is_backward).copies
+        assert not count_operator("quaver.grouped_mm", [*operands, *blocks, GROUP_ENDS], written, is_backward).copies
 
 
 @pytest.mark.parametrize(
@@ -280,9 +275,9 @@ def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
     spec, b = find_device_spec("H200"), access((N, M), (1, N))
     result = access((M, M), (M, 1), torch.bfloat16)
     scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
-    made = sum_milliseconds(ledger_of(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
+    milliseconds = sum_milliseconds(count_operator(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
     expected = matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=share_of_scales(kind, spec))
-    assert made == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
+    assert milliseconds == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
 
 
 TRANSPOSED = """
@@ -297,23 +292,23 @@ def test_how_programs_share_a_tensor_by_hand():
     """A config with narrow tiles moves whole sectors for a part of each; loops turn as often as their loads need."""
     layout = KernelLayout.parse(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
     square, flat = {"XBLOCK": 64, "YBLOCK": 64}, {"XBLOCK": 1024, "YBLOCK": 1}
-    assert [layout.sector_bytes(each) for each in (square, flat)] == [2 + 1, 2 + 32]
-    assert [layout.programs(each) for each in (square, flat)] == [16 * 64, 4096]
+    assert [layout.sector_bytes(config) for config in (square, flat)] == [2 + 1, 2 + 32]
+    assert [layout.programs(config) for config in (square, flat)] == [16 * 64, 4096]
     assert layout.loaded_by_program(square) == 64 * 64 * 2
     columns = KernelLayout.parse(TWO_LOOPS, {"in_ptr0": "*bf16", "in_ptr1": "*fp32"})
     tile = {"XBLOCK": 64, "R0_BLOCK": 8}
     assert columns.programs(tile) == 64
     assert columns.loaded_by_program(tile) == (2 + 2 + 4) * 64 * 16384
-    wanted = columns.loaded_by_program(tile) // 128  # of a thread
-    assert count_issued(100, (), wanted, columns, tile, warps=4) == 64 * 4 * 100
-    unrolled = Loop(40, wanted // 16)
-    assert count_issued(100, (unrolled,), wanted // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
+    loaded = columns.loaded_by_program(tile) // 128  # of a thread
+    assert count_issued(100, (), loaded, columns, tile, warps=4) == 64 * 4 * 100
+    unrolled = Loop(40, loaded // 16)
+    assert count_issued(100, (unrolled,), loaded // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
 
 
 def test_no_time_is_below_what_bytes_and_instructions_take():
     """A kernel's time is the larger of both, and a tensor core's rate is not exceeded."""
     spec = find_device_spec("H200")
-    for entry in ledger("linear", "quaver tensorwise").entries:
+    for entry in count_case("linear", "quaver tensorwise").entries:
         moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
         issued = replace(entry, issued=10**9)
         assert time_entry(entry, spec) > moved
@@ -326,14 +321,11 @@ def test_no_time_is_below_what_bytes_and_instructions_take():
 @pytest.mark.nightly
 def test_machine_code_is_of_the_config_that_would_be_chosen():
     """Every large kernel has instructions, and none spills more than Inductor accepts."""
-    made = ledger("linear", "quaver tensorwise")
-    codes = compile_kernels(made, 90, {})
-    priced = with_machine_code(made, codes)
+    counted = count_case("linear", "quaver tensorwise")
+    codes = compile_kernels(counted, 90, {})
+    priced = with_machine_code(counted, codes)
     assert all(entry.issued for entry in priced.entries if entry.launch.kernels and entry.category != "small")
     assert all(code.spilled_bytes <= 64 for code in codes.values())
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("words", "sizes"), [([], (8, 512)), (["--sequences", "2", "--seq-len", "8192"], (2, 8192))])
@@ -344,22 +336,22 @@ def test_sizes_on_the_command_line_override_a_files(words, sizes, tmp_path):
     assert (work.sequences, work.seq_len) == sizes
 
 
-def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("quaver.lab.cli.bench.ledger.count_launches", lambda work, name, gpu: ledger("linear", name))
+def test_the_command_prints_and_writes(monkeypatch, tmp_path, run_quaver):
+    count = "quaver.lab.cli.bench.ledger.count_launches"
+    monkeypatch.setattr(count, lambda work, name, gpu: count_case("linear", name))
     output = tmp_path / "ledger.json"
-    words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--kernels"]
-    assert main(["bench", "ledger", *words, "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
+    words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--kernels", "--output", output]
+    printed = run_quaver("bench", "ledger", *words)
     for part in ("linear of debug", "bfloat16", "tensorwise", "Counted:", "Modeled:", "cudnn, at its"):
         assert part in printed
     assert "in a layout that is stored already" not in printed  # of no operand
     written = json.loads(output.read_text())
-    assert [each["name"] for each in written["ledgers"]] == ["bfloat16", "quaver tensorwise"]
+    assert [entry["name"] for entry in written["ledgers"]] == ["bfloat16", "quaver tensorwise"]
     tensorwise = written["ledgers"][1]
     assert sum(kernel["launches"] for kernel in tensorwise["kernels"]) == tensorwise["launches"]
-    of_categories = {name for counted in tensorwise["categories"].values() for name in counted["kernels"]}
-    assert of_categories
-    assert of_categories == {each["name"] for each in tensorwise["kernels"] if each["name"].startswith("triton_")}
+    names = {name for counted in tensorwise["categories"].values() for name in counted["kernels"]}
+    assert names
+    assert names == {kernel["name"] for kernel in tensorwise["kernels"] if kernel["name"].startswith("triton_")}
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -17,7 +17,6 @@ from quaver.lab.bench.roofline_layers import (
     list_model_layers,
 )
 from quaver.lab.bench.roofline_map import make_figure
-from quaver.lab.cli import main
 from quaver.roofline.cost import predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 
@@ -34,6 +33,15 @@ def llama_8b():
 @pytest.fixture(scope="module")
 def small(llama_8b):
     return predict(RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
+
+
+def predict_one(model, tokens):
+    return predict(RooflineSettings((H200,), ("tensorwise",), tokens, (model,)))
+
+
+def read_predictions(folder):
+    with (folder / "roofline.csv").open(newline="") as file:
+        return [{name: row[name] for name in row if name not in REMOVED_COLUMNS} for row in csv.DictReader(file)]
 
 
 def test_the_linears_of_llama_3_8b(llama_8b):
@@ -59,9 +67,9 @@ def test_the_trainers_config_gives_the_same_model(llama_8b):
 def test_tensor_parallelism_splits_the_linears():
     split = list_config_layers(ROOT / "train_configs" / "llama3_70b.toml")
     whole = list_model_layers("llama-70b")
-    for mine, unsplit in zip(split.layers, whole.layers, strict=True):
-        by_columns = mine.name not in ("o_proj", "down_proj")
-        assert (mine.k, mine.n) == ((unsplit.k, unsplit.n // 8) if by_columns else (unsplit.k // 8, unsplit.n))
+    for part, layer in zip(split.layers, whole.layers, strict=True):
+        by_columns = part.name not in ("o_proj", "down_proj")
+        assert (part.k, part.n) == ((layer.k, layer.n // 8) if by_columns else (layer.k // 8, layer.n))
     assert split.linear_flops_share == whole.linear_flops_share
 
 
@@ -79,7 +87,7 @@ def test_a_configs_filters_decide_what_is_in_float8(tmp_path):
 
 def test_no_mixture_multiplies_faster_than_the_peak():
     model = list_config_layers(ROOT / "train_configs" / "mixture_30b_a3b.toml")
-    (total,) = predict(RooflineSettings((H200,), ("tensorwise",), 16384, (model,))).totals
+    (total,) = predict_one(model, 16384).totals
     weights = sum(layer.count * layer.k * layer.n * getattr(layer, "top_k", 1) for layer in model.layers)
     assert 0.5 < 6 * weights * 16384 / total.bfloat16_s / 1e12 / H200.bfloat16_tflops < 1
     assert [layer.name for layer in model.layers[4:7]] == ["gate", "experts.gate_up_proj", "experts.down_proj"]
@@ -87,7 +95,7 @@ def test_no_mixture_multiplies_faster_than_the_peak():
 
 def test_a_stack_of_experts_is_as_many_linears_in_one_launch():
     stack = ExpertGroup("experts.up", 1024, 2048, 1, True, 1, experts=8, top_k=2)
-    roofline = predict(RooflineSettings((H200,), ("tensorwise",), 4096, (ModelLayers("stack", (stack,), 0.9),)))
+    roofline = predict_one(ModelLayers("stack", (stack,), 0.9), 4096)
     (layer,) = roofline.layers
     one = predict_linear_cost(1024, 1024, 2048, "tensorwise", H200)
     assert (layer.m, layer.k, layer.n) == (1024, 1024, 2048)
@@ -99,8 +107,7 @@ def test_a_stack_of_experts_is_as_many_linears_in_one_launch():
 
 def test_a_models_sum_by_hand():
     layers = (LinearGroup("a", 1024, 2048, 3, True, 2), LinearGroup("b", 1024, 2048, 1, False, 1))
-    model = ModelLayers("two", layers, 0.9)
-    (total,) = predict(RooflineSettings((H200,), ("tensorwise",), 4096, (model,))).totals
+    (total,) = predict_one(ModelLayers("two", layers, 0.9), 4096).totals
     alone = predict_linear_cost(4096, 1024, 2048, "tensorwise", H200)
     shared = predict_linear_cost(4096, 1024, 2048, "tensorwise", H200, input_readers=2)
     in_bfloat16 = alone.bfloat16.total_s
@@ -110,7 +117,7 @@ def test_a_models_sum_by_hand():
     assert total.speedup == pytest.approx(total.bfloat16_s / total.shared_s)
 
 
-def test_it_is_near_what_transformer_engine_published():
+def test_predicted_speedups_are_near_those_that_transformer_engine_published():
     """Linears of a block on an H200: 1.58 with current scaling, 1.69 with delayed."""
     for recipe, published in (("tensorwise", 1.58), ("delayed", 1.69)):
         assert predict_linear_cost(16384, 8192, 8192, recipe, H200).speedup == pytest.approx(published, rel=0.1)
@@ -132,13 +139,12 @@ def test_the_csv_adds_up(small, tmp_path):
 
 
 def test_the_picture_marks_the_border(llama_8b):
-    settings = RooflineSettings((H200,), ("tensorwise",), 16384, (llama_8b,))
-    figure = make_figure(predict(settings), H200)
+    figure = make_figure(predict_one(llama_8b, 16384), H200)
     by_tokens, bar = figure.axes
     assert "H200" in figure.get_suptitle()
     assert "not measured" in figure.get_suptitle()
     assert by_tokens.get_title() == "tensorwise"
-    (border,) = [each for each in by_tokens.collections if list(getattr(each, "levels", [])) == [1.0]]
+    (border,) = [contour for contour in by_tokens.collections if list(getattr(contour, "levels", [])) == [1.0]]
     vertices = border.get_paths()[0].vertices
     assert len(vertices) > 20
     for size, tokens in vertices[::10]:
@@ -147,33 +153,25 @@ def test_the_picture_marks_the_border(llama_8b):
     assert bar.get_title() == "speedup"
 
 
-def test_the_command_writes_and_prints(tmp_path, capsys):
+def test_the_command_writes_and_prints(tmp_path, run_quaver):
     output = tmp_path / "new"
-    words = ["bench", "roofline", "--device", "h200", "A100", "--recipes", "all_axiswise", "--model", "llama-8b"]
-    words += ["--pictures", "--output", str(output)]
-    assert main(words) == 0
+    words = ["--device", "h200", "A100", "--recipes", "all_axiswise", "--model", "llama-8b", "--pictures"]
+    printed = run_quaver("bench", "roofline", *words, "--output", output)
+    assert "Predictions from data sheets" in printed
     assert sorted(path.name for path in output.iterdir()) == ["roofline.csv", "roofline.json"]
     result = json.loads((output / "roofline.json").read_text())
     assert [total["device"] for total in result["totals"]] == ["H200", "A100"]
     assert {row["recipe"] for row in read_rows(output)} == {"rowwise"}
-    printed = capsys.readouterr().out
-    assert "Predictions from data sheets" in printed
 
 
 def test_the_recorded_predictions_are_the_models(tmp_path):
     models = tuple(list_model_layers(name) for name in ("llama-8b", "llama-70b"))
     roofline = predict(RooflineSettings(find_specs(DEVICES), find_recipes(RECIPES), 16384, models))
     roofline.write(tmp_path)
-    expected, recorded = [_predictions(folder) for folder in (tmp_path, FOLDER)]
+    expected, recorded = (read_predictions(folder) for folder in (tmp_path, FOLDER))
     assert recorded == expected, "run python -m benchmarks.performance --predict --update-docs"
-    same = json.loads(json.dumps(roofline.to_json()))
-    json_recorded = read(FOLDER / "roofline.json")
-    assert all(json_recorded[name] == same[name] for name in ("settings", "constants", "totals"))
-
-
-def _predictions(folder):
-    with (folder / "roofline.csv").open(newline="") as file:
-        return [{name: row[name] for name in row if name not in REMOVED_COLUMNS} for row in csv.DictReader(file)]
+    result, recorded_result = json.loads(json.dumps(roofline.to_json())), read(FOLDER / "roofline.json")
+    assert all(recorded_result[name] == result[name] for name in ("settings", "constants", "totals"))
 
 
 def test_what_the_page_says_in_words():
@@ -182,10 +180,10 @@ def test_what_the_page_says_in_words():
         assert predict_linear_cost(tokens, features, features, "tensorwise", H200).speedup == pytest.approx(1, abs=0.01)
         assert f"{features:,}" in DOCS.read_text()
     h100 = find_device_spec("H100")
-    narrow = {
-        recipe: predict_linear_cost(16384, 4096, 1024, recipe, h100).speedup for recipe in ("tensorwise", "delayed")
-    }
-    assert narrow["tensorwise"] < 1.05 < 1.1 < narrow["delayed"]
+    tensorwise, delayed = (
+        predict_linear_cost(16384, 4096, 1024, recipe, h100).speedup for recipe in ("tensorwise", "delayed")
+    )
+    assert tensorwise < 1.05 < 1.1 < delayed
     shares = [list_model_layers(name).linear_flops_share for name in ("llama-8b", "llama-70b")]
     assert "linears are {:.0%} in Llama 3 8B and {:.0%} in 70B".format(*shares) in DOCS.read_text()
     assert "results/roofline/roofline_h200.png" in DOCS.read_text()

@@ -6,41 +6,33 @@ import pytest
 import torch
 
 from quaver.lab.bench.train import TrainBenchmark
-from quaver.lab.cli import main
 from quaver.lab.settings.config_file import build_config
 from quaver.lab.trainer.trained_model import TrainedModel
 
 
-@pytest.fixture
-def text(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = tmp_path / "text.txt"
-    path.write_text("to be or not to be, that is the question\n" * 200)
-    return path
-
-
-def tiny(text, **float8):
+def make_sections(text_folder, **float8):
+    """The settings of a tiny run."""
     return {
         "model": {"dim": 32, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 64, "n_layers": 1},
         "training": {"seq_len": 32, "local_batch_size": 2, "steps": 3, "device": "cpu"},
         "lr_scheduler": {"warmup_steps": 2},
-        "data": {"path": str(text)},
+        "data": {"path": str(text_folder)},
         "float8": float8,
     }
 
 
-def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
+def test_models_take_turns_with_the_trainers_own_step(text_folder, monkeypatch):
     order = []
     train_step = TrainedModel.train_step
 
-    def watched(self, step, batches, *, measure_memory=False):
+    def record_step(self, step, batches, *, measure_memory=False):
         order.append((step, self.name, measure_memory))
         return train_step(self, step, batches, measure_memory=measure_memory)
 
-    monkeypatch.setattr(TrainedModel, "train_step", watched)
-    config = build_config(tiny(text, high_precision_schedule=("all: last 1 steps",)))
-    options = TrainBenchmark(recipes=("tensorwise", "delayed"), rounds=3, warmup=2)
-    result = options.measure_steps(options.set_up(config))
+    monkeypatch.setattr(TrainedModel, "train_step", record_step)
+    config = build_config(make_sections(text_folder, high_precision_schedule=("all: last 1 steps",)))
+    benchmark = TrainBenchmark(recipes=("tensorwise", "delayed"), rounds=3, warmup=2)
+    result = benchmark.measure_steps(benchmark.set_up(config))
     assert [step for step, _, _ in order] == [step for step in range(1, 6) for _ in range(3)]
     assert {name for _, name, _ in order} == {"bfloat16", "tensorwise", "delayed"}
     assert {order[3 * step][1] for step in range(3)} == {"bfloat16", "tensorwise", "delayed"}
@@ -48,12 +40,12 @@ def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
     assert [row["timing"]["samples"] for row in result["rows"]] == [3, 3, 3]
 
 
-def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text, tmp_path, capsys, monkeypatch):
+def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text_folder, tmp_path, run_quaver, monkeypatch):
     monkeypatch.chdir(tmp_path)  # it needs no config file of a checkout
-    flags = [f"--{section}.{key}={value}" for section, found in tiny(text).items() for key, value in found.items()]
-    words = ["bench", "train", *flags, "--recipes", "rowwise", "--rounds", "2", "--warmup", "2"]
-    assert main(words) == 0
-    assert "64 tokens a step" in capsys.readouterr().out
+    sections = make_sections(text_folder).items()
+    flags = [f"--{section}.{key}={value}" for section, settings in sections for key, value in settings.items()]
+    printed = run_quaver("bench", "train", *flags, "--recipes", "rowwise", "--rounds", 2, "--warmup", 2)
+    assert "64 tokens a step" in printed
     saved = json.loads((tmp_path / "runs/bench-train.json").read_text())
     assert saved["environment"]["threads"] == torch.get_num_threads()
     plain, float8 = saved["rows"]

@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -83,10 +84,12 @@ def test_help(command, on_terminal, monkeypatch):
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("command", ["", "bench", "convert"])
-def test_a_command_without_its_verb_shows_the_verbs(command, capsys):
+@pytest.mark.parametrize(("command", "verbs"), {"": VERBS, "bench": bench.VERBS, "convert": convert.WAYS}.items())
+def test_a_command_without_its_verb_lists_the_verbs(command, verbs, capsys):
     assert main(command.split()) == 2
-    assert "usage: quaver" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "usage: quaver" in printed
+    assert all(f"  {verb}" in printed for verb in verbs)
 
 
 ROOFLINE = ["bench", "roofline", "--model", "llama-8b", "--pictures", "--recipes", "rowwise", "--output"]
@@ -147,22 +150,12 @@ def test_progress_in_a_pipe_has_whole_lines(count_twice, capsys):
     assert set(err.splitlines()) == {"... counting, 0 s", "... counting again, 0 s"}
 
 
-def bench_views(verb):
+def make_bench_views(verb):
     kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), f"{verb.capitalize()}Benchmark")
-    timing = {"median_us": 9998.9, "p10_us": 1234.5, "p90_us": 99999.9}
-    row = {
-        "timing": timing,
-        "shape": "2048 x 8192 x 28672 (llama-70b gate,up)",
-        "gemm": "grad_weight",
-        "mode": "compiled",
-    }
+    row = {"timing": {"median_us": 9998.9, "p10_us": 1234.5, "p90_us": 99999.9}, "mode": "compiled"}
+    row |= {"shape": "2048 x 8192 x 28672 (llama-70b gate,up)", "gemm": "grad_weight"} | dict.fromkeys("mkn", 28672)
     row |= {"matrix": "2048 x 28672 (llama-70b input)", "cast": "rowwise_both", "library": "torchao", "recipe": LONGEST}
-    row |= dict.fromkeys("mkn", 28672) | {
-        "backend": "torch.mm",
-        "same_codes": False,
-        "operations": 100,
-        "kernels": None,
-    }
+    row |= {"backend": "torch.mm", "same_codes": False, "operations": 100, "kernels": None}
     row |= {"contestant": "tensorwise, exact accumulation", "tflops_per_s": 0.00123, "share_of_peak": 1.0}
     row |= {"floor_bytes_per_element": 5, "gb_per_s": 1234.56, "share_of_copy": 1.0, "tokens_per_s": 1234567.0}
     row |= dict.fromkeys(("time_over_bfloat16", "time_over_high_precision", "torchao_time_over_this"), 10.0)
@@ -176,28 +169,29 @@ def bench_views(verb):
     return bench.iter_views(options, result)
 
 
-def advice_views():
+def make_advice_views():
     change = "activations: selective, every 2nd block; optimizer states: float8"
     row = AdvisedSetting(change, "--a b", 1023 * GIB, -1023 * GIB, StepCost(10**15, 10**14, 0.000123), "", True)
     return [views.make_advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
 
 
-def memory_views():
+def make_memory_views():
     """The largest tensors, categories, and two runs compared, with the numbers of a large model."""
     row = {"count": 128, "dtype": "bfloat16", "shape": "[8, 8192, 14336]", "bytes": 60 * GIB, "phase": "forward"}
     row |= {"category": "saved_activations", "operator": "aten._scaled_mm", "module": EXPERTS, "source": SOURCE}
     sizes = {"saved_activations": 60 * GIB, "optimizer_states": 200 * GIB}
-    taken = {"peak_bytes": 300 * GIB, "by_category": sizes, "at_peak": [], "saved_by_forward_bytes": 60 * GIB}
-    found = SimpleNamespace(**taken)
+    numbers = {"peak_bytes": 300 * GIB, "by_category": sizes, "at_peak": [], "saved_by_forward_bytes": 60 * GIB}
+    prediction = SimpleNamespace(**numbers)
     compared = {"label_a": "x", "label_b": "x", "peak_at_a": "forward", "peak_at_b": "forward"}
     compared |= dict.fromkeys(("peak_a", "peak_b", "saved_a", "saved_b"), GIB)
     comparison = SimpleNamespace(at=lambda moment: (), **compared)
     with mock.patch.object(views, "merge_layers", return_value=[row] * 3):
-        tensors = views.make_tensor_table(found, 3)
-    return [tensors, views.make_category_table(found), next(views.iter_comparison_views(comparison, found, found, 1))]
+        tensors = views.make_tensor_table(prediction, 3)
+    differences = next(views.iter_comparison_views(comparison, prediction, prediction, 1))
+    return [tensors, views.make_category_table(prediction), differences]
 
 
-def plan_views():
+def make_plan_views():
     """Layouts of 16,384 GPUs that wait for tens of percents of a step."""
     numbers = [("2x16", "bf16x2", "15x32 A", 98765, 104.5, 99, 20), ("512x32", "fp8x2", "1x1 L", 1209, 9.8, 8, 10)]
     rows = []
@@ -207,17 +201,17 @@ def plan_views():
     return [plan.make_layout_table(rows, 80 * GIB)]
 
 
-def gpu_views():
+def make_gpu_views():
     layers = LayersOnGpu("model.layers.*.self_attn.q_proj", 126, 16384, 128256, True, "float8.filter_fqns has 'x'")
     return doctor_gpu.iter_views(replace(describe_gpu(find_device_spec("B200")), recipe="rowwise", layers=[layers]))
 
 
-def links_views():
+def make_links_views():
     traffic = Traffic("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
     return views.iter_link_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
 
 
-def survey_of_a_model():
+def make_survey_views():
     db = {recipe: {"grad_output": 25.1, "weight": 31.5} for recipe in SHOWN}
     surveyed = [SurveyedLinear(NAME, 10, db)]
     recipes = LayerRecipes(recipe="tensorwise", layers={NAME: LONGEST})
@@ -225,7 +219,7 @@ def survey_of_a_model():
     return survey_views(Survey(surveyed, recipes, "tensorwise", 25.0, 0.9, [], [], "text", None, "h100", sums))
 
 
-def ledger_views():
+def make_ledger_views():
     access = Access("codes", (16384, 28672), (28672, 1), torch.float8_e4m3fn, 80 * GIB)
     launch = Launch("quaver.to_column_major", (), (access,), (access,), (), "", {}, False)
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
@@ -234,7 +228,7 @@ def ledger_views():
     return ledger.iter_views(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
 
 
-def all_of_a_roofline():
+def make_roofline_views():
     from quaver.lab.bench.roofline import RooflineSettings, find_specs, predict
     from quaver.lab.bench.roofline_layers import list_model_layers
 
@@ -244,24 +238,22 @@ def all_of_a_roofline():
 
 TABLES = {
     "memory": (
-        memory_views,
+        make_memory_views,
         ["60.000", "20.0%", "saved activations: 128 x bfloat16", "_scaled_mm", EXPERTS, SOURCE, f"{300 * GIB:,}"],
     ),
-    "memory --fit": (advice_views, ["1023 GiB", "0.000123 s", "10.0%"]),
-    "plan": (plan_views, ["tensorwise", "98,765", "wait", "  20 \n", "  10 \n", "15x32 A"]),
-    "doctor --gpu --model": (gpu_views, ["model.layers.*.", "self_attn.q_proj", "128,256"]),
-    "memory --links": (links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
-    "doctor --model": (survey_of_a_model, [NAME, "grad_output", LONGEST, "25.1"]),
+    "memory --fit": (make_advice_views, ["1023 GiB", "0.000123 s", "10.0%"]),
+    "plan": (make_plan_views, ["tensorwise", "98,765", "wait", "  20 \n", "  10 \n", "15x32 A"]),
+    "doctor --gpu --model": (make_gpu_views, ["model.layers.*.", "self_attn.q_proj", "128,256"]),
+    "memory --links": (make_links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
+    "doctor --model": (make_survey_views, [NAME, "grad_output", LONGEST, "25.1"]),
     "train --dry-run": (
         lambda: dry_run.iter_views(dry_run.dry_run(load_config(CONFIG), 8)),
         ["model.layers.*.self_attn.q_proj", "4,096 -> 14,336", "(2)"],
     ),
-    "bench roofline": (all_of_a_roofline, [LONGEST, "28,672", "60%"]),
-    "bench ledger": (ledger_views, [LONGEST, "(20)", "quaver.to_column_major"]),
+    "bench roofline": (make_roofline_views, [LONGEST, "28,672", "60%"]),
+    "bench ledger": (make_ledger_views, [LONGEST, "(20)", "quaver.to_column_major"]),
 }
-TABLES |= {
-    f"bench {verb}": (lambda verb=verb: bench_views(verb), []) for verb in bench.VERBS if f"bench {verb}" not in TABLES
-}
+TABLES = {f"bench {verb}": (partial(make_bench_views, verb), []) for verb in bench.VERBS} | TABLES
 
 
 @pytest.mark.parametrize("table", TABLES)
