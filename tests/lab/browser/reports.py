@@ -7,7 +7,7 @@ import torch
 
 from quaver.lab.memory import explain
 from quaver.lab.recorder.recorder import CATEGORIES
-from tests.lab.memory.models import stack
+from tests.lab.memory.models import build_stack
 from tests.lab.report.records import alarm, layers_of, tensors_of
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- &amp; \"'` {{data}} \u2028"
@@ -23,7 +23,7 @@ def predicted(*, layers: int = 3, rows: int = 2048) -> dict:
     """A real prediction of a small model."""
     inputs = (torch.empty(rows, 256, device="meta"),)
     with torch.device("meta"):
-        model = stack(layers=layers, width=256, hidden=1024)
+        model = build_stack(layers=layers, width=256, hidden=1024)
     return explain(model, inputs, optimizer=torch.optim.AdamW).to_dict(timeline=True)
 
 
@@ -62,8 +62,8 @@ def make_report() -> dict:
         row(4 * MIB, category="communication", module="model.norm", operator="c10d.all_gather", shape=[4, 2]),
     ]
     by_category = dict.fromkeys(CATEGORIES, 0)
-    for each in at_peak:
-        by_category[each["category"]] += each["bytes"]
+    for tensor in at_peak:
+        by_category[tensor["category"]] += tensor["bytes"]
     resident = dict.fromkeys(CATEGORIES, 0) | {"parameters": 6 * MIB}
     start, peak, late = ([*sums.values()] for sums in (resident, by_category, resident | {"gradients": MIB}))
     return {
@@ -111,7 +111,7 @@ def wide(events: int, rows: int) -> dict:
     report = prediction["report"]
     low = 100 * MIB // 3 // len(CATEGORIES)
     sizes = np.random.default_rng(0).integers(low, size=(events, len(CATEGORIES))).tolist()
-    timeline = [[event, event / 3, *each] for event, each in enumerate(sizes)]
+    timeline = [[event, event / 3, *columns] for event, columns in enumerate(sizes)]
     report["peak_event"] = event = events // 3
     timeline[event] = [event, event / 3, *report["timeline"][2][2:]]
     report["timeline"] = timeline

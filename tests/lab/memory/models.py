@@ -27,7 +27,7 @@ class Block(nn.Module):
         return self.down(self.activation(self.up(rows)))
 
 
-def stack(activation=torch.relu, layers=3, **sizes):
+def build_stack(activation=torch.relu, layers=3, **sizes):
     """Blocks named layers.0, layers.1, ..."""
     return nn.Sequential(OrderedDict(layers=nn.Sequential(*(Block(activation, **sizes) for _ in range(layers)))))
 
@@ -35,14 +35,14 @@ def stack(activation=torch.relu, layers=3, **sizes):
 def check_explained(model, inputs, loss, *, optimizer=torch.optim.AdamW, **options):
     """Predict a step, train two, and compare the prediction with the second; returns the prediction."""
     prediction = explain(model, inputs, loss=loss, optimizer=optimizer, **options)
-    made = optimizer(model.parameters())
+    trained_by = optimizer(model.parameters())
 
     def step(mark):
         output = loss(model(*inputs))
         mark()
         output.backward()
         del output
-        made.step()
+        trained_by.step()
         model.zero_grad(set_to_none=True)
 
     step(lambda: None)

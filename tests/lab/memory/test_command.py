@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from quaver.lab.cli import main
 from quaver.lab.cli.memory import MemoryOptions
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.advise import AS_CONFIGURED
@@ -16,17 +15,21 @@ SMALL = ["train_configs/llama3_debug.toml", "--model.n_layers", "1", "--training
 SMALL_8B = ["train_configs/llama3_8b.toml", "--model.n_layers", "2", "--ranks", "8", "--training.compile", "false"]
 
 
-def ask(capsys, tmp_path, *words):
-    """What is printed, and what is written."""
-    output = tmp_path / "new" / "memory.json"
-    assert main(["memory", *words, "--output", str(output)]) == 0
-    return capsys.readouterr().out, json.loads(output.read_text())
+@pytest.fixture
+def ask(run_quaver, tmp_path):
+    """Run `quaver memory WORDS`, and return what it prints and what it writes."""
+
+    def ask(*words):
+        output = tmp_path / "new" / "memory.json"
+        return run_quaver("memory", *words, "--output", output), json.loads(output.read_text())
+
+    return ask
 
 
 @on_ranks
 @pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
-def test_8_ranks_predicted_and_estimated(device, tmp_path, capsys):
-    printed, written = ask(capsys, tmp_path, *SMALL_8B, "--top", "3", "--device", device)
+def test_8_ranks_predicted_and_estimated(device, ask):
+    printed, written = ask(*SMALL_8B, "--top", "3", "--device", device)
     assert "ranks      8: dp_shard 8" in printed
     assert ("NVIDIA GPU" in printed) == (device == "cuda")
     assert written["by_category"]["parameters"] == pytest.approx(4 * written["parameters"] / 8, rel=0.01)
@@ -37,23 +40,23 @@ def test_8_ranks_predicted_and_estimated(device, tmp_path, capsys):
     operators = {row["operator"] or "" for row in written["report"]["saved_for_backward"]}
     assert any("_scaled_mm" in operator for operator in operators) == (device == "cuda")
     if device == "cuda":
-        printed, quick = ask(capsys, tmp_path, *SMALL_8B, "--quick", "--fit", "80GiB")
+        printed, quick = ask(*SMALL_8B, "--quick", "--fit", "80GiB")
         assert quick["estimated_peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.1)
         assert "estimated within 10%" in printed
         assert "as in fms-fsdp llama2-7b 96 H100" in " ".join(printed.split())
         assert quick["advice"]["rows"][quick["advice"]["best"]]["fits"] is True
 
 
-def test_the_title_of_a_page_without_a_config(tmp_path, capsys):
+def test_the_title_of_a_page_without_a_config(tmp_path, ask):
     page = tmp_path / "page.html"
-    ask(capsys, tmp_path, *SMALL[1:], "--model.dim", "64", "--html", str(page))
+    ask(*SMALL[1:], "--model.dim", "64", "--html", page)
     assert "defaults in tensorwise, 1 rank" in page.read_text()
 
 
-def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, capsys):
+def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, ask):
     page, picture, vs = tmp_path / "page.html", tmp_path / "step.png", "--activation_checkpoint.mode full"
-    files = ["--html", str(page), "--png", str(picture), "--measure", "--top", "2"]
-    printed, written = ask(capsys, tmp_path, *SMALL, *files, "--vs", vs)
+    files = ["--html", page, "--png", picture, "--measure", "--top", "2"]
+    printed, written = ask(*SMALL, *files, "--vs", vs)
     assert f"other      {vs}" in printed
     assert written["comparison"]["label_b"] == vs
     assert written["other"]["saved_by_forward_bytes"] < written["saved_by_forward_bytes"]
@@ -75,12 +78,13 @@ FEW = ("activations: selective, every", "precision: bfloat16", "local batch size
 """Of what is tried alone; test_advise.py has them all, and each prediction takes most of a second."""
 
 
-def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
-    few = lambda *run: [change for change in list_single_changes(*run) if change.name.startswith(FEW)]  # noqa: E731
-    monkeypatch.setattr("quaver.lab.plan.advise.list_single_changes", few)
+def test_advice_and_what_fits(ask, monkeypatch):
+    def list_few(*run):
+        return [change for change in list_single_changes(*run) if change.name.startswith(FEW)]
+
+    monkeypatch.setattr("quaver.lab.plan.advise.list_single_changes", list_few)
     monkeypatch.setattr("quaver.lab.plan.advise.iter_less_precise", lambda change: [])
-    words = [*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200"]
-    printed, written = ask(capsys, tmp_path, *words)
+    printed, written = ask(*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200")
     advice = written["advice"]
     assert (advice["fit_bytes"], advice["nearest"]) == (1 << 30, None)
     assert advice["rows"][advice["best"]]["fits"] is True

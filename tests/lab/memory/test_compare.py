@@ -22,17 +22,17 @@ from quaver.lab.memory.reports.pitfalls import (
 from quaver.lab.recorder.byte_sizes import format_bytes
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
-from tests.lab.memory.models import stack
+from tests.lab.memory.models import build_stack
 
 
-def _explained(activation=torch.relu, layers=3, **checkpoint):
-    model = stack(activation, layers)
+def explain_stack(activation=torch.relu, layers=3, **checkpoint):
+    model = build_stack(activation, layers)
     if checkpoint:
         apply_activation_checkpointing(model.layers, preserve_rng_state=False, **checkpoint)
     return explain(model, (torch.empty(128, 64),))
 
 
-def _compared(a, b):
+def compare_two(a, b):
     return compare(a, b, label_a="one", label_b="other")
 
 
@@ -41,56 +41,56 @@ HIDDEN_BYTES = 128 * 256 * 4
 
 @pytest.fixture(scope="module")
 def relu():
-    return _explained()
+    return explain_stack()
 
 
 @pytest.fixture(scope="module")
 def silu():
-    return _explained(nn.functional.silu)
+    return explain_stack(nn.functional.silu)
 
 
 def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu, silu):
     """silu saves its input, relu its result, which is saved anyway: as the input of the next matmul."""
-    there, back = _compared(relu, silu), _compared(silu, relu)
-    row = there.at("saved")[0]
+    comparison, reverse = compare_two(relu, silu), compare_two(silu, relu)
+    row = comparison.at("saved")[0]
     assert (row.module, row.operator, row.shape, row.dtype) == ("layers.*.up", "aten.mm", (128, 256), "float32")
     assert (row.count_a, row.count_b, row.layers) == (0, 3, 3)
     assert (row.difference_bytes, row.per_layer_bytes) == (3 * HIDDEN_BYTES, HIDDEN_BYTES)
     assert row.sentence.startswith("+131.1 kB (+131,072 bytes) per layer x 3: `mm` of ")
     assert "float32 (128, 256)" in row.sentence
     assert "saved by autograd" in row.sentence
-    assert there.saved_b - there.saved_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
-    assert back.at("saved")[0].difference_bytes == -3 * HIDDEN_BYTES
-    assert back.at("saved")[0].sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
-    assert len(back.rows) == len(there.rows)
-    sizes = [abs(row.difference_bytes) for row in there.rows]
+    assert comparison.saved_b - comparison.saved_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
+    assert reverse.at("saved")[0].difference_bytes == -3 * HIDDEN_BYTES
+    assert reverse.at("saved")[0].sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
+    assert len(reverse.rows) == len(comparison.rows)
+    sizes = [abs(row.difference_bytes) for row in comparison.rows]
     assert sizes == sorted(sizes, reverse=True)
-    assert sum(row.difference_bytes for row in there.at("peak")) == silu.peak_bytes - relu.peak_bytes
-    assert sum(row.difference_bytes for row in there.at("saved")) == silu.saved_bytes - relu.saved_bytes
-    written = json.loads(json.dumps(there.to_dict()))
+    assert sum(row.difference_bytes for row in comparison.at("peak")) == silu.peak_bytes - relu.peak_bytes
+    assert sum(row.difference_bytes for row in comparison.at("saved")) == silu.saved_bytes - relu.saved_bytes
+    written = json.loads(json.dumps(comparison.to_dict()))
     assert (written["label_a"], written["label_b"]) == ("one", "other")
     assert written["rows"][0]["difference_bytes"] == written["rows"][0]["bytes_b"] - written["rows"][0]["bytes_a"]
 
 
 def test_equal_reports_have_no_differences(relu):
     """Nothing; another operator whose result is saved as well; of two operands of one size, which a row names."""
-    same = _compared(relu, _explained())
+    same = compare_two(relu, explain_stack())
     assert same.rows == ()
     assert same.peak_a == same.peak_b == relu.peak_bytes
-    assert _compared(relu, _explained(torch.tanh)).at("saved") == ()
+    assert compare_two(relu, explain_stack(torch.tanh)).at("saved") == ()
     report = dict(relu.report)
     for name in ("at_peak", "saved_for_backward"):
         report[name] = [row | {"of": row["of"].replace("aten.relu", "aten.mul.Tensor")} for row in report[name]]
     assert report != relu.report
-    assert _compared(relu, replace(relu, report=report)).rows == ()
+    assert compare_two(relu, replace(relu, report=report)).rows == ()
 
 
 def test_fewer_layers_are_a_difference_of_bytes_only_and_one_has_its_own_name(relu):
-    row = _compared(relu, _explained(layers=2)).at("saved")[0]
+    row = compare_two(relu, explain_stack(layers=2)).at("saved")[0]
     assert (row.count_a, row.count_b, row.layers) == (3, 2, 3)
     assert row.difference_bytes == -HIDDEN_BYTES
     assert "393.2 kB in all became 262.1 kB" in row.sentence
-    row = _compared(_explained(layers=1), _explained(nn.functional.silu, layers=1)).at("saved")[0]
+    row = compare_two(explain_stack(layers=1), explain_stack(nn.functional.silu, layers=1)).at("saved")[0]
     assert row.module == "layers.0.up"
     assert " per layer" not in row.sentence
 
@@ -101,14 +101,14 @@ def test_a_policy_that_saves_an_unread_tensor():
     def wasteful(rows):
         return torch.relu(rows) * rows.detach().abs().amax()
 
-    a, b = (_explained(wasteful, mode="selective", also_keep=kept) for kept in ([], ["aten.abs"]))
-    row = _compared(a, b).at("saved")[0]
+    a, b = (explain_stack(wasteful, mode="selective", also_keep=kept) for kept in ([], ["aten.abs"]))
+    row = compare_two(a, b).at("saved")[0]
     assert (row.operator, row.saved_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
     assert row.first_use is None  # its amax is saved, too
     assert "saved by the selective policy; no operator of the backward reads it: the policy need not" in row.sentence
 
 
-def _row(**values):
+def make_row(**values):
     about = {"category": "saved_activations", "module": "ffn.w3", "operator": "aten.abs", "of": "ffn.w3.weight"}
     return {**about, "shape": [4096, 16384], "dtype": "bfloat16", "bytes": 1 << 27, "count": 1, **values}
 
@@ -119,25 +119,25 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
 @pytest.mark.parametrize(
     ("row", "hint"),
     [
-        (_row(first_use=AMAX), "saving the amax instead would cost at most 32.77 kB"),
-        (_row(first_use=AMAX, operator="quaver::amax (aten.abs)"), "at most 32.77 kB"),
-        (_row(first_use={**AMAX, "operator": "aten.mul.Tensor"}), ""),
-        (_row(first_use=AMAX, operator="aten.mm"), ""),
-        (_row(first_use=AMAX, shape=[16384, 1]), ""),
-        (_row(first_use=None, saved_by="selective policy"), "no operator of the backward reads it"),
-        (_row(first_use=None, saved_by="autograd"), ""),
-        (_row(category="gathered_weights"), "parallelism.fsdp_reshard_after_forward"),
-        (_row(of="ffn.w3.weight, unsharded", first_use=None), "compute it again there"),
-        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "compute it again there"),
-        (_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise", shape=[4096, 1]), ""),
-        (_row(of="ffn.w3.weight, unsharded", operator="aten.amax"), ""),
-        (_row(of="ffn.w3.weight, unsharded", operator="aten.mm"), ""),
+        (make_row(first_use=AMAX), "saving the amax instead would cost at most 32.77 kB"),
+        (make_row(first_use=AMAX, operator="quaver::amax (aten.abs)"), "at most 32.77 kB"),
+        (make_row(first_use={**AMAX, "operator": "aten.mul.Tensor"}), ""),
+        (make_row(first_use=AMAX, operator="aten.mm"), ""),
+        (make_row(first_use=AMAX, shape=[16384, 1]), ""),
+        (make_row(first_use=None, saved_by="selective policy"), "no operator of the backward reads it"),
+        (make_row(first_use=None, saved_by="autograd"), ""),
+        (make_row(category="gathered_weights"), "parallelism.fsdp_reshard_after_forward"),
+        (make_row(of="ffn.w3.weight, unsharded", first_use=None), "compute it again there"),
+        (make_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "compute it again there"),
+        (make_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise", shape=[4096, 1]), ""),
+        (make_row(of="ffn.w3.weight, unsharded", operator="aten.amax"), ""),
+        (make_row(of="ffn.w3.weight, unsharded", operator="aten.mm"), ""),
     ],
 )
 def test_hints_of_single_rows(row, hint):
-    found = find_hint(row, SavedByRuns([row], []))
-    assert hint in found
-    assert bool(hint) == bool(found)
+    actual = find_hint(row, SavedByRuns([row], []))
+    assert hint in actual
+    assert bool(hint) == bool(actual)
 
 
 CASTS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::cast_"))
@@ -146,12 +146,12 @@ CASTS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.st
 def test_all_casts_are_known_by_their_prefix():
     """A weight's float8 codes have a category of their own, and a hint says that the backward can cast again."""
     assert {"cast_tensorwise", "cast_rowwise", "cast_with_scale"} <= {name.partition("::")[2] for name in CASTS}
-    others = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
-    assert not [name for name in others if "cast" in name and name not in CASTS]
+    operators = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
+    assert not [name for name in operators if "cast" in name and name not in CASTS]
     recorder, weight = Recorder(ModuleTracker(nn.Identity()), []), torch.zeros(4, 4)
     recorder.categorize("parameters", [weight], parameter="weight")
     for operator in (name.replace("::", ".") for name in CASTS):
-        row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
+        row = make_row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
         assert "compute it again there" in find_hint(row, SavedByRuns([row], []))
         recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
         codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
@@ -160,13 +160,13 @@ def test_all_casts_are_known_by_their_prefix():
 
 
 def test_float8_and_widened_copies_of_saved_tensors():
-    source = _row(operator="aten.silu", of="aten.mm")
-    codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
-    wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")
+    source = make_row(operator="aten.silu", of="aten.mm")
+    codes = make_row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
+    wide = make_row(operator="aten._to_copy", of="aten.silu", dtype="float32")
     hint = find_hint(codes, SavedByRuns([codes, source], []))
     assert hint.startswith("the input of the cast is saved, too, in bfloat16 (134.2 MB)")
     assert find_hint(wide, SavedByRuns([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
-    for alone in (codes, wide, _row(operator="aten._to_copy", of="aten.silu")):
+    for alone in (codes, wide, make_row(operator="aten._to_copy", of="aten.silu")):
         assert find_hint(alone, SavedByRuns([alone], [])) == ""
     assert find_hint(codes, SavedByRuns([codes, {**source, "module": "another"}], [])) == ""
 
@@ -196,7 +196,7 @@ def test_binary_sizes_are_below_1024_of_their_unit():
 
 
 def test_lines_for_a_terminal(relu, silu):
-    comparison = _compared(relu, silu)
+    comparison = compare_two(relu, silu)
     lines = list(iter_comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"
     peak = f"{format_decimal_bytes(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
@@ -206,5 +206,5 @@ def test_lines_for_a_terminal(relu, silu):
     assert f"    {comparison.at('saved')[0].sentence}" in lines
     left = comparison.at("peak")[1:]
     assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
-    same = list(iter_comparison_lines(_compared(relu, relu)))
+    same = list(iter_comparison_lines(compare_two(relu, relu)))
     assert [line for line in same if line.endswith(": nothing")] == same[-3:-2] + same[-1:]

@@ -51,16 +51,13 @@ class _Broken(_Squaring):
         return self.down(hidden.square())
 
 
-def _compiled(kind=_Squaring, **options):
+def build_compiled(kind=_Squaring, **options):
     model = kind()
     model.compile(**options)
     return model
 
 
-QUICK = {
-    (1, "ffn", "rowwise", "none"),
-    (2, "linear", "tensorwise", "full"),
-}
+QUICK = {(1, "ffn", "rowwise", "none"), (2, "linear", "tensorwise", "full")}
 """The rows of the record that each run of the tests compares; the others are for the night."""
 
 CASES = [
@@ -97,15 +94,15 @@ def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted()
     fresh = _Squaring()
     fresh.load_state_dict(model.state_dict())
     fresh.compile(fullgraph=True)
-    _step(fresh, rows, lambda: None)
+    train_step(fresh, rows, lambda: None)
     with measure_usage(CPU) as measured:
-        _step(fresh, rows, measured.mark)
+        train_step(fresh, rows, measured.mark)
     torch.testing.assert_close(fresh(rows), expected)
     assert prediction.step_peak_bytes == pytest.approx(measured.usage.tensor_peak_bytes, abs=64)
     assert prediction.saved_by_forward_bytes == pytest.approx(measured.usage.saved_bytes, abs=64)
 
 
-def _step(model, rows, forward_is_done):
+def train_step(model, rows, forward_is_done):
     loss = model(rows).sum(dtype=torch.float32)
     forward_is_done()
     loss.backward()
@@ -117,12 +114,11 @@ FUSED = "fused_pow_silu (aten.pow.Tensor_Scalar)"
 
 def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
     """The graph keeps its input, the first product, for silu, and the square, for the second weight's gradient."""
-    model = nn.Sequential(_compiled(fullgraph=True), _compiled(fullgraph=True))
+    model = nn.Sequential(build_compiled(fullgraph=True), build_compiled(fullgraph=True))
     prediction = explain(model, (torch.empty(ROWS, 64),), optimizer=torch.optim.AdamW)
     saved = [row for row in prediction.saved_for_backward if row["category"] == "saved_activations"]
     assert {row["saved_by"] for row in saved} == {"compiled graph"}
-    made = {(row["operator"], row["of"], row["module"], row["saved_in"], row["bytes"]) for row in saved}
-    assert made == {
+    assert {(row["operator"], row["of"], row["module"], row["saved_in"], row["bytes"]) for row in saved} == {
         ("aten.mm", "an input", "0.up", "0", 4 * ROWS * 128),
         (FUSED, "aten.mm", "0", "0", 4 * ROWS * 128),
         ("aten.mm", FUSED, "0.down", "1", 4 * ROWS * 64),
@@ -151,9 +147,9 @@ def test_what_a_graph_saved_is_released_when_its_backward_ends():
 
 def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fakes:
-        model = nn.Sequential(*(_compiled() for _ in range(4)))
+        model = nn.Sequential(*(build_compiled() for _ in range(4)))
         rows, before = torch.randn(ROWS, 64), count_compiled_graphs()
-        prediction = predict_step(lambda: _step(model, rows, lambda: None), model, None, fakes)
+        prediction = predict_step(lambda: train_step(model, rows, lambda: None), model, None, fakes)
         assert count_compiled_graphs() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
@@ -162,17 +158,17 @@ def test_layers_that_are_alike_are_compiled_once():
 def test_what_each_way_to_compile_saves():
     """Compiled code computes silu again. Breaks in graphs, dynamic shapes and other backends change what is saved."""
     inputs, hidden_bytes = (torch.empty(ROWS, 64),), 4 * ROWS * 128
-    eager, whole = explain(_Squaring(), inputs), explain(_compiled(), inputs)
+    eager, whole = explain(_Squaring(), inputs), explain(build_compiled(), inputs)
     for model, more_bytes in (
-        (_compiled(), 0),
+        (build_compiled(), 0),
         (torch.compile(_Squaring()), 0),
-        (_compiled(_Broken), hidden_bytes),
-        (_compiled(backend="eager"), hidden_bytes),
+        (build_compiled(_Broken), hidden_bytes),
+        (build_compiled(backend="eager"), hidden_bytes),
     ):
         saved_bytes = explain(model, inputs).saved_by_forward_bytes
         assert saved_bytes - whole.saved_by_forward_bytes == pytest.approx(more_bytes, abs=64)
     assert eager.saved_by_forward_bytes - whole.saved_by_forward_bytes == pytest.approx(hidden_bytes, abs=64)
-    dynamic = explain(_compiled(dynamic=True), inputs)
+    dynamic = explain(build_compiled(dynamic=True), inputs)
     assert dynamic.step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=WITHIN)
     assert not are_kernels_left_out()
 
@@ -183,7 +179,7 @@ def test_no_process_is_started(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setattr("os.posix_spawn", refuse)
-    assert explain(_compiled(), (torch.empty(3, 64),)).peak_bytes > 0
+    assert explain(build_compiled(), (torch.empty(3, 64),)).peak_bytes > 0
 
 
 class _Restless(_Squaring):
@@ -206,9 +202,9 @@ class _Restless(_Squaring):
 )
 def test_refused_compile_options_leave_settings_as_before(options, message):
     before = GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
-    with pytest.raises(NotImplementedError, match=message) as caught:
-        explain(_compiled(**options), (torch.empty(3, 64),))
-    assert "\n" not in str(caught.value)
+    with pytest.raises(NotImplementedError, match=message) as error:
+        explain(build_compiled(**options), (torch.empty(3, 64),))
+    assert "\n" not in str(error.value)
     assert (GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
     assert not are_kernels_left_out()
 
@@ -264,17 +260,17 @@ STATEMENTS = [
 
 
 def test_each_statement_is_rewritten_as_promised():
-    asked = []
+    makers = []
 
-    def maker_of(buffer, kernel):
-        asked.append((buffer, kernel))
-        return f"maker_{len(asked) - 1}"
+    def name_maker(buffer, kernel):
+        makers.append((buffer, kernel))
+        return f"maker_{len(makers) - 1}"
 
     before, after = zip(*STATEMENTS, strict=True)
     head = "from torch._inductor.async_compile import AsyncCompile\ndef call(self, args):\n"
-    code = ast.unparse(rewrite(head + textwrap.indent("\n".join(before), "    "), maker_of))
+    code = ast.unparse(rewrite(head + textwrap.indent("\n".join(before), "    "), name_maker))
     assert textwrap.dedent(code.partition("\n")[2]) == ast.unparse(ast.parse("\n".join(after)))
-    assert asked == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
+    assert makers == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
     assert "import" not in code
     kernels = {"cpp_fused_abs_amax_12": "fused_abs_amax", "triton_poi_fused_add_0": "fused_add", "assert_size": ""}
     assert {name: name_operator(name) for name in kernels} == kernels

@@ -16,38 +16,39 @@ VOCABULARY = 512
 TOKENS = torch.arange(128).reshape(2, 64) % VOCABULARY
 
 
-def _next_token(output):
+def predict_next(output):
     logits = output.logits[:, :-1].float()
     return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.int64))
 
 
-def _square(output):
+def square(output):
     return output.float().square().mean()
 
 
-def _llama(*, width=128, layers=2, **settings):
+def build_llama(*, width=128, layers=2, **settings):
     heads = width // 32
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "vocab_size": VOCABULARY}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **settings))
 
 
-def _float8_llama():
-    return convert_to_float8_training(_llama(), config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+def build_float8_llama():
+    is_converted = lambda _, name: name != "lm_head"  # noqa: E731
+    return convert_to_float8_training(build_llama(), config="rowwise", module_filter_fn=is_converted)
 
 
-def _checkpointed_llama():
-    model = _llama(use_cache=False)
+def build_checkpointed_llama():
+    model = build_llama(use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
-def _gpt2():
+def build_gpt2():
     sizes = {"vocab_size": VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def _layers(recipe=None):
+def build_layers(recipe=None):
     middle = (nn.LayerNorm(128), nn.GELU(), nn.Dropout(0.1))
     model = nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, 128), *middle, nn.Linear(128, 64))
     return model if recipe is None else convert_to_float8_training(model, config=recipe)
@@ -73,8 +74,8 @@ class _Custom(nn.Linear):
         return _Squares.apply(rows, self.weight)
 
 
-class _Of(nn.Linear):
-    """A linear of what a function makes of its input."""
+class _LinearAfter(nn.Linear):
+    """A function of the input, and a linear of its result."""
 
     def __init__(self, function, inputs=4, outputs=4):
         super().__init__(inputs, outputs)
@@ -84,27 +85,30 @@ class _Of(nn.Linear):
         return super().forward(self.function(rows))
 
 
-def _chosen(rows):
+def choose_rows(rows):
     return rows[rows[:, 0] > 0]
 
 
 LONG, ONES = TOKENS.repeat(16, 1), torch.ones(1024, 64)
 MODELS = {
     "llama, attention in Python, tied": (
-        lambda: _llama(attn_implementation="eager", tie_word_embeddings=True),
-        *(TOKENS, _next_token, "layers.1"),
+        lambda: build_llama(attn_implementation="eager", tie_word_embeddings=True),
+        *(TOKENS, predict_next, "layers.1"),
     ),
-    "llama, checkpointed": (_checkpointed_llama, TOKENS, _next_token, "layers.1"),
-    "llama, float8": (_float8_llama, TOKENS, _next_token, "layers.1"),
-    "gpt2": (_gpt2, TOKENS, _next_token, ".h.1"),
-    "plain layers": (_layers, LONG, _square, "5"),
-    "plain layers, float8": (lambda: _layers("tensorwise"), LONG, _square, "5"),
+    "llama, checkpointed": (build_checkpointed_llama, TOKENS, predict_next, "layers.1"),
+    "llama, float8": (build_float8_llama, TOKENS, predict_next, "layers.1"),
+    "gpt2": (build_gpt2, TOKENS, predict_next, ".h.1"),
+    "plain layers": (build_layers, LONG, square, "5"),
+    "plain layers, float8": (lambda: build_layers("tensorwise"), LONG, square, "5"),
     "an autograd function": (
         lambda: nn.Sequential(nn.Linear(64, 64), _Custom(64, 64, False), _Custom(64, 64, False)),
-        *(ONES, _square, "2"),
+        *(ONES, square, "2"),
     ),
     # where all rows are chosen, the assumption is what happens
-    "an estimate": (lambda: nn.Sequential(_Of(_chosen, 64, 256), nn.Linear(256, 32)), ONES, _square, "0"),
+    "an estimate": (
+        lambda: nn.Sequential(_LinearAfter(choose_rows, 64, 256), nn.Linear(256, 32)),
+        *(ONES, square, "0"),
+    ),
 }
 ALWAYS = ["llama, attention in Python, tied", "llama, checkpointed", "plain layers, float8", *list(MODELS)[-2:]]
 
@@ -115,7 +119,7 @@ def test_a_prediction_is_what_is_measured(name):
     build, inputs, loss, module = MODELS[name]
     model = build()
     prediction = check_explained(model, (inputs,), loss, estimate=name == "an estimate")
-    parameters = sum(each.numel() for each in model.parameters())  # tied ones once
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
     assert prediction.by_category["parameters"] == pytest.approx(4 * parameters, rel=0.01)  # and small buffers
     assert any(module in name for (name,) in prediction.by("module"))
     halves = [row["bytes"] for row in prediction.saved_for_backward if row["dtype"] == "float16"]
@@ -138,17 +142,14 @@ LIBRARY = torch.library.Library("quaver_tests_foreign", "FRAGMENT")
 LIBRARY.define("odd(Tensor rows) -> Tensor")
 LIBRARY.impl("odd", torch.clone, "CPU")
 PLACE = r"in module 1 \(\w+.*\.py:\d+\)"
+LARGEST = "gives its largest possible result"
 
 
 @pytest.mark.parametrize(
     ("function", "refusal", "assumption"),
     [
-        (_chosen, rf"do not depend on values, got aten\.nonzero\.default {PLACE}", "gives its largest possible result"),
-        (
-            _InBackward.apply,
-            r"got aten\.masked_select\.default in .*models\.py:\d+",
-            "gives its largest possible result",
-        ),
+        (choose_rows, rf"do not depend on values, got aten\.nonzero\.default {PLACE}", LARGEST),
+        (_InBackward.apply, r"got aten\.masked_select\.default in .*models\.py:\d+", LARGEST),
         (
             lambda rows: rows[: (rows[:, 0] > 0).sum().item()],
             f"other sizes for another integer read {PLACE}",
@@ -168,7 +169,7 @@ PLACE = r"in module 1 \(\w+.*\.py:\d+\)"
     ids=["rows chosen", "values chosen in backward", "a length", "lengths", "an unknown operator"],
 )
 def test_what_values_decide_is_refused_with_its_place_or_estimated(function, refusal, assumption):
-    model = nn.Sequential(nn.Linear(4, 4), _Of(function))
+    model = nn.Sequential(nn.Linear(4, 4), _LinearAfter(function))
     with pytest.raises(NotImplementedError, match=refusal) as refused:
         explain(model, (torch.zeros(9, 4),))
     assert "\n" not in str(refused.value)
@@ -179,12 +180,12 @@ def test_what_values_decide_is_refused_with_its_place_or_estimated(function, ref
 
 
 def test_numbers_that_are_only_checked_are_counted_and_do_no_harm():
-    def checked(rows):
+    def check(rows):
         if not rows.isfinite().all() or rows.long().max().item() > 100 or rows.sum().tolist() > 100:
             raise ValueError("a number that is read is 1")
         return rows
 
-    prediction = explain(nn.Sequential(_Of(checked)), (torch.zeros(8, 4),))
+    prediction = explain(nn.Sequential(_LinearAfter(check)), (torch.zeros(8, 4),))
     assert prediction.to_dict()["reads_answered_by_1"] == 3
     assert prediction.notes == ()
     assert prediction.by_category["parameters"] == 4 * (4 * 4 + 4)

@@ -31,7 +31,7 @@ FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
 
 
-def predicted(recipe, checkpointing, ranks=1):
+def predict_block(recipe, checkpointing, ranks=1):
     with predict_for("cuda"):
         return predict(Case("1 block", recipe, checkpointing, ranks=ranks), SIZE)
 
@@ -48,12 +48,12 @@ def predicted(recipe, checkpointing, ranks=1):
 )
 def test_a_recomputation_calls_no_operation_that_its_forward_did_not(recipe, checkpointing, ranks):
     """A policy of torch 2.13 refuses one: casts are single operations to it, and transposes none of them."""
-    assert predicted(recipe, checkpointing, ranks).peak_bytes > 0
+    assert predict_block(recipe, checkpointing, ranks).peak_bytes > 0
 
 
 def test_norms_and_swiglu_of_a_gpu_save_their_inputs_and_a_number_for_each_row():
     saved = Counter()
-    for row in predicted("tensorwise", "none").saved_for_backward:
+    for row in predict_block("tensorwise", "none").saved_for_backward:
         if row["category"] == "saved_activations":
             saved[row["dtype"], row["module"].removeprefix("parts.0").lstrip(".")] += row["bytes"]
     elements = TOKENS * SIZE.dim
@@ -62,7 +62,7 @@ def test_norms_and_swiglu_of_a_gpu_save_their_inputs_and_a_number_for_each_row()
     assert codes == 3 * elements + TOKENS * SIZE.hidden_dim  # the inputs of q, k and v; o; gate and up; down
     plain = [
         (row["operator"], row["bytes"])
-        for row in predicted("bfloat16", "none").saved_for_backward
+        for row in predict_block("bfloat16", "none").saved_for_backward
         if row["module"].endswith("post_attention_layernorm") and row["category"] == "saved_activations"
     ]
     assert plain == [("aten._to_copy", elements * 2), ("aten.new_empty", TOKENS * 4)]
@@ -78,15 +78,15 @@ class NormAndSwiGLU(torch.nn.Module):
         return self.mlp(self.norm(hidden))
 
 
-def stored(graph):
+def list_stored_buffers(graph):
     """The buffers of a lowered graph that something reads."""
     read = {name.removesuffix("_start") for name in graph.get_output_names()}
     for operation in reversed(graph.operations):
         if operation.is_extern():
-            read |= {each.get_name() for each in operation.inputs}
-        elif any(each.get_name() in read for each in operation.get_outputs()):
+            read |= {buffer.get_name() for buffer in operation.inputs}
+        elif any(output.get_name() in read for output in operation.get_outputs()):
             read |= set(operation.get_read_names())
-    return [each for each in graph.buffers if each.has_tensor_output() and each.get_name() in read]
+    return [buffer for buffer in graph.buffers if buffer.has_tensor_output() and buffer.get_name() in read]
 
 
 @pytest.mark.parametrize(("recipe", "codes"), first(1, [("tensorwise", 16), ("rowwise_with_gw_hp", 11), ("mxfp8", 16)]))
@@ -99,29 +99,28 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
     module = convert_to_float8_training(NormAndSwiGLU(), config=recipe)
     fuse_producers(module)
     module.compile()
-    matmuls, buffers, made_of = Counter(), [], []
-    run = GraphLowering.run
+    matmuls, buffers, copies, run = Counter(), [], [], GraphLowering.run
 
-    def seen(graph, *arguments):
+    def inspect_and_run(graph, *arguments):
         result = run(graph, *arguments)
         called = [node for node in graph.module.graph.nodes if node.op == "call_function"]
         matmuls.update(name for name in map(str, (node.target for node in called)) if "mm" in name)
-        made_of.extend(node for node in called if node.target in (aten.copy.default, aten.full.default))
+        copies.extend(node for node in called if node.target in (aten.copy.default, aten.full.default))
         converted = [node for node in called if "convert" in str(node.target) and node.meta["val"].dtype in FLOAT8]
         layouts = [
-            {aten.clone.default in {each.target for each in reader.users} for reader in node.users}
+            {aten.clone.default in {user.target for user in reader.users} for reader in node.users}
             for node in converted
         ]
         assert {True, False} not in layouts
-        buffers.extend((each.get_dtype(), each.get_numel()) for each in stored(graph))
+        buffers.extend((buffer.get_dtype(), buffer.get_numel()) for buffer in list_stored_buffers(graph))
         return result
 
-    monkeypatch.setattr(GraphLowering, "run", seen)
+    monkeypatch.setattr(GraphLowering, "run", inspect_and_run)
     source = torch.randn(TOKENS, 256, requires_grad=True)
     explain(module, (source,), autocast=torch.bfloat16, device="cuda")
     assert sum(matmuls.values()) == 9, matmuls  # output, grad_input and grad_weight of each linear
     assert (torch.float32, TOKENS * 512) not in buffers
-    assert not [node for node in made_of if node.meta["val"].numel() > 1], made_of
+    assert not [node for node in copies if node.meta["val"].numel() > 1], copies
     assert sum(dtype in FLOAT8 for dtype, _ in buffers) == codes
 
 
@@ -140,11 +139,11 @@ def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, matmul):
         linear = torch.nn.Linear(256, 384, bias=False, dtype=torch.bfloat16)
         linear = convert_to_float8_training(linear, config=recipe)
         input = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
-        with CollectiveCounter() as seen:
+        with CollectiveCounter() as counter:
             linear(input).sum().backward()
-    assert seen.operations[f"quaver.{cast}.default"] >= (2 if recipe == "delayed" else 3)
-    assert seen.operations[f"{matmul}.default"] == 3
-    assert seen.operations["aten.abs.default"] == seen.operations["quaver.exact_float8_mm.default"] == 0
+    assert counter.operations[f"quaver.{cast}.default"] >= (2 if recipe == "delayed" else 3)
+    assert counter.operations[f"{matmul}.default"] == 3
+    assert counter.operations["aten.abs.default"] == counter.operations["quaver.exact_float8_mm.default"] == 0
 
 
 def test_all_is_put_back_afterwards():
@@ -161,8 +160,8 @@ def test_all_is_put_back_afterwards():
         assert is_cpu(torch.empty(2))
 
 
-def _run(words, ranks, device="cuda"):
-    """A prediction of a small run of the trainer."""
+def predict_run(words, ranks, device="cuda"):
+    """Predict a small run of the trainer."""
     small = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
     with predict_for(device):
         return predict_memory(load_config(*parse_arguments([*small.split(), *words.split()])), ranks).prediction
@@ -174,7 +173,7 @@ def _run(words, ranks, device="cuda"):
 def test_compiled_code_saves_no_copy_of_a_gathered_weight(recipe):
     """Its codes are laid out anew for grad_input: not before there is a gradient, else the forward would keep them."""
     float8 = f"--float8.recipe_name {recipe} --float8.enable_fsdp_float8_all_gather true"
-    rows = _run(f"{float8} --training.compile true --activation_checkpoint.mode selective", 2).saved_for_backward
+    rows = predict_run(f"{float8} --training.compile true --activation_checkpoint.mode selective", 2).saved_for_backward
     weights = {(768, 256), (256, 768), (256, 256), (128, 256)}
     saved = [row for row in rows if row["category"] == "saved_activations" and row["dtype"].startswith("float8")]
     assert not [row for row in saved if {tuple(row["shape"]), tuple(row["shape"][::-1])} & weights], saved
@@ -191,7 +190,7 @@ SPLIT = (
 @on_ranks
 @pytest.mark.nightly
 def test_tensor_parallel_runs():
-    on_gpu, on_cpu = (_run(SPLIT, 4, device) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (predict_run(SPLIT, 4, device) for device in ("cuda", "cpu"))
     assert on_gpu.by_category["parameters"] == on_cpu.by_category["parameters"]
     assert on_cpu.by_category["gathered_weights"] > 0
     assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.2)
@@ -211,7 +210,7 @@ def test_compiled_tensor_parallel_code_multiplies_columns_as_the_gpu_reads_them(
     up_proj and down_proj are split in the two ways that there are.
     """
     words = f"--float8.recipe_name {recipe} --float8.filter_fqns {in_high_precision} --training.compile true"
-    prediction = _run(f"{SPLIT} {words}", 4)
+    prediction = predict_run(f"{SPLIT} {words}", 4)
     assert prediction.by_category["gathered_weights"] > 0
     saved = {row["module"] for row in prediction.saved_for_backward if row["saved_by"] == "compiled graph"}
     assert "model.layers.0.mlp.gate_proj" in saved

@@ -32,33 +32,33 @@ class _Tags(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.found, self.comments = [], []
+        self.elements, self.comments = [], []
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attributes):
-        self.found.append((tag, {name: value or "" for name, value in attributes}))
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
 
     def handle_comment(self, text):
         self.comments.append(text)
 
     def all(self, tag):
-        return [attributes for name, attributes in self.found if name == tag]
+        return [attributes for name, attributes in self.elements if name == tag]
 
 
-def _inside(text, tag):
+def find_inside(text, tag):
     """The text inside each element of a kind."""
     return re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text, re.DOTALL)
 
 
-def _written(folder, **about):
+def write_page(folder, **about):
     path = folder / "new" / "page.html"
     write_html(path, **{"title": "a step", "prediction": make_report()} | about)
     return path.read_text(encoding="utf-8")
 
 
-def _data(text):
-    data, _ = _inside(text, "script")
+def read_data(text):
+    data, _ = find_inside(text, "script")
     return json.loads(data)
 
 
@@ -66,18 +66,20 @@ def _data(text):
 def everything(tmp_path_factory):
     """A page with all that a page can have, and hostile names all over it."""
     more = {"other": make_report(), "comparison": comparison(), "advice": advice(), "measured": make_report()}
-    return _written(tmp_path_factory.mktemp("page"), title=f"title {HOSTILE}", **more)
+    return write_page(tmp_path_factory.mktemp("page"), title=f"title {HOSTILE}", **more)
 
 
 def test_a_page_needs_nothing_else_and_allows_this_script_alone(everything):
     page = _Tags(everything)
     assert not re.search(r"https?:|@import|url\(|\bfetch\(|XMLHttpRequest|WebSocket|EventSource|\bimport\b", everything)
-    assert not [tag for tag, each in page.found if {"src", "srcset", "action", "background"} & each.keys()]
+    loading = {"src", "srcset", "action", "background"}
+    assert not [tag for tag, attributes in page.elements if loading & attributes.keys()]
     assert page.all("link") == [{"rel": "icon", "href": "data:,"}]
     assert all(attributes["href"].startswith("#") for attributes in page.all("a"))
-    (policy,) = (each["content"] for each in page.all("meta") if each.get("http-equiv") == "Content-Security-Policy")
-    _, script = _inside(everything, "script")
-    for kind, text in (("script", script), ("style", *_inside(everything, "style"))):
+    metas = {attributes.get("http-equiv"): attributes.get("content") for attributes in page.all("meta")}
+    policy = metas["Content-Security-Policy"]
+    _, script = find_inside(everything, "script")
+    for kind, text in (("script", script), ("style", *find_inside(everything, "style"))):
         digest = b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'; img-src data:; ")
@@ -90,10 +92,9 @@ def test_hostile_names_stay_text(everything):
     assert len(page.all("script")) == 2
     assert len(page.comments) == 1
     assert "<!--" not in everything.partition('id="data">')[2]
-    assert [html.unescape(text) for tag in ("title", "h1") for text in _inside(everything, tag)] == [
-        f"title {HOSTILE}"
-    ] * 2
-    data = _data(everything)
+    titles = [html.unescape(text) for tag in ("title", "h1") for text in find_inside(everything, tag)]
+    assert titles == [f"title {HOSTILE}"] * 2
+    data = read_data(everything)
     assert data["title"] == f"title {HOSTILE}"
     assert (data["runs"][0]["notes"], data["runs"][0]["label"]) == ([HOSTILE], f"first {HOSTILE}")
     assert (data["comparison"], data["advice"]) == (comparison(), advice())
@@ -109,7 +110,7 @@ def test_any_names_read_back_from_a_page():
 
 def test_what_a_page_says_is_what_was_predicted(tmp_path):
     prediction = predicted()
-    (run,) = _data(_written(tmp_path, prediction=prediction))["runs"]
+    (run,) = read_data(write_page(tmp_path, prediction=prediction))["runs"]
     report = prediction.pop("report")
     assert {name: run[name] for name in prediction} == prediction
     for name in ("at_peak", "saved_for_backward"):
@@ -118,22 +119,22 @@ def test_what_a_page_says_is_what_was_predicted(tmp_path):
     timeline = run["timeline"]
     assert timeline["number"] == len(report["timeline"]) == len(timeline["events"])
     for name, series in timeline["series"].items():
-        assert series == [each[report["columns"].index(name)] for each in report["timeline"]]
+        assert series == [row[report["columns"].index(name)] for row in report["timeline"]]
     sums = [sum(values) for values in zip(*timeline["series"].values(), strict=True)]
     assert max(sums) == sums[timeline["events"].index(run["peak_event"])] == prediction["peak_bytes"]
 
 
 def test_a_page_of_a_run_that_could_not_be_seen(tmp_path):
-    (run,) = _data(_written(tmp_path, prediction=unseen()))["runs"]
+    (run,) = read_data(write_page(tmp_path, prediction=unseen()))["runs"]
     assert (run["timeline"], run["note"]) == (None, "compiled code: not attributed")
     assert run["at_peak"] == {"columns": [], "rows": []}
 
 
 def test_many_events_and_rows(tmp_path):
     """More events than any run of today has, and as many rows as a model of 126 layers."""
-    text = _written(tmp_path, prediction=wide(events=100_000, rows=4000))
+    text = write_page(tmp_path, prediction=wide(events=100_000, rows=4000))
     assert len(text.encode()) < 3_000_000
-    (run,) = _data(text)["runs"]
+    (run,) = read_data(text)["runs"]
     timeline = run["timeline"]
     assert timeline["number"] == 100_000
     assert MOST_COLUMNS <= len(timeline["events"]) <= MOST_COLUMNS + 3
@@ -146,8 +147,8 @@ def test_many_events_and_rows(tmp_path):
 def test_columns_are_the_highest_of_their_neighbours():
     rows = [[event, event / 2, (event * 37) % 101, event % 7] for event in range(1000)]
     kept = reduce_columns(rows, 10, keep=[555]).tolist()
-    expected = [max(rows[first : first + 100], key=lambda each: each[2] + each[3]) for first in range(0, 1000, 100)]
-    assert kept == sorted({tuple(each): each for each in [rows[0], *expected, rows[555], rows[-1]]}.values())
+    expected = [max(rows[first : first + 100], key=lambda row: row[2] + row[3]) for first in range(0, 1000, 100)]
+    assert kept == sorted({tuple(row): row for row in [rows[0], *expected, rows[555], rows[-1]]}.values())
     assert reduce_columns(rows, 1000).tolist() == rows
 
 
@@ -155,9 +156,9 @@ def test_reports_without_a_timeline_and_nan_are_refused(tmp_path):
     short = make_report()
     del short["report"]["timeline"]
     with pytest.raises(ValueError, match=r"prediction: expected a report with .*to_dict\(timeline=True\)"):
-        _written(tmp_path, prediction=short)
+        write_page(tmp_path, prediction=short)
     with pytest.raises(ValueError, match="other: expected a report with its timeline"):
-        _written(tmp_path, other=short)
+        write_page(tmp_path, other=short)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="not JSON compliant"):
         embed_json([float("nan")])
@@ -190,5 +191,5 @@ def test_pictures_are_drawn_and_their_legend_names_what_there_is(tmp_path, monke
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     draw_timeline(make_report()["report"], image, title="")
     (legend,) = figures[0].legends
-    there = [name for name in reversed(CATEGORIES) if name == "gradients" or make_report()["by_category"].get(name)]
-    assert [text.get_text() for text in legend.get_texts()] == [name.replace("_", " ") for name in there]
+    names = [name for name in reversed(CATEGORIES) if name == "gradients" or make_report()["by_category"].get(name)]
+    assert [text.get_text() for text in legend.get_texts()] == [name.replace("_", " ") for name in names]

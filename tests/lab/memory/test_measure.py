@@ -31,7 +31,7 @@ ALL = {"peak", "between steps", "saved for backward"}
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
 
-def _check(predicted, measured, names=ALL):
+def check_ratios(predicted, measured, names=ALL):
     ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(predicted, measured)}
     if measured.layout.world_size > 1:
         assert ratios["peak"] == pytest.approx(1, rel=GLOO)
@@ -42,18 +42,19 @@ def _check(predicted, measured, names=ALL):
 def test_the_debug_model_is_measured_as_it_is_predicted():
     config = changed(load_config(CONFIGS / "llama3_debug.toml"), model={"n_layers": 1}, training={"seq_len": 64})
     predicted, measured = predict_memory(config), measure_memory(config)
-    _check(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
+    check_ratios(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
     # The allocator's log has the same peak.
     assert measured.allocator_tensor_peak_bytes == pytest.approx(measured.prediction.peak_bytes, rel=1e-4)
     assert measured.allocator_peak_bytes >= measured.allocator_tensor_peak_bytes
-    ours, theirs = predicted.to_dict(), measured.to_dict()
-    assert set(ours) <= set(theirs)
-    assert set(ours["report"]) == set(theirs["report"])
-    assert theirs["device"] == "cpu"
-    saved = [row["module"] for row in ours["report"]["saved_for_backward"] if row["category"] == "saved_activations"]
-    assert "model.layers.0.mlp.gate_proj" in saved
-    assert not {"model.layers.0.mlp", "model.layers.0.input_layernorm"} & {*saved}  # they save their inputs only
-    json.dumps(theirs)
+    prediction, measurement = predicted.to_dict(), measured.to_dict()
+    assert set(prediction) <= set(measurement)
+    assert set(prediction["report"]) == set(measurement["report"])
+    assert measurement["device"] == "cpu"
+    rows = prediction["report"]["saved_for_backward"]
+    modules = {row["module"] for row in rows if row["category"] == "saved_activations"}
+    assert "model.layers.0.mlp.gate_proj" in modules
+    assert not {"model.layers.0.mlp", "model.layers.0.input_layernorm"} & modules  # they save their inputs only
+    json.dumps(measurement)
 
 
 MICRO_BATCHES = Training(seq_len=32, local_batch_size=2, global_batch_size=8, device="cpu")
@@ -89,7 +90,7 @@ def test_settings_of_a_run(tiny_config, ranks, section):
     config = replace(tiny_config, **section)
     predicted, measured = predict_memory(config, ranks), measure_memory(config, ranks)
     assert (measured.micro_batches, measured.layout.mesh) == (predicted.micro_batches, predicted.layout.mesh)
-    _check(predicted, measured, ALL if ranks > 1 else {"peak", "between steps"})
+    check_ratios(predicted, measured, ALL if ranks > 1 else {"peak", "between steps"})
     assert not torch.distributed.is_initialized()
 
 
@@ -114,9 +115,9 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
     inputs = eager.prediction.by_category["inputs"]
     assert model.peak.peak_bytes == pytest.approx(measured.allocator_tensor_peak_bytes - inputs, rel=WITHIN)
     assert measured.prediction.saved_by_forward_bytes > 0
-    there = measured.prediction.report["resident_bytes"]
-    assert there["parameters"] == eager.prediction.by_category["parameters"]
-    assert there["optimizer_state"] == eager.prediction.by_category["optimizer_state"]
+    resident = measured.prediction.report["resident_bytes"]
+    assert resident["parameters"] == eager.prediction.by_category["parameters"]
+    assert resident["optimizer_state"] == eager.prediction.by_category["optimizer_state"]
     ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(eager, measured)}
     assert ratios["saved activations"] is None
     assert 0.5 < ratios["peak"] < 2
@@ -127,12 +128,12 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
     assert cells[3][-3] == f"{ratios['peak']:.4f}"
 
 
-def _measured_with_even_load(config):
-    def evenly(scores, k, **_):
+def measure_with_even_load(config):
+    def choose_evenly(scores, k, **_):
         return SimpleNamespace(indices=(torch.arange(len(scores) * k) % scores.shape[1]).view(-1, k))
 
     resolved, layout = resolve(config, rank=dist.get_rank(), world_size=2)
-    with patch("quaver.lab.trainer.mixture.torch.topk", evenly):
+    with patch("quaver.lab.trainer.mixture.torch.topk", choose_evenly):
         return measure_rank(resolved, layout, Ranks(layout.rank, layout.rank, 2), torch.device("cpu"))
 
 
@@ -140,9 +141,9 @@ def _measured_with_even_load(config):
 def test_experts_that_ranks_split(tiny_config):
     model = replace(tiny_config.model, n_experts=4, top_k=2)
     config = replace(tiny_config, model=model, parallelism=Parallelism(expert_parallel_degree=2))
-    measured = run_on_ranks(2, _measured_with_even_load, config)[0]
+    measured = run_on_ranks(2, measure_with_even_load, config)[0]
     predicted = predict_memory(config, 2)
-    _check(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
+    check_ratios(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
     assert any("experts" in note for note in predicted.notes)
 
 
@@ -157,13 +158,13 @@ def test_a_rank_of_8_holds_an_eighth_of_the_parameters_of_llama_8b():
 def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_config, monkeypatch):
     sizes, train_step = [], TrainedModel.train_step
 
-    def counted(trained, number, batches):
+    def record_size(trained, number, batches):
         sizes.append(len(batches))
         return train_step(trained, number, batches)
 
-    monkeypatch.setattr(TrainedModel, "train_step", counted)
-    size = 3 * tiny_config.training.local_batch_size
-    predict_memory(changed(tiny_config, model={"n_layers": 1}, training={"global_batch_size": size}))
+    monkeypatch.setattr(TrainedModel, "train_step", record_size)
+    batch = {"global_batch_size": 3 * tiny_config.training.local_batch_size}
+    predict_memory(changed(tiny_config, model={"n_layers": 1}, training=batch))
     assert sizes == [1, 3]
 
 

@@ -1,5 +1,6 @@
 """Predictions of a step's memory: against measurements of real steps, by arithmetic, and what cannot be predicted."""
 
+import copy
 import json
 from itertools import product
 
@@ -17,10 +18,9 @@ from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.parallelize import pretend_mesh
 from tests.lab.memory.models import CPU, Block, check
+from tests.steps import assert_same
 
 SIZE = Size(sequences=2)
-
-
 QUICK = {
     ("linear", "bfloat16", "none"),
     ("attention", "tensorwise", "full"),
@@ -43,8 +43,8 @@ def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
     prediction = predict(case, SIZE)
     resident_bytes, usage = measure(case, SIZE, CPU)
     check(prediction, usage)
-    there = prediction.report["resident_bytes"]
-    assert sum(there.values()) - there["inputs"] == resident_bytes
+    resident = prediction.report["resident_bytes"]
+    assert sum(resident.values()) - resident["inputs"] == resident_bytes
     assert not dist.is_initialized()
 
 
@@ -58,7 +58,7 @@ def test_a_step_by_arithmetic(device):
     """All that autograd saves is an input of a matmul, and one of them also relu's result."""
     with torch.device(device):
         model = Block()
-    weights = [weight.detach().clone() for weight in model.parameters()]
+    weights = copy.deepcopy(model.state_dict())
     prediction = explain(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
     assert prediction.by_category["parameters"] == WEIGHT_BYTES
     assert prediction.by_category["optimizer_state"] == 2 * WEIGHT_BYTES + 2 * 4  # its steps are float32 numbers
@@ -73,20 +73,20 @@ def test_a_step_by_arithmetic(device):
     assert sum(prediction.by_category.values()) == sum(prediction.by("module").values()) == prediction.peak_bytes
     assert all(weight.grad is None for weight in model.parameters())
     if device == "cpu":
-        assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
+        assert_same(model.state_dict(), weights)
     json.dumps(prediction.to_dict(timeline=True))
 
 
 def test_persistent_scales_are_copied():
     model = convert_to_float8_training(Block(), config="delayed")
     state = float8_scaling_state(model).state_dict()
-    before = {name: value.clone() for name, value in state.items()}
+    before = copy.deepcopy(state)
     prediction = explain(model, (torch.empty(128, 64),))
     assert "quaver.cast_with_persistent_scale" in str(prediction.report["saved_for_backward"])
-    assert all(torch.equal(before[name], value) for name, value in state.items())
+    assert_same(state, before)
 
 
-def _sharded():
+def build_sharded_block():
     with pretend_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
         return fully_shard(Block(), mesh=mesh)
 
@@ -94,7 +94,7 @@ def _sharded():
 @pytest.mark.parametrize(
     ("build", "loss", "message"),
     [
-        (_sharded, None, "expected a model on one device, got up.weight with"),
+        (build_sharded_block, None, "expected a model on one device, got up.weight with"),
         (lambda: nn.Sequential(torch.compile(nn.Linear(64, 64))), None, r"torch.compile, got 0; use 0.compile\(\)"),
         (Block, lambda output: output, r"a loss of one number that depends on a parameter, got \[2, 64\]"),
         (lambda: nn.LSTM(64, 4), None, "expected a model that returns a tensor, got tuple"),

@@ -37,7 +37,7 @@ class ScaledLinear(nn.Linear):
         return F.linear(rows, self.weight / largest) * largest.t()
 
 
-def _predicted(second, **policy):
+def predict_network(second, **policy):
     with pretend_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
         first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
         last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
@@ -57,7 +57,8 @@ def _predicted(second, **policy):
 
 
 def test_the_tensor_the_policy_and_the_fix_in_own_code():
-    high, own, faulty = _predicted(nn.Linear), _predicted(ScaledLinear), _predicted(ScaledLinear, **FAULTY)
+    high, own = predict_network(nn.Linear), predict_network(ScaledLinear)
+    faulty = predict_network(ScaledLinear, **FAULTY)
     assert high.saved_by_forward_bytes - SAVED in range(16)  # the loss
     assert faulty.saved_by_forward_bytes - SAVED - WEIGHT in range(16)
     assert own.saved_by_forward_bytes - SAVED - DIM * BFLOAT16 in range(16)

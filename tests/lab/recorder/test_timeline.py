@@ -14,7 +14,7 @@ from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from quaver.lab.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.lab.recorder.allocator import measure_usage, pause_garbage_collection
 from quaver.recipes.config import ScalingGranularity
-from tests.lab.memory.models import CPU, Block, stack
+from tests.lab.memory.models import CPU, Block, build_stack
 from tests.ranks import on_ranks
 
 ROWS, COLUMNS, OUT = 32, 64, 96
@@ -101,11 +101,11 @@ def test_what_a_linear_saves_by_hand(recipe, expected):
     assert report["saved_bytes"] == expected
     rows = [row for row in report["saved_for_backward"] if row["saved_in"] == "1"]
     saved = max((row for row in rows if row["category"] == "saved_activations"), key=lambda row: row["bytes"])
-    looks = saved["operator"], saved["module"], saved["dtype"], saved["shape"]
+    facts = saved["operator"], saved["module"], saved["dtype"], saved["shape"]
     if recipe in (None, "rowwise_with_gw_hp"):
-        assert looks == ("aten.mul.Tensor", "0", "bfloat16", [ROWS, COLUMNS])
+        assert facts == ("aten.mul.Tensor", "0", "bfloat16", [ROWS, COLUMNS])
     else:
-        assert looks == (f"quaver::cast (quaver.cast_{recipe})", "1", "float8_e4m3fn", [ROWS, COLUMNS])
+        assert facts == (f"quaver::cast (quaver.cast_{recipe})", "1", "float8_e4m3fn", [ROWS, COLUMNS])
     if recipe is None:
         weights = [(row["bytes"], row["module"]) for row in rows if row["category"] == "parameters"]
         assert weights == [(OUT * COLUMNS * BFLOAT16_BYTES, "1")]
@@ -150,7 +150,7 @@ def test_a_storage_that_is_emptied_and_filled_again_by_hand():
 
 
 def test_sums_names_and_spans_of_a_whole_step():
-    model, input = stack(), torch.randn(ROWS, 64)
+    model, input = build_stack(), torch.randn(ROWS, 64)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     first = record_step(model, input, optimizer)
     report = record_step(model, input, optimizer)
