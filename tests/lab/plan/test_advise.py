@@ -18,7 +18,7 @@ from quaver.lab.plan.changes import format_flags, gather_least, list_combination
 from quaver.lab.plan.compute import count_recomputed_flops
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.step_cost import compute_step_cost
-from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Training
+from quaver.lab.settings import ActivationCheckpoint, Float8, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.trainer.loss import compute_next_token_loss
@@ -53,44 +53,44 @@ def test_recomputed_flops_are_what_torch_counts_more(tiny_config, mode):
                 compute_next_token_loss(model(tokens), tokens).backward()
         counted.append(counter.get_total_flops())
     run, every_2nd = (
-        make_planned_run(*resolve(replace(config, activation_checkpoint=MODES[each]))) for each in (mode, "2")
+        make_planned_run(*resolve(replace(config, activation_checkpoint=MODES[name]))) for name in (mode, "2")
     )
     assert tokens.numel() * 3 * count_recomputed_flops(replace(run, seq_len=32)) == counted[1] - counted[0] > 0
     assert (run.checkpointed_blocks, every_2nd.checkpointed_blocks) == (3, 1)
     assert count_recomputed_flops(make_planned_run(*resolve(tiny_config))) == 0
 
 
-def _costs(words, ranks=8, spec=H100):
+def compute_costs(words, ranks=8, spec=H100):
     config = load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(words)]))
     return compute_step_cost(*resolve(config, rank=0, world_size=ranks), spec)
 
 
 def test_costs_of_a_step():
-    none, op, full = (_costs(f"--activation_checkpoint.mode {mode}") for mode in ("none", "selective", "full"))
+    none, op, full = (compute_costs(f"--activation_checkpoint.mode {mode}") for mode in ("none", "selective", "full"))
     model = load_config(LLAMA_8B).model
     assert none.step_flops == 8192 * count_training_flops_per_token(model, 8192)
     assert none.recomputed_flops == 0 < op.recomputed_flops < full.recomputed_flops
     assert full.step_flops == none.step_flops + full.recomputed_flops
     assert none.modelled_s < op.modelled_s < full.modelled_s
     alone = "--float8.enable_fsdp_float8_all_gather false --float8.precompute_float8_dynamic_scale_for_fsdp false"
-    bfloat16 = _costs(f"{alone} --float8.enable_float8_linear false")
+    bfloat16 = compute_costs(f"{alone} --float8.enable_float8_linear false")
     assert bfloat16.modelled_s > op.modelled_s
     # The loss, the optimizer and the copies of FSDP2 count, and no GPU is faster than its data sheet says.
     assert bfloat16.step_flops / 989.4e12 < bfloat16.modelled_s < 2.5 * bfloat16.step_flops / 989.4e12
-    twice = _costs("--training.global_batch_size 16")
+    twice = compute_costs("--training.global_batch_size 16")
     assert (twice.step_flops, twice.recomputed_flops) == (2 * op.step_flops, 2 * op.recomputed_flops)
     assert 1.9 * op.modelled_s < twice.modelled_s < 2 * op.modelled_s  # one optimizer step
-    split = _costs("--parallelism.tensor_parallel_degree 2")
+    split = compute_costs("--parallelism.tensor_parallel_degree 2")
     assert split.step_flops == op.step_flops // 2
     assert op.modelled_s / 2 < split.modelled_s < op.modelled_s  # ranks wait for each other
-    assert _costs("", spec=None).modelled_s is None
-    assert _costs("--training.mixed_precision_param float32").modelled_s is None
-    budget = _costs("--activation_checkpoint.mode memory_budget")
+    assert compute_costs("", spec=None).modelled_s is None
+    assert compute_costs("--training.mixed_precision_param float32").modelled_s is None
+    budget = compute_costs("--activation_checkpoint.mode memory_budget")
     assert (budget.recomputed_flops, budget.modelled_s, budget.step_flops) == (None, None, none.step_flops)
 
 
 def test_flags_of_a_change_parse_to_its_config():
-    config = replace(load_config(LLAMA_8B), training=replace(load_config(LLAMA_8B).training, local_batch_size=4))
+    config = changed(load_config(LLAMA_8B), training={"local_batch_size": 4})
     _, layout = resolve(config, world_size=8)
     changes = [*list_single_changes(config, layout, 32), *list_combinations(config, 32)]
     assert len({change.name for change in changes}) > 40
@@ -107,8 +107,7 @@ def test_flags_of_a_change_parse_to_its_config():
 
 
 def test_settings_that_the_trainer_refuses_have_its_error(tiny_config):
-    config = changed(tiny_config, training={"compile": True})
-    config = replace(config, parallelism=Parallelism(tensor_parallel_degree=2))
+    config = changed(tiny_config, training={"compile": True}, parallelism={"tensor_parallel_degree": 2})
     changes = {change.name: change for change in list_single_changes(config, resolve(config, world_size=2)[1], 2)}
     assert changes["activations: full"].config is None
     assert "torch 2.13 cannot compile" in changes["activations: full"].refusal
@@ -124,49 +123,47 @@ def test_persistent_scales_are_left_behind(tiny_config):
     assert changes["precision: bfloat16"].float8 == Float8(enable_float8_linear=False, recipe_name="delayed")
 
 
-class _Peaks:
-    """Peaks by arithmetic, in the place of predictions, and what was asked for."""
+class FakePeaks:
+    """Computes peaks by arithmetic in place of predictions, and keeps the configs that it was called with."""
 
     def __init__(self):
-        self.asked = []
+        self.configs = []
         self.saves = {"residual": 0, "optimizer": 0, "stored": 0}
 
     def bytes(self, config):
         mode = config.activation_checkpoint
-        kept = {"none": 100, "selective": 60 if mode.selective_ac_option == "op" else 70, "full": 30}[mode.mode]
-        kept += 0 if config.float8.enable_float8_linear else 20
+        sequence = {"none": 100, "selective": 60 if mode.selective_ac_option == "op" else 70, "full": 30}[mode.mode]
+        sequence += 0 if config.float8.enable_float8_linear else 20
         gathered = {"default": 8, "always": 4, "never": 20}[config.parallelism.fsdp_reshard_after_forward]
-        is_set = {
-            "residual": config.training.residual_dtype == "bfloat16",
-            "optimizer": config.optimizer.name == "Float8AdamW",
-            "stored": config.activation_checkpoint.store_in_float8,
-        }
-        saved = sum(self.saves[name] for name, value in is_set.items() if value)
-        return 50 + kept * config.training.local_batch_size + gathered - config.training.compile - saved
+        saved = self.saves["residual"] * (config.training.residual_dtype == "bfloat16")
+        saved += self.saves["optimizer"] * (config.optimizer.name == "Float8AdamW")
+        saved += self.saves["stored"] * config.activation_checkpoint.store_in_float8
+        return 50 + sequence * config.training.local_batch_size + gathered - config.training.compile - saved
 
     def predict(self, config, ranks):
-        self.asked.append(config)
+        self.configs.append(config)
         return SimpleNamespace(prediction=SimpleNamespace(peak_bytes=self.bytes(config)))
 
 
 @pytest.fixture
 def peaks():
-    found = _Peaks()
-    with patch(f"{ADVISE}.predict_memory", found.predict):
-        yield found
+    peaks = FakePeaks()
+    with patch(f"{ADVISE}.predict_memory", peaks.predict):
+        yield peaks
 
 
-def _advice(fit_bytes, **settings):
+def advise_llama(fit_bytes, **settings):
     return advise(replace(load_config(LLAMA_8B), **settings), 8, fit_bytes=fit_bytes, device="H100")
 
 
 EAGER = Training(seq_len=8192, local_batch_size=2)
+HALF_THE_BATCH = "activations: none checkpointed; local batch size: 1"
 
 
 @pytest.mark.parametrize(
     ("fit_bytes", "settings", "peak_bytes", "change"),
     [
-        (200, {"activation_checkpoint": MODES["full"]}, 158, "activations: none checkpointed; local batch size: 1"),
+        (200, {"activation_checkpoint": MODES["full"]}, 158, HALF_THE_BATCH),
         # In rowwise float8 it would be modelled as 1 % faster, which the model cannot tell.
         (1000, {"activation_checkpoint": MODES["none"]}, 258, AS_CONFIGURED),
         # The least that a batch of 2 without checkpointing takes is 254 bytes.
@@ -176,7 +173,7 @@ EAGER = Training(seq_len=8192, local_batch_size=2)
     ids=["half the batch", "as configured", "gathering less", "nothing fits"],
 )
 def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
-    advice = _advice(fit_bytes, training=EAGER, **settings)
+    advice = advise_llama(fit_bytes, training=EAGER, **settings)
     if peak_bytes is None:
         assert advice.best is None
         assert advice.rows[advice.nearest].peak_bytes == min(row.peak_bytes for row in advice.rows if row.peak_bytes)
@@ -196,18 +193,15 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
 @pytest.mark.parametrize(
     ("fit_bytes", "best"),
     [
-        (158, "activations: none checkpointed; local batch size: 1"),
-        (
-            145,
-            "activations: none checkpointed; local batch size: 1; residual stream: bfloat16; optimizer states: float8",
-        ),
+        (158, HALF_THE_BATCH),
+        (145, f"{HALF_THE_BATCH}; residual stream: bfloat16; optimizer states: float8"),
         (40, None),
     ],
 )
 def test_less_precise_storage_comes_after_equally_fast_settings(peaks, fit_bytes, best):
     """A batch of 1 without checkpointing takes 158 bytes; what is less precise is added where that does not fit."""
     peaks.saves = {"residual": 4, "optimizer": 10, "stored": 20}
-    advice = _advice(fit_bytes, training=EAGER)
+    advice = advise_llama(fit_bytes, training=EAGER)
     assert (None if advice.best is None else advice.rows[advice.best].change) == best
     singles = {row.change: row.difference_bytes for row in advice.rows if row.change.count(";") == 0}
     assert singles["optimizer states: float8"] == -10
@@ -216,10 +210,10 @@ def test_less_precise_storage_comes_after_equally_fast_settings(peaks, fit_bytes
 
 
 def test_every_setting_is_predicted_once_as_the_run_is(peaks):
-    advice = _advice(157, training=Training(seq_len=8192, local_batch_size=1, compile=True))
-    assert len(set(peaks.asked)) == len(peaks.asked) == sum(row.peak_bytes is not None for row in advice.rows)
-    assert all(config.training.compile for config in peaks.asked)
-    assert peaks.asked[0].activation_checkpoint.mode == "selective"
+    advice = advise_llama(157, training=Training(seq_len=8192, local_batch_size=1, compile=True))
+    assert len(set(peaks.configs)) == len(peaks.configs) == sum(row.peak_bytes is not None for row in advice.rows)
+    assert all(config.training.compile for config in peaks.configs)
+    assert peaks.configs[0].activation_checkpoint.mode == "selective"
     assert (advice.rows[0].change, advice.rows[0].difference_bytes) == (AS_CONFIGURED, 0)
     best = advice.rows[advice.best]
     assert (best.change, best.peak_bytes) == ("activations: none checkpointed", 157)
@@ -232,19 +226,19 @@ def test_an_error_of_the_cost_model_is_no_refusal(peaks, monkeypatch):
 
     monkeypatch.setattr(f"{ADVISE}.compute_step_cost", fail)
     with pytest.raises(ValueError, match="tasks that wait"):
-        _advice(None)
+        advise_llama(None)
 
 
 def test_a_setting_that_the_trainer_refuses_is_one_row(peaks):
     nothing_in_float8 = replace(load_config(LLAMA_8B).float8, filter_fqns=("proj", "lm_head"))
-    advice = _advice(200, float8=nothing_in_float8)
+    advice = advise_llama(200, float8=nothing_in_float8)
     assert advice.rows[0].cost is None
 
 
 def test_least_gathered(tiny_config):
     config = replace(tiny_config, float8=Float8())
     _, layout = resolve(config, world_size=2)
-    (change,) = (each for each in list_combinations(config, 4) if each.config == config)
+    (change,) = (change for change in list_combinations(config, 4) if change.config == config)
     fewer = gather_least(change, layout)
     assert fewer.config.parallelism.fsdp_reshard_after_forward == "always"
     assert fewer.config.float8.enable_fsdp_float8_all_gather

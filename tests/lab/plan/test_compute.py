@@ -16,11 +16,19 @@ from quaver.roofline.attention import choose_kernel, predict_attention_seconds
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
 
-LEDGERS = {each["name"]: each for each in json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]}
+RECORDED = json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]
+LEDGERS = {ledger["name"]: ledger for ledger in RECORDED}
 MODEL = Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336)
 RUN = PlannedRun(MODEL, 8192, 2, residual_bytes=2, parameter_bytes=2)
+TENSORWISE = replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
 H200 = find_device_spec("h200")
+CLUSTER = Cluster(H200)
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
+
+
+def time_both(run):
+    """The seconds of a block's forward and backward."""
+    return sum(time_block(run, CLUSTER))
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", *RECIPES])
@@ -30,34 +38,30 @@ def test_one_rank_equals_the_ledger(recipe, monkeypatch):
     name, run = "bfloat16", RUN
     if recipe != "bfloat16":
         name, run = f"quaver {recipe}", replace(RUN, recipe=Float8LinearRecipeName(recipe))
-    times = time_block(run, Cluster(H200))
+    times = time_block(run, CLUSTER)
     counted = sum(LEDGERS[name]["milliseconds"].values())
     assert 1e3 * (times.forward + times.backward) == pytest.approx(counted, rel=0.05)
     assert times.recomputed == 0
 
 
 def test_selective_checkpointing_recomputes_less_than_full():
-    cluster = Cluster(H200)
-    of = {
-        mode: time_block(replace(RUN, checkpointing=mode, checkpointed_blocks=32), cluster) for mode in ("op", "full")
-    }
-    assert 0 < of["op"].recomputed < of["full"].recomputed < of["full"].forward
-    assert of["op"][:2] == of["full"][:2] == time_block(RUN, cluster)[:2]
+    runs = [replace(RUN, checkpointing=mode, checkpointed_blocks=32) for mode in ("op", "full")]
+    op, full = (time_block(run, CLUSTER) for run in runs)
+    assert 0 < op.recomputed < full.recomputed < full.forward
+    assert op[:2] == full[:2] == time_block(RUN, CLUSTER)[:2]
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_shares_of_tensor_parallel_ranks_are_no_faster_than_a_part(recipe):
     run = replace(RUN, recipe=recipe and Float8LinearRecipeName(recipe))
-    whole, share = (sum(time_block(replace(run, tensor=tensor), Cluster(H200))) for tensor in (1, 8))
+    whole, share = (time_both(replace(run, tensor=tensor)) for tensor in (1, 8))
     assert whole / 8 < share < whole
 
 
 def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
-    cluster, tensorwise = Cluster(H200), replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
-    none, half, whole = (
-        sum(time_block(replace(tensorwise, in_float8=dict.fromkeys(SEVEN, share)), cluster)) for share in (0, 0.5, 1)
-    )
-    assert none == pytest.approx(sum(time_block(RUN, cluster)))
+    shares = [replace(TENSORWISE, in_float8=dict.fromkeys(SEVEN, share)) for share in (0, 0.5, 1)]
+    none, half, whole = map(time_both, shares)
+    assert none == pytest.approx(time_both(RUN))
     assert half == pytest.approx((none + whole) / 2)
 
 
@@ -87,19 +91,17 @@ def test_states_of_bfloat16_parameters(tiny_config, name, expected):
 
 
 def test_slower_settings_take_longer():
-    cluster, rowwise = Cluster(H200), replace(RUN, recipe=Float8LinearRecipeName.ROWWISE)
-    tensorwise = replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
-    base = sum(time_block(tensorwise, cluster))
-    assert base < sum(time_block(rowwise, cluster)) < sum(time_block(RUN, cluster))
-    assert base < sum(time_block(replace(tensorwise, compiled=False), cluster))
-    assert base == sum(time_block(replace(tensorwise, attention="cudnn"), cluster))  # torch's choice on an H200
-    assert base < sum(time_block(replace(tensorwise, attention="flash"), cluster))
-    split = replace(tensorwise, tensor=8)
-    assert sum(time_block(split, cluster)) < sum(time_block(replace(split, async_tensor=True), cluster))
-    assert sum(time_block(split, cluster)) < sum(time_block(replace(split, casts_gathered=True), cluster))
-    assert sum(time_head(split, cluster)) < sum(time_head(tensorwise, cluster)) / 7
-    assert sum(time_block(rowwise, cluster)) < sum(time_block(replace(rowwise, rescales_rows=True), cluster))
-    assert base == sum(time_block(replace(tensorwise, rescales_rows=True), cluster))
+    rowwise, split = replace(RUN, recipe=Float8LinearRecipeName.ROWWISE), replace(TENSORWISE, tensor=8)
+    base = time_both(TENSORWISE)
+    assert base < time_both(rowwise) < time_both(RUN)
+    assert base < time_both(replace(TENSORWISE, compiled=False))
+    assert base == time_both(replace(TENSORWISE, attention="cudnn"))  # torch's choice on an H200
+    assert base < time_both(replace(TENSORWISE, attention="flash"))
+    assert time_both(split) < time_both(replace(split, async_tensor=True))
+    assert time_both(split) < time_both(replace(split, casts_gathered=True))
+    assert sum(time_head(split, CLUSTER)) < sum(time_head(TENSORWISE, CLUSTER)) / 7
+    assert time_both(rowwise) < time_both(replace(rowwise, rescales_rows=True))
+    assert base == time_both(replace(TENSORWISE, rescales_rows=True))
 
 
 def test_torch_takes_cudnn_on_hopper_and_blackwell_of_data_centers():
@@ -122,5 +124,5 @@ def test_attention_is_as_fast_as_measured(device, kernel, seq_len, forward, back
     tokens, queries = 10**6, 4096
     both = predict_attention_seconds(queries, tokens, seq_len, find_device_spec(device), kernel)
     flops = (2 * queries * seq_len * tokens, 5 * queries * seq_len * tokens)
-    found = [each / seconds / 1e12 for each, seconds in zip(flops, both, strict=True)]
-    assert found == pytest.approx([forward, backward], rel=0.06)
+    tflops_per_s = [count / seconds / 1e12 for count, seconds in zip(flops, both, strict=True)]
+    assert tflops_per_s == pytest.approx([forward, backward], rel=0.06)

@@ -18,6 +18,7 @@ from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.roofline.device_specs import find_device_spec
+from tests.lab.trainer.runs import changed
 from tests.thinned import at_night
 
 pytest.importorskip("triton")
@@ -42,30 +43,30 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     entries = list_block_entries(config, 2, H200)
     ledger = Ledger(precision, "H200", entries, ())
     expected = COUNTS[BFLOAT16 if precision == BFLOAT16 else f"quaver {precision}"]
-    found, halves = ledger.counts(), 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
+    counts, halves = ledger.counts(), 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
     fused = "hp_bytes", "casts_bytes"  # a cast may be in the kernel that rotates
-    same = found.keys() - {"saved_bytes", *fused}
-    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
-    assert sum(expected[name] - found[name] for name in fused) == halves
+    same = counts.keys() - {"saved_bytes", *fused}
+    assert {name: counts[name] for name in same} == {name: expected[name] for name in same}
+    assert sum(expected[name] - counts[name] for name in fused) == halves
 
     monkeypatch.setattr(counted, "list_block_entries", lambda *_: entries)
     monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
     run, cluster = replace(make_planned_run(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = count_costs(config, 2, run, cluster)
-    blocks = [
-        span.end_s - span.start_s
-        for span in simulate(build_step(run, cluster, costs)).spans
-        if "of block 1" in span.task.name
-    ]
-    assert 1e3 * sum(blocks) == pytest.approx(sum(sum_milliseconds(ledger, H200).values()))
+    spans = [span for span in simulate(build_step(run, cluster, costs)).spans if "of block 1" in span.task.name]
+    seconds = sum(span.end_s - span.start_s for span in spans)
+    assert 1e3 * seconds == pytest.approx(sum(sum_milliseconds(ledger, H200).values()))
     assert costs.head == Costs.of(run, cluster).head
+
+
+def split_in_two(precision):
+    return changed(with_precision(CONFIG, precision), parallelism={"tensor_parallel_degree": 2})
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["tensorwise", "rowwise"])
 def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
-    config = with_precision(CONFIG, precision)
-    config = replace(config, parallelism=replace(config.parallelism, tensor_parallel_degree=2))
+    config = split_in_two(precision)
     whole, share = list_block_entries(with_precision(CONFIG, precision), 1, H200), list_block_entries(config, 2, H200)
     assert not any("c10d" in entry.name for entry in share)
     assert sum(entry.flops for entry in whole) == 2 * sum(entry.flops for entry in share)
@@ -76,16 +77,14 @@ def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
 @pytest.mark.parametrize("precision", ["tensorwise", "rowwise"])
 def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(precision):
     """Neither of weights, whose scales ranks agree on, nor of inputs that it can compute again."""
-    config = with_precision(CONFIG, precision)
-    config = replace(config, parallelism=replace(config.parallelism, tensor_parallel_degree=2))
-    saved = [each for graph in compile_block(config, 2, H200) for each in graph.saved if each.is_float8]
+    graphs = compile_block(split_in_two(precision), 2, H200)
+    saved = [tensor for graph in graphs for tensor in graph.saved if tensor.is_float8]
     tokens = STEP.local_batch_size * STEP.seq_len
-    assert [each.elements for each in saved] == [tokens * MODEL.dim] * 2  # of q, k and v, and of gate and up
+    assert [tensor.elements for tensor in saved] == [tokens * MODEL.dim] * 2  # of q, k and v, and of gate and up
 
 
 def test_blocks_that_differ_are_not_counted():
-    config = with_precision(CONFIG, "tensorwise")
-    config = replace(config, float8=replace(config.float8, skip_first_layers=1))
+    config = changed(with_precision(CONFIG, "tensorwise"), float8={"skip_first_layers": 1})
     run = make_planned_run(*resolve(config, rank=0, world_size=1))
     with pytest.raises(NotImplementedError, match="expected blocks that are alike, got .*_proj in float8 in some"):
         count_costs(config, 1, run, Cluster(H200))

@@ -27,17 +27,17 @@ CONFIGS = Path(__file__).parents[3] / "train_configs"
 EP = {"model": {"n_experts": 4, "n_shared_experts": 1}, "parallelism": {"expert_parallel_degree": 2}}
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """What an optimizer of meta tensors stores after its first step; AdamW counts steps in a float32."""
     size = 0
     for part in list_parts(optimizer):
-        is_muon = isinstance(part, torch.optim.Muon)
+        copies, count = (1, 0) if isinstance(part, torch.optim.Muon) else (2, 4)
         for group in part.param_groups:
             for parameter in group["params"]:
                 if isinstance(part, Float8Optimizer):
                     size += sum(get_local_tensor(value).nbytes for value in make_state(parameter, group).values())
                 else:
-                    size += get_local_tensor(parameter).nbytes * (1 if is_muon else 2) + (0 if is_muon else 4)
+                    size += copies * get_local_tensor(parameter).nbytes + count
     return size
 
 
@@ -59,18 +59,18 @@ def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
     _, model = make_models(config, torch.device("cpu")).first
     with pretend_mesh(layout) as mesh:
         parallelize(model, config, mesh)
-        parts = [each for parameter in model.parameters() for each in list_plain_tensors(parameter)]
-        states = state_bytes(build_optimizer(model, config.optimizer))
+        parts = [tensor for parameter in model.parameters() for tensor in list_plain_tensors(parameter)]
+        states = count_state_bytes(build_optimizer(model, config.optimizer))
     estimate = Estimate(config, layout)
-    assert estimate.parameters == sum(each.nbytes for each in parts)
+    assert estimate.parameters == sum(tensor.nbytes for tensor in parts)
     assert estimate.states == states
 
 
-def _with(name: str, tensor: int, batch: int, mode: str, recipe: str, is_compiled: bool = True):
-    gathers = recipe == "tensorwise"
-    float8 = {"enable_float8_linear": recipe != "bfloat16", "enable_fsdp_float8_all_gather": gathers}
-    float8 |= {"precompute_float8_dynamic_scale_for_fsdp": gathers}
+def make_config(name: str, tensor: int, batch: int, mode: str, recipe: str, is_compiled: bool = True):
+    float8 = {"enable_float8_linear": recipe != "bfloat16"}
     float8 |= {"recipe_name": "tensorwise" if recipe == "bfloat16" else recipe}
+    names = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    float8 |= dict.fromkeys(names, recipe == "tensorwise")
     return changed(
         load_config(CONFIGS / f"{name}.toml"),
         training={"local_batch_size": batch, "compile": is_compiled},
@@ -81,33 +81,31 @@ def _with(name: str, tensor: int, batch: int, mode: str, recipe: str, is_compile
 
 
 PEAKS = [
-    (8, "llama3_8b", 1, 1, "selective", "bfloat16", True, 35739212952),
-    (8, "llama3_8b", 1, 1, "none", "tensorwise", True, 45723756440),
-    (64, "llama3_8b", 2, 2, "none", "bfloat16", True, 49323248280),
-    (256, "llama3_70b", 8, 2, "selective", "tensorwise", True, 31608769410),
-    (256, "llama3_70b", 1, 1, "selective", "rowwise", True, 99794476248),
-    (64, "llama3_70b", 4, 4, "none", "tensorwise", True, 193653521496),
-    (64, "mixture_30b_a3b", 1, 1, "selective", "rowwise", True, 22840871768),
-    (64, "mixture_30b_a3b", 1, 2, "full", "bfloat16", True, 16964693464),
-    (8, "llama3_8b", 1, 1, "selective", "rowwise", False, 35739212952),
-    (8, "llama3_8b", 1, 1, "none", "tensorwise", False, 54851610008),
-    (8, "llama3_8b", 1, 1, "none", "bfloat16", False, 67417742488),
+    (8, ("llama3_8b", 1, 1, "selective", "bfloat16", True), 35739212952),
+    (8, ("llama3_8b", 1, 1, "none", "tensorwise", True), 45723756440),
+    (64, ("llama3_8b", 2, 2, "none", "bfloat16", True), 49323248280),
+    (256, ("llama3_70b", 8, 2, "selective", "tensorwise", True), 31608769410),
+    (256, ("llama3_70b", 1, 1, "selective", "rowwise", True), 99794476248),
+    (64, ("llama3_70b", 4, 4, "none", "tensorwise", True), 193653521496),
+    (64, ("mixture_30b_a3b", 1, 1, "selective", "rowwise", True), 22840871768),
+    (64, ("mixture_30b_a3b", 1, 2, "full", "bfloat16", True), 16964693464),
+    (8, ("llama3_8b", 1, 1, "selective", "rowwise", False), 35739212952),
+    (8, ("llama3_8b", 1, 1, "none", "tensorwise", False), 54851610008),
+    (8, ("llama3_8b", 1, 1, "none", "bfloat16", False), 67417742488),
 ]
-"""Ranks, file, tensor parallel degree, local batch, checkpointing, recipe, whether compiled, and the peak."""
+"""Ranks; file, tensor parallel degree, local batch, checkpointing, recipe, whether compiled; and the peak."""
 
 
-@pytest.mark.parametrize(("ranks", "name", "tensor", "batch", "mode", "recipe", "is_compiled", "peak"), PEAKS)
-def test_the_estimate_is_near_the_peak(ranks, name, tensor, batch, mode, recipe, is_compiled, peak):
-    config = _with(name, tensor, batch, mode, recipe, is_compiled)
-    assert estimate_peak(config, ranks) == pytest.approx(peak, rel=0.05)
+@pytest.mark.parametrize(("ranks", "settings", "peak"), PEAKS)
+def test_the_estimate_is_near_the_peak(ranks, settings, peak):
+    assert estimate_peak(make_config(*settings), ranks) == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("ranks", "name", "tensor", "batch", "mode", "recipe", "is_compiled", "peak"), PEAKS)
-def test_the_recorded_peaks_are_those_of_today(ranks, name, tensor, batch, mode, recipe, is_compiled, peak):
-    if not SEES_GATHERS:
-        pytest.skip("gathers into fake tensors go unseen in this torch")
-    assert peak_bytes(_with(name, tensor, batch, mode, recipe, is_compiled), ranks) == pytest.approx(peak, rel=0.01)
+@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+@pytest.mark.parametrize(("ranks", "settings", "peak"), PEAKS)
+def test_the_recorded_peaks_are_those_of_today(ranks, settings, peak):
+    assert peak_bytes(make_config(*settings), ranks) == pytest.approx(peak, rel=0.01)
 
 
 SMALL = TrainConfig(
@@ -124,10 +122,7 @@ CHANGES = [
     ({"activation_checkpoint": {"store_in_float8": True}, "float8": {"enable_float8_linear": False}}, -29.6),
     ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}, -58.9),
     ({"training": {"compile": True}, "activation_checkpoint": {"mode": "selective"}}, -71.4),
-    (
-        {"training": {"compile": True}, "activation_checkpoint": {"mode": "selective", "store_in_float8": True}},
-        -112.4,
-    ),
+    ({"training": {"compile": True}, "activation_checkpoint": {"mode": "selective", "store_in_float8": True}}, -112.4),
     ({"training": {"compile": True}, "activation_checkpoint": {"mode": "full", "store_in_float8": True}}, -136.4),
     ({"model": {"n_experts": 8, "hidden_dim": 512, "n_shared_experts": 1}}, 162.5),
     ({"data": {"document_mask": True}}, 25.2),
@@ -161,8 +156,9 @@ def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
     assert estimate() > estimate(activation_checkpoint=second) > estimate(activation_checkpoint=full)
     assert estimate(2) > estimate(4) > estimate(8)
     assert estimate(parallelism={"fsdp_reshard_after_forward": "never"}) > estimate()
-    weights = 4 * sum(each.numel() for each in Llama(tiny_config.model).parameters())
+    weights = 4 * sum(parameter.numel() for parameter in Llama(tiny_config.model).parameters())
     batch = {"seq_len": 512, "dtype": "float32", "global_batch_size": 64 * tiny_config.training.local_batch_size}
-    every, last = (estimate_peak(changed(tiny_config, training={**batch, "reduce": each}), 4) for each in REDUCE[:2])
+    batches = [{**batch, "reduce": reduce} for reduce in REDUCE[:2]]
+    every, last = (estimate_peak(changed(tiny_config, training=training), 4) for training in batches)
     assert 0.7 * weights < last - every <= weights  # of each parameter float32 instead of this rank's quarter
     assert estimate() > estimate(optimizer={"name": "Muon"})

@@ -1,6 +1,6 @@
 """The collectives of one block, and of a step, are those that `quaver memory --links` counts in the trainer."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,6 +16,7 @@ from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import find_device_spec
+from tests.lab.trainer.runs import changed
 from tests.thinned import at_night
 
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
@@ -30,7 +31,7 @@ MODES = {
 }
 
 
-def config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1, model=DENSE, seq_len=384):
+def make_config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1, model=DENSE, seq_len=384):
     float8 = Float8(enable_float8_linear=False)
     if recipe != "bfloat16":
         float8 = Float8(recipe_name=recipe, enable_fsdp_float8_all_gather=gather)
@@ -45,35 +46,34 @@ def config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1
     )
 
 
-def of_a_block(trained):
-    """Numbers and bytes of the collectives of one block, by link and kind."""
-    sums = []
-    for layers in (2, 1):
-        deeper = replace(trained, model=replace(trained.model, n_layers=layers))
-        counted = defaultdict(lambda: [0, 0])
+def plan_run(config):
+    return make_planned_run(*resolve(config, rank=0, world_size=RANKS))
+
+
+def count_block_exchanges(config):
+    """The numbers and bytes of the collectives of one block, by link and kind, as `quaver memory --links` counts."""
+    numbers, sizes = Counter(), Counter()
+    for layers, sign in ((2, 1), (1, -1)):
         with predict_for("cuda"):
-            for each in predict_links(deeper, RANKS).traffic:
-                counted[each.link, each.kind][0] += each.number
-                counted[each.link, each.kind][1] += each.tensor_bytes
-        sums.append(counted)
-    deep, shallow = sums
-    found = {key: [a - b for a, b in zip(deep[key], shallow[key], strict=True)] for key in deep}
-    return {key: tuple(value) for key, value in found.items() if value[0]}
+            for traffic in predict_links(changed(config, model={"n_layers": layers}), RANKS).traffic:
+                numbers[traffic.link, traffic.kind] += sign * traffic.number
+                sizes[traffic.link, traffic.kind] += sign * traffic.tensor_bytes
+    return {key: (number, sizes[key]) for key, number in numbers.items() if number}
 
 
-def modelled(run):
-    """The same of the model."""
-    found = defaultdict(lambda: [0, 0])
+def model_block_exchanges(config):
+    """The same as the planner models it."""
+    run, numbers, sizes = plan_run(config), Counter(), Counter()
 
     def add(link, kind, number, tensor_bytes):
         if number:
-            found[link, kind][0] += number
-            found[link, kind][1] += number * tensor_bytes
+            numbers[link, kind] += number
+            sizes[link, kind] += number * tensor_bytes
 
     for backward in (False, True):
-        for each in list_block_exchanges(run, backward=backward):
-            split = "ep" if each.ranks < run.shard else "dp_shard"
-            add("tp" if run.tensor > 1 else split, each.kind, each.number, each.tensor_bytes)
+        for exchange in list_block_exchanges(run, backward=backward):
+            split = "ep" if exchange.ranks < run.shard else "dp_shard"
+            add("tp" if run.tensor > 1 else split, exchange.kind, exchange.number, exchange.tensor_bytes)
     for group in list_block_groups(run):
         link = "dp_shard / ep" if group.name == "experts" else "dp_shard"
         if group.shard > 1:
@@ -81,7 +81,7 @@ def modelled(run):
             add(link, "reduce_scatter", 1, GRADIENT_BYTES * group.parameters)
         if run.replicate > 1:
             add("dp_replicate", "all_reduce", 1, GRADIENT_BYTES * group.parameters / group.shard)
-    return {key: (number, round(size)) for key, (number, size) in found.items()}
+    return {key: (number, round(sizes[key])) for key, number in numbers.items()}
 
 
 RECIPES = ["bfloat16", *(recipe.value for recipe in Float8LinearRecipeName)]
@@ -93,88 +93,74 @@ ALWAYS = [("tensorwise", "op", True)]
     ("recipe", "mode", "gather"), [*ALWAYS, *at_night(case for case in dict.fromkeys(CASES) if case not in ALWAYS)]
 )
 def test_tensor_parallel_exchanges_are_those_that_the_trainer_starts(recipe, mode, gather):
-    trained = config(recipe, mode, gather=gather, tensor=2)
-    resolved, layout = resolve(trained, rank=0, world_size=RANKS)
-    found, counted = modelled(make_planned_run(resolved, layout)), of_a_block(trained)
+    config = make_config(recipe, mode, gather=gather, tensor=2)
+    modelled, counted = model_block_exchanges(config), count_block_exchanges(config)
     if gather:  # one all-reduce of a step has the amaxes of all weights' rows: it grows with the layers
-        assert found["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
-        found["tp", "all_reduce"] = counted["tp", "all_reduce"]
-    assert found == counted
+        assert modelled["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
+        modelled["tp", "all_reduce"] = counted["tp", "all_reduce"]
+    assert modelled == counted
 
 
 LAYOUTS = {
-    "replicas": config("tensorwise", gather=True, replicate=2),
-    "whole blocks of the sequence": config("blockwise", tensor=2, seq_len=512),
-    "experts split": config("rowwise", "op", expert=2, model=MIXTURE),
-    "experts split, shared experts": config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
+    "replicas": make_config("tensorwise", gather=True, replicate=2),
+    "whole blocks of the sequence": make_config("blockwise", tensor=2, seq_len=512),
+    "experts split": make_config("rowwise", "op", expert=2, model=MIXTURE),
+    "experts split, shared experts": make_config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_exchanges_of_other_layouts(name):
-    resolved, layout = resolve(LAYOUTS[name], rank=0, world_size=RANKS)
-    assert modelled(make_planned_run(resolved, layout)) == of_a_block(LAYOUTS[name])
+    assert model_block_exchanges(LAYOUTS[name]) == count_block_exchanges(LAYOUTS[name])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("filtered", ["mlp", "o_proj"])
 def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
-    trained = config("rowwise", tensor=2)
-    trained = replace(trained, float8=replace(trained.float8, filter_fqns=("lm_head", filtered)))
-    resolved, layout = resolve(trained, rank=0, world_size=RANKS)
-    found, counted = modelled(make_planned_run(resolved, layout)), of_a_block(trained)
+    config = changed(make_config("rowwise", tensor=2), float8={"filter_fqns": ("lm_head", filtered)})
+    modelled, counted = model_block_exchanges(config), count_block_exchanges(config)
     amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
-    assert found.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
-    assert found == counted
+    assert modelled.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
+    assert modelled == counted
 
 
 BFLOAT16 = Float8(enable_float8_linear=False)
 GATHERED = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
 
 
-def step_config(float8, *, replicate=1, tensor=1, micro_batches=1, reshard="default"):
+def make_step_config(float8, *, replicate=1, tensor=1, micro_batches=1, reshard="default"):
     batch = 2 * RANKS // tensor * micro_batches
     return TrainConfig(
         model=Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64),
         training=Training(seq_len=32, local_batch_size=2, global_batch_size=batch, device="cpu"),
         parallelism=Parallelism(
-            data_parallel_replicate_degree=replicate,
-            tensor_parallel_degree=tensor,
-            fsdp_reshard_after_forward=reshard,
+            data_parallel_replicate_degree=replicate, tensor_parallel_degree=tensor, fsdp_reshard_after_forward=reshard
         ),
         float8=float8,
     )
 
 
 STEPS = {
-    "bfloat16": step_config(BFLOAT16),
-    "two micro-batches, never resharded": step_config(BFLOAT16, micro_batches=2, reshard="never"),
-    "always resharded": step_config(BFLOAT16, reshard="always"),
-    "a float8 gather": step_config(GATHERED),
-    "replicas": step_config(GATHERED, replicate=2),
-    "tensor parallel": step_config(BFLOAT16, tensor=2),
+    "bfloat16": make_step_config(BFLOAT16),
+    "two micro-batches, never resharded": make_step_config(BFLOAT16, micro_batches=2, reshard="never"),
+    "always resharded": make_step_config(BFLOAT16, reshard="always"),
+    "a float8 gather": make_step_config(GATHERED),
+    "replicas": make_step_config(GATHERED, replicate=2),
+    "tensor parallel": make_step_config(BFLOAT16, tensor=2),
 }
 STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas", "tensor parallel"]
 
 
 @pytest.mark.parametrize("name", [*STEPS_ALWAYS, *at_night((name,) for name in STEPS if name not in STEPS_ALWAYS)])
 def test_a_step_issues_the_trainers_collectives(name):
-    resolved, layout = resolve(STEPS[name], rank=0, world_size=RANKS)
     with predict_for("cuda"):
         links = predict_links(STEPS[name], RANKS)
     counted = Counter()
     for traffic in links.traffic:
         counted[traffic.kind] += traffic.number
-    assert counted == Counter(_kinds(resolved, layout))
+    tasks = build_step(plan_run(STEPS[name]), Cluster.of(find_device_spec("h100"))).tasks
+    assert counted == Counter(task.kind for task in tasks if task.kind.startswith(("all_", "reduce_")))
     # norms stay in bfloat16 where matrices are gathered as codes, and shards are padded: a few percent of these sizes
-    sent = sum(task.sent_bytes for task in _step(resolved, layout).tasks)
+    sent = sum(task.sent_bytes for task in tasks)
     assert sent == pytest.approx(sum(size for _, size in links.sums.values()), rel=0.05)
-
-
-def _step(resolved, layout):
-    return build_step(make_planned_run(resolved, layout), Cluster.of(find_device_spec("h100")))
-
-
-def _kinds(resolved, layout):
-    return [task.kind for task in _step(resolved, layout).tasks if task.kind.startswith(("all_", "reduce_"))]

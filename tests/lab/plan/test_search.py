@@ -21,8 +21,9 @@ from quaver.lab.plan.step import build_step
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.roofline.device_specs import find_device_spec
+from tests.lab.trainer.runs import changed
 
-CONFIGS = Path(__file__).parents[3] / "train_configs"
+LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
 CLUSTER = Cluster.of(find_device_spec("h100"))
 GIB = 2**30
 
@@ -31,23 +32,24 @@ GIB = 2**30
 def known_memory():
     """Peaks by a rule in place of estimates: 10 GiB a sequence, 5 less with checkpointing, 2 more in bfloat16."""
 
-    def of(config, ranks):
-        saves = config.activation_checkpoint.mode == "none"
-        return GIB * (
-            config.training.local_batch_size * (10 if saves else 5) + 2 * (not config.float8.enable_float8_linear)
-        )
+    def estimate(config, ranks):
+        sequence = 10 if config.activation_checkpoint.mode == "none" else 5
+        return GIB * (config.training.local_batch_size * sequence + 2 * (not config.float8.enable_float8_linear))
 
-    with patch.object(searching, "estimate_peak", of):
+    with patch.object(searching, "estimate_peak", estimate):
         yield
 
 
 @cache
-def layouts(name="llama3_8b", ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=2):
-    config = load_config(CONFIGS / f"{name}.toml")
-    config = replace(config, model=replace(config.model, n_layers=blocks))
-    return list_layouts(
-        config, ranks, gpus_per_node=8, precisions=list(precisions), step_sequences=step_sequences, stores=False
-    )
+def make_layouts(ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=2):
+    config = changed(load_config(LLAMA_8B), model={"n_layers": blocks})
+    options = {"precisions": list(precisions), "step_sequences": step_sequences}
+    return list_layouts(config, ranks, gpus_per_node=8, **options, stores=False)
+
+
+def plan_last_layout(**options):
+    candidate = make_layouts(**options).candidates[-1]
+    return make_planned_run(candidate.config, candidate.layout)
 
 
 MICRO_BATCHES = {"ranks": 8, "precisions": (BFLOAT16,), "step_sequences": 48, "blocks": 6}
@@ -55,42 +57,39 @@ MICRO_BATCHES = {"ranks": 8, "precisions": (BFLOAT16,), "step_sequences": 48, "b
 
 @pytest.fixture(scope="module")
 def search_result(known_memory):
-    return search(layouts(), CLUSTER, 45 * GIB, top=4)
+    return search(make_layouts(), CLUSTER, 45 * GIB, top=4)
 
 
 @pytest.fixture(scope="module")
 def timed():
     """Every layout with its time, simulated."""
-    timed_layouts = []
-    for each in layouts().candidates:
-        run = make_planned_run(each.config, each.layout)
-        timed_layouts.append((each, run, estimate_seconds(run, CLUSTER) / run.step_tokens))
-    return timed_layouts
+    candidates = make_layouts().candidates
+    runs = [make_planned_run(candidate.config, candidate.layout) for candidate in candidates]
+    seconds = [estimate_seconds(run, CLUSTER) / run.step_tokens for run in runs]
+    return list(zip(candidates, runs, seconds, strict=True))
 
 
 def test_the_rows_are_the_fastest_that_fit(search_result, timed):
-    assert [row.tokens_per_s for row in search_result.rows] == sorted(
-        (row.tokens_per_s for row in search_result.rows), reverse=True
-    )
-    assert all(row.peak_bytes <= 45 * GIB for row in search_result.rows)
-    fastest = min(seconds for each, _, seconds in timed if searching.estimate_peak(each.config, 16) <= 45 * GIB)
-    assert search_result.rows[0].tokens_per_s == pytest.approx(1 / fastest / 16)
-    assert {row.candidate.precision for row in search_result.rows} == {BFLOAT16, "tensorwise"}
-    assert any(row.candidate.is_configured for row in search_result.rows)
+    rows = search_result.rows
+    speeds = [row.tokens_per_s for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(row.peak_bytes <= 45 * GIB for row in rows)
+    fitting = [seconds for layout, _, seconds in timed if searching.estimate_peak(layout.config, 16) <= 45 * GIB]
+    assert speeds[0] == pytest.approx(1 / min(fitting) / 16)
+    assert {row.candidate.precision for row in rows} == {BFLOAT16, "tensorwise"}
+    assert any(row.candidate.is_configured for row in rows)
 
 
-def test_few_blocks_and_micro_batches_tell_of_all():
-    candidate = layouts(**MICRO_BATCHES).candidates[-1]
-    run = make_planned_run(candidate.config, candidate.layout)
+def test_a_step_is_estimated_from_few_blocks_and_micro_batches():
+    run = plan_last_layout(**MICRO_BATCHES)
     assert run.micro_batches > 2
     assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("checkpointed", range(9))
 def test_the_estimate_counts_every_checkpointed_block(checkpointed):
-    candidate = layouts(ranks=8, blocks=8).candidates[-1]
-    run = replace(make_planned_run(candidate.config, candidate.layout), checkpointing="full")
-    run = replace(run, checkpointed_blocks=checkpointed)
+    run = plan_last_layout(ranks=8, blocks=8)
+    run = replace(run, checkpointing="full", checkpointed_blocks=checkpointed)
     assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=2e-3)
 
 
@@ -124,29 +123,28 @@ def test_the_bound_of_the_gain_has_the_rates_of_the_gpu(search_result):
 
 
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
-    candidate = layouts(**MICRO_BATCHES).candidates[-1]
-    run = make_planned_run(candidate.config, candidate.layout)
+    run = plan_last_layout(**MICRO_BATCHES)
     assert run.micro_batches > 2
     whole = simulate(build_step(run, CLUSTER))
     monkeypatch.setattr(searching, "MOST_TASKS", 1)
     timeline = searching.simulate_step(run, CLUSTER)
     assert len(timeline.spans) < len(whole.spans)
     assert timeline.seconds == pytest.approx(whole.seconds)
-    assert list_links(timeline) == [_approximate(link) for link in list_links(whole)]
+    assert list_links(timeline) == [make_approximate(link) for link in list_links(whole)]
     for kind in whole.kinds:
         assert (timeline.kind_s(kind), timeline.exposed_s(kind)) == pytest.approx(
             (whole.kind_s(kind), whole.exposed_s(kind)), abs=1e-9
         )
 
 
-def _approximate(link):
+def make_approximate(link):
     return Link(link.name, *(pytest.approx(value) for value in (link.sent_bytes, link.busy_s, link.exposed_s)))
 
 
 def test_no_step_is_faster_than_the_peak_of_its_gpu():
     """Attention counts as its causal half: all of it would be above the peak for sequences of a million tokens."""
-    candidate = layouts(ranks=8, precisions=(BFLOAT16,), blocks=4).candidates[-1]
-    long, spec = replace(make_planned_run(candidate.config, candidate.layout), seq_len=2**20), CLUSTER.spec
+    run, spec = plan_last_layout(ranks=8, precisions=(BFLOAT16,), blocks=4), CLUSTER.spec
+    long = replace(run, seq_len=2**20)
     seconds = estimate_seconds(long, replace(CLUSTER, sustained=1.0))
     as_usual = long.step_tokens * count_training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
     assert compute_share_of_peak(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
@@ -156,10 +154,10 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
 
 def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):
     simulated = []
-    spy = lambda *given: simulated.append(given) or estimate_seconds(*given)  # noqa: E731
+    spy = lambda *arguments: simulated.append(arguments) or estimate_seconds(*arguments)  # noqa: E731
     monkeypatch.setattr(searching, "estimate_seconds", spy)
     bounded = [searching.time_compute(candidate, run, 0, CLUSTER) for candidate, run, _ in timed]
-    first = [each.seconds_per_token(CLUSTER) for each in islice(searching.sort_by_speed(bounded, CLUSTER), 5)]
+    first = [row.seconds_per_token(CLUSTER) for row in islice(searching.sort_by_speed(bounded, CLUSTER), 5)]
     assert first == pytest.approx(sorted(seconds for *_, seconds in timed)[:5])
     assert len(simulated) < len(timed) / 3
 
@@ -167,7 +165,7 @@ def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):
 def test_a_slow_network_shows_what_waits():
     """At 1/40 of the rate the reduce-scatters in float32 are no longer hidden, and each link says how long it waits."""
     slow = replace(CLUSTER, network_gbps=10.0)
-    candidate = layouts().candidates[0]
+    candidate = make_layouts().candidates[0]
     run = make_planned_run(candidate.config, candidate.layout)
     row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
     (network,) = [link for link in list_links(row.timeline) if link.name == "network"]

@@ -25,10 +25,11 @@ def steps(draw):
     return step
 
 
-def critical_path(step):
+def sum_longest_path(step):
+    """The seconds of the tasks that wait for each other, on the path that takes longest."""
     ends = []
     for task in step.tasks:
-        ends.append(task.seconds + max((ends[each] for each in task.after), default=0.0))
+        ends.append(task.seconds + max((ends[earlier] for earlier in task.after), default=0.0))
     return max(ends)
 
 
@@ -40,26 +41,26 @@ def test_streams_run_one_task_at_a_time_and_wait_and_take_between_the_longest_pa
         spans = timeline.spans
         assert [span.task for span in spans] == step.tasks
         for span in spans:
-            assert all(spans[each].end_s <= span.start_s for each in span.task.after)
+            assert all(spans[earlier].end_s <= span.start_s for earlier in span.task.after)
         for stream in STREAMS:
-            of_stream = [span for span in spans if span.task.stream == stream]
-            assert all(one.end_s <= following.start_s for one, following in pairwise(of_stream))
+            ordered = [span for span in spans if span.task.stream == stream]
+            assert all(span.end_s <= following.start_s for span, following in pairwise(ordered))
         longest = max(sum(task.seconds for task in step.tasks if task.stream == stream) for stream in STREAMS)
         slowed = [task.seconds / (1 - contention) if "compute" in task.stream else task.seconds for task in step.tasks]
-        assert timeline.seconds >= max(longest, critical_path(step)) - TINY
+        assert timeline.seconds >= max(longest, sum_longest_path(step)) - TINY
         assert timeline.seconds <= sum(slowed) + 1e-9
         assert all(span.end_s - span.start_s >= span.task.seconds - TINY for span in spans)
 
 
 @settings(max_examples=15, deadline=None)
 @given(steps())
-def test_it_is_deterministic_and_each_task_ends_as_early_as_it_can(step):
+def test_a_simulation_is_deterministic_and_each_task_ends_as_early_as_it_can(step):
     """Without contention a task begins when its stream is free and what it waits for has ended."""
     spans = simulate(step, 0.0).spans
     assert spans == simulate(step, 0.0).spans
     free = dict.fromkeys(STREAMS, 0.0)
     for span in spans:
-        ready = max([free[span.task.stream], *(spans[each].end_s for each in span.task.after)])
+        ready = max([free[span.task.stream], *(spans[earlier].end_s for earlier in span.task.after)])
         assert span.start_s == pytest.approx(ready, abs=TINY)
         free[span.task.stream] = span.end_s
 
@@ -75,7 +76,7 @@ def test_a_collective_slows_its_ranks_compute_stream_while_it_runs():
     assert ends == [2.75, 2.0, 1.0, 1.5, 9.0]  # 1.5 s at half speed leave 1.25
 
 
-def test_sums_of_a_timeline():
+def test_a_timeline_sums_busy_and_exposed_seconds_by_stream_and_kind():
     step = SimulatedStep()
     first = step.add("gather", "NVLink", 1.0, kind="all_gather")
     step.add("forward", COMPUTE, 2.0, [first])

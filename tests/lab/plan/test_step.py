@@ -36,19 +36,25 @@ RUNS = {
 }
 
 
-def seconds(run, cluster=FAST):
+def time_step(run, cluster=FAST):
     return simulate(build_step(run, cluster)).seconds
+
+
+def count_collectives(name):
+    """The numbers of all-gathers, reduce-scatters and all-reduces of gradients."""
+    kinds = [task.kind for task in build_step(RUNS[name], FAST).tasks]
+    return kinds.count("all_gather"), kinds.count("reduce_scatter"), kinds.count("all_reduce") - 1
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_more_bandwidth_and_fewer_tokens_are_never_slower(name):
     run, spec = RUNS[name], FAST.spec
-    assert seconds(run) <= seconds(run, SLOW)
+    assert time_step(run) <= time_step(run, SLOW)
     nvlink = replace(FAST, spec=replace(spec, link_gb_per_s=2 * spec.link_gb_per_s))
     memory = replace(FAST, spec=replace(spec, memory_gb_per_s=2 * spec.memory_gb_per_s))
-    assert max(seconds(run, nvlink), seconds(run, memory)) <= seconds(run)
-    assert seconds(run) < seconds(run, replace(FAST, sustained=FAST.sustained / 2))
-    assert seconds(run) < seconds(replace(run, local_batch=2))
+    assert max(time_step(run, nvlink), time_step(run, memory)) <= time_step(run)
+    assert time_step(run) < time_step(run, replace(FAST, sustained=FAST.sustained / 2))
+    assert time_step(run) < time_step(replace(run, local_batch=2))
 
 
 def test_one_rank_sends_nothing_and_computes_all_the_time():
@@ -60,21 +66,23 @@ def test_one_rank_sends_nothing_and_computes_all_the_time():
 def test_a_step_has_its_share_of_a_checkpoint():
     """16 ranks in two nodes hold 12 bytes for each parameter: copied by each rank, written by two nodes."""
     held = 12 * (4 * (3 * 14336 * 4096 + 2 * 4096**2 + 2 * 4096 * 1024 + 2 * 4096) + 2 * 32000 * 4096)
-    plain, every_10th = seconds(BASE), replace(BASE, steps_between_saves=10)
-    assert seconds(every_10th) == pytest.approx(plain + held / 16 / 0.7e9 / 10)
+    plain, every_10th = time_step(BASE), replace(BASE, steps_between_saves=10)
+    assert time_step(every_10th) == pytest.approx(plain + held / 16 / 0.7e9 / 10)
     waiting = replace(every_10th, saves_in_background=False)
-    assert seconds(waiting) == pytest.approx(plain + held / 2 / 1e9 / 10)
-    assert seconds(waiting, replace(FAST, storage_gb_per_s=2.0)) == pytest.approx(plain + held / 2 / 2e9 / 10)
+    assert time_step(waiting) == pytest.approx(plain + held / 2 / 1e9 / 10)
+    assert time_step(waiting, replace(FAST, storage_gb_per_s=2.0)) == pytest.approx(plain + held / 2 / 2e9 / 10)
     replicas = replace(waiting, shard=8, replicate=2)
-    assert seconds(replicas) == pytest.approx(seconds(replace(replicas, steps_between_saves=0)) + held / 2 / 1e9 / 10)
+    assert time_step(replicas) == pytest.approx(
+        time_step(replace(replicas, steps_between_saves=0)) + held / 2 / 1e9 / 10
+    )
     timeline = simulate(build_step(waiting, FAST))
     assert timeline.exposed_s("checkpoint") == pytest.approx(held / 2 / 1e9 / 10)
 
 
 def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
-    assert seconds(RUNS["asynchronous"]) < seconds(RUNS["tensor parallel"])
+    assert time_step(RUNS["asynchronous"]) < time_step(RUNS["tensor parallel"])
     gathered, plain = RUNS["float8 gather"], replace(RUNS["float8 gather"], float8_gather=False)
-    assert seconds(gathered, SLOW) < 0.95 * seconds(plain, SLOW)
+    assert time_step(gathered, SLOW) < 0.95 * time_step(plain, SLOW)
     timeline = simulate(build_step(BASE, FAST))
     gathers = [task.seconds for task in build_step(BASE, FAST).tasks if task.kind == "all_gather"]
     assert timeline.exposed_s("all_gather") <= sum(gathers[:2]) * 1.001  # all but the first two are prefetched
@@ -84,23 +92,15 @@ def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
 
 def test_states_that_are_sharded_gather_and_reduce_once():
     groups = MODEL.n_layers + 2
-    gathers = collectives("last")[0]
-    assert collectives("states only") == (groups, groups, 0)
-    assert collectives("last") == (gathers, groups, 0)
-    assert collectives("last all-reduce") == (gathers, 3 * groups, groups)
-
-
-def collectives(name):
-    """The numbers of all-gathers, reduce-scatters and all-reduces of gradients."""
-    kinds = [task.kind for task in build_step(RUNS[name], FAST).tasks]
-    return kinds.count("all_gather"), kinds.count("reduce_scatter"), kinds.count("all_reduce") - 1
+    gathers = count_collectives("last")[0]
+    assert count_collectives("states only") == (groups, groups, 0)
+    assert count_collectives("last") == (gathers, groups, 0)
+    assert count_collectives("last all-reduce") == (gathers, 3 * groups, groups)
 
 
 def test_a_tied_projection_is_gathered_and_reduced_with_the_embedding():
     tied = replace(BASE, model=replace(MODEL, tie_word_embeddings=True))
-    moved = [
-        sum(task.sent_bytes for task in build_step(run, FAST).tasks if task.kind == "reduce_scatter")
-        for run in (BASE, tied)
-    ]
-    assert moved[0] - moved[1] == pytest.approx(4 * MODEL.vocab_size * MODEL.dim * 15 / 16)
-    assert seconds(tied) < seconds(BASE)
+    steps = [build_step(run, FAST).tasks for run in (BASE, tied)]
+    sent, sent_tied = (sum(task.sent_bytes for task in tasks if task.kind == "reduce_scatter") for tasks in steps)
+    assert sent - sent_tied == pytest.approx(4 * MODEL.vocab_size * MODEL.dim * 15 / 16)
+    assert time_step(tied) < time_step(BASE)

@@ -31,7 +31,7 @@ def test_the_tables_are_those_of_the_recorded_predictions(part, results):
     "names", [QUICK[::4], pytest.param(list(ROWS), marks=pytest.mark.nightly)], ids=["some", "all"]
 )
 def test_recorded_predictions_of_published_runs_are_the_models(names):
-    recorded = {each["name"]: each for each in PUBLISHED["rows"]}
+    recorded = {row["name"]: row for row in PUBLISHED["rows"]}
     assert list(recorded) == list(ROWS)
     for name in names:
         assert recorded[name]["published"] == ROWS[name].tokens_per_s_per_gpu
@@ -44,19 +44,19 @@ FARTHER = ("torchtitan-202412 70B 256gpu FSDP32 TP8", "torchtitan-issue1207 8B 4
 
 def test_recorded_memory_of_published_runs_is_near_the_estimate():
     rows = {row.name: row for row in plan_memory.with_memory() if not plan_memory.not_in_the_trainer(row)}
-    assert [each["name"] for each in MEMORY["rows"]] == list(rows)
-    for each in MEMORY["rows"]:
-        row = rows[each["name"]]
+    assert [row["name"] for row in MEMORY["rows"]] == list(rows)
+    for recorded in MEMORY["rows"]:
+        row = rows[recorded["name"]]
         estimate = estimate_peak(plan_memory.config_of(row), row.gpus)
-        assert each["trainer"] == pytest.approx(estimate, rel=0.05 if row.name in FARTHER else 0.03), row.name
-        if each["as_published"] is not None:  # live bytes are no more than what was reserved
-            assert each["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
+        assert recorded["trainer"] == pytest.approx(estimate, rel=0.05 if row.name in FARTHER else 0.03), row.name
+        if recorded["as_published"] is not None:  # live bytes are no more than what was reserved
+            assert recorded["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
 
 
 @pytest.mark.nightly
 def test_recorded_memory_of_a_published_run_is_the_trainers():
     name = "torchao-tutorial-202506 8B 8 H100 bfloat16"
-    (recorded,) = (each for each in MEMORY["rows"] if each["name"] == name)
+    (recorded,) = (row for row in MEMORY["rows"] if row["name"] == name)
     config, row = plan_memory.config_of(ROWS[name]), ROWS[name]
     assert recorded["trainer"] == plan_memory.peak_bytes(config, row.gpus)
     with plan_memory.as_published(row):
@@ -64,7 +64,7 @@ def test_recorded_memory_of_a_published_run_is_the_trainers():
 
 
 def test_every_row_that_is_far_off_has_a_reason_and_no_other_has():
-    off = [each["name"] for each in PUBLISHED["rows"] if abs(each["predicted"] / each["published"] - 1) > OFF]
+    off = [row["name"] for row in PUBLISHED["rows"] if abs(row["predicted"] / row["published"] - 1) > OFF]
     assert [name for name in off if not reason(name)] == []
     assert all(any(name.startswith(part) for name in off) for part in REASONS)
     assert len(off) <= 8
@@ -92,8 +92,8 @@ def test_recorded_weak_scaling_keeps_the_tokens_per_gpu():
     assert {curve["config"] for curve in curves} == set(CONFIGS)
     for config in CONFIGS:
         for precision in ("bfloat16", "float8"):
-            found = [best(curves, config, precision, "weak", gpus) for gpus in SHOWN]
-            tokens = [each[0] for each in found if each]
+            points = [best(curves, config, precision, "weak", gpus) for gpus in SHOWN]
+            tokens = [point[0] for point in points if point]
             assert min(tokens[1:]) > 0.7 * max(tokens)
     plain = plan_scaling.points_of(curves, "llama3_8b", "float8", "weak", "FSDP2")
     assert plain[100_352] < 0.15 * plain[8]

@@ -31,7 +31,7 @@ BY_TYPE = {
 }
 
 
-def planned(name: str = "llama3_8b", **sections: dict[str, object]) -> TrainConfig:
+def load_and_change(name: str = "llama3_8b", **sections: dict[str, object]) -> TrainConfig:
     return changed(load_config(CONFIGS[name]), **sections)
 
 
@@ -44,7 +44,7 @@ def configs(draw: st.DrawFn) -> TrainConfig:
         section = getattr(config, name)
         field = draw(st.sampled_from(fields(section))).name
         hint = get_hints(type(section))[field]
-        value = draw(st.sampled_from(get_choices(hint)) if get_choices(hint) else _values(get_base_type(hint)))
+        value = draw(st.sampled_from(get_choices(hint)) if get_choices(hint) else make_values(get_base_type(hint)))
         try:
             config = replace(config, **{name: replace(section, **{field: value})})
         except ValueError:
@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     return config
 
 
-def _values(kind: object) -> st.SearchStrategy[object]:
+def make_values(kind: object) -> st.SearchStrategy[object]:
     return BY_TYPE[kind] if kind in BY_TYPE else st.lists(BY_TYPE[str], max_size=3).map(tuple)
 
 
@@ -60,11 +60,11 @@ def _values(kind: object) -> st.SearchStrategy[object]:
 def test_a_config_reads_back_equal(examples, tmp_path):
     @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
     @given(configs(), st.text())
-    def one(config: TrainConfig, comment: str) -> None:
+    def check(config: TrainConfig, comment: str) -> None:
         (tmp_path / "config.toml").write_bytes(format_config(config, comment).encode())
         assert load_config(tmp_path / "config.toml") == config
 
-    one()
+    check()
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,19 @@ def test_a_config_reads_back_equal(examples, tmp_path):
 )
 def test_a_written_run_would_run(name, gpus_per_node, tmp_path):
     ranks = RANKS.get(name, 8)
-    path, *_ = write_run(planned(name), ranks, gpus_per_node, tmp_path / "run.toml", comment="chosen")
+    path, *_ = write_run(load_and_change(name), ranks, gpus_per_node, tmp_path / "run.toml", comment="chosen")
     assert main(["train", str(path), "--dry-run", "--ranks", str(ranks)]) == 0
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_has_the_settings_that_are_no_defaults_below_its_comment(name, tmp_path):
-    config, defaults = planned(name), TrainConfig()
+    config, defaults = load_and_change(name), TrainConfig()
     path, *_ = write_run(config, RANKS.get(name, 8), 8, tmp_path / "run.toml", comment="from a plan\n\n1,234 tokens/s")
     top, _, toml = path.read_text().partition("\n\n")
     assert top == "# from a plan\n#\n# 1,234 tokens/s"
     assert load_config(path) == config
     written = tomllib.loads(toml)
-    assert list(written) == [each for each in get_hints(TrainConfig) if each in written] != []
+    assert list(written) == [section for section in get_hints(TrainConfig) if section in written] != []
     for section, values in written.items():
         assert [key for key in values if getattr(getattr(defaults, section), key) == values[key]] == []
 
@@ -103,9 +103,9 @@ def capture_torchrun_arguments(script: Path, folder: Path, **environment: str) -
         (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
         (folder / name).chmod(0o755)
     environment |= {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([script.absolute(), "--training.steps=7"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\0")[:-1]
+    process = subprocess.run([script.absolute(), "--training.steps=7"], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split("\0")[:-1]
 
 
 @pytest.mark.parametrize(("ranks", "hosts", "gpus"), [(16, 2, 8), (8, 1, 8), (3, 1, 3)])
@@ -113,9 +113,9 @@ def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
     yaml = pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
     name = "-it's $(1) run.toml"
-    config = planned(comm={"train_timeout_seconds": 900})
+    config = load_and_change(comm={"train_timeout_seconds": 900})
     files = write_run(config, ranks, 8, Path(name), comment="")
-    assert [each.name for each in files] == [name, *(name.removesuffix(".toml") + suffix for suffix in SUFFIXES)]
+    assert [path.name for path in files] == [name, *(name.removesuffix(".toml") + suffix for suffix in SUFFIXES)]
     _, shell, slurm, jobset = files
     run = ["train", f"./{name}", "--job.name=it-s-1-run", "--checkpoint.resume=auto"]
     fixed = [f"--nnodes={hosts}", f"--nproc-per-node={gpus}", "--max-restarts=3", "--rdzv-backend=c10d"]
@@ -146,20 +146,20 @@ def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
     spec = host["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     # As Kubernetes does.
-    arguments = [re.sub(r"\$(\$|\(\w+\))", lambda found: found[1][:1].strip("("), word) for word in container["args"]]
+    expand = lambda reference: reference[1][:1].strip("(")  # noqa: E731
+    arguments = [re.sub(r"\$(\$|\(\w+\))", expand, word) for word in container["args"]]
     check(arguments, "it-s-1-run-host-0-0.it-s-1-run:29400", "900")
     assert spec["parallelism"] == spec["completions"] == hosts
     assert container["resources"]["limits"] == {"nvidia.com/gpu": gpus}
-    environment = {each["name"]: each["value"] for each in container["env"]}
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert (
-        int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < spec["template"]["spec"]["terminationGracePeriodSeconds"]
-    )
+    pod = spec["template"]["spec"]
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     assert job["network"]["enableDNSHostnames"]
 
 
 def test_one_host_needs_no_head_and_a_run_keeps_its_name(tmp_path):
-    config = planned(job={"name": "Über 9"}, checkpoint={"resume": "must"})
+    config = load_and_change(job={"name": "Über 9"}, checkpoint={"resume": "must"})
     _, shell, *_ = write_run(config, 8, 8, tmp_path / "run.toml", comment="")
     arguments = capture_torchrun_arguments(shell, tmp_path)
     assert "localhost:0" in arguments
@@ -169,31 +169,26 @@ def test_one_host_needs_no_head_and_a_run_keeps_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "gpus_per_node", "name", "message"),
     [
-        (
-            12,
-            8,
-            "run.toml",
-            "GPUs of a run must be a multiple of the 8 GPUs of a node, or at most as many, got 12;",
-        ),
+        (12, 8, "run.toml", "GPUs of a run must be a multiple of the 8 GPUs of a node, or at most as many, got 12;"),
         (8, 8, "run.yaml", "must be a file whose name ends with .toml, got"),
         (8, 8, "a\nb.toml", "the path of a config must be printable characters, got"),
         (1, 8, "run.toml", "float8.enable_fsdp_float8_all_gather must be false where no weight is sharded"),
     ],
 )
-def test_refused(ranks, gpus_per_node, name, message, tmp_path):
+def test_runs_that_launchers_or_the_trainer_cannot_start_are_refused(ranks, gpus_per_node, name, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
-        write_run(planned(), ranks, gpus_per_node, tmp_path / name, comment="")
+        write_run(load_and_change(), ranks, gpus_per_node, tmp_path / name, comment="")
     assert not list(tmp_path.iterdir())
 
 
 def test_other_files_are_left_alone(tmp_path):
     def write(steps: int) -> list[Path]:
-        return write_run(planned(training={"steps": steps}), 8, 8, tmp_path / "new" / "run.toml", comment="")
+        return write_run(load_and_change(training={"steps": steps}), 8, 8, tmp_path / "new" / "run.toml", comment="")
 
     files = write(2000)
-    times = [each.stat().st_mtime_ns for each in files]
+    times = [path.stat().st_mtime_ns for path in files]
     assert write(2000) == files
-    assert [each.stat().st_mtime_ns for each in files] == times
+    assert [path.stat().st_mtime_ns for path in files] == times
     files[0].unlink()
     files[-1].write_text("edited")
     with pytest.raises(FileExistsError, match=r"run.jobset.yaml' exists already, with another content; give another"):
