@@ -1,6 +1,7 @@
 """Runs of the trainer for tests: settings changed by section, a run to its end, and the numbers that it recorded."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims
     device, mesh = torch.device("cpu"), make_mesh(layout, "cpu")
     name, model = make_models(config, device).first
     return TrainedModel.build(name, model, config, device, Ranks(rank, rank, ranks), mesh), layout
+
+
+def read_steps(metrics: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """The records of training steps; with `name` those of one model."""
+    records = (record for record in read_metrics(metrics) if "loss" in record)
+    return [record for record in records if name in (None, record["run"])]
+
+
+def read_losses(metrics: Path, name: str | None = None) -> list[float]:
+    return [record["loss"] for record in read_steps(metrics, name)]
 
 
 def numbers(run: TrainingRun) -> list[tuple[str, ...]]:

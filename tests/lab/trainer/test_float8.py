@@ -20,18 +20,27 @@ from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
-from tests.lab.trainer.runs import changed, run_to_end
+from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end
+from tests.steps import assert_same
 
 
 def with_float8(config: TrainConfig, name: str = "run", **settings: Any) -> TrainConfig:
     return replace(changed(config, job={"name": name}), float8=Float8(**settings))
 
 
-def records(run: TrainingRun, recipe: str = "tensorwise") -> list[dict[str, Any]]:
+def read_records(run: TrainingRun, recipe: str = "tensorwise") -> list[dict[str, Any]]:
     return [record for record in read_metrics(run.folder.metrics) if record["run"] == recipe]
 
 
-def step(run: TrainingRun, model: TrainedModel, number: int) -> tuple[float, float]:
+def read_conversion(run: TrainingRun) -> list[dict[str, Any]]:
+    return json.loads((run.folder.path / "conversion_report.json").read_text())["layers"]
+
+
+def converted_names(run: TrainingRun) -> set[str]:
+    return {layer["name"] for layer in read_conversion(run) if layer["converted"]}
+
+
+def train_step(run: TrainingRun, model: TrainedModel, number: int) -> tuple[float, float]:
     consumed = number * run.config.training.step_batch_size
     result = model.train_step(number, run.data.step_batches(run.config.training, consumed))
     return result.loss, result.grad_norm
@@ -49,74 +58,73 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
     run = prepare(with_float8(config, recipe_name=recipe, high_precision_schedule=("all: last 1 steps",)))
     float8, baseline = run.models
     for number in (1, 2, 3):
-        step(run, float8, number)
+        train_step(run, float8, number)
     assert float8.precision == recipe
     copy_state(float8, baseline)
-    scales = {name: value.clone() for name, value in float8.scaling.state_dict().items()}
+    scales = copy.deepcopy(float8.scaling.state_dict())
 
     batches = run.data.validation_batches(config.training, config.validation)
     assert float8.validate(batches) != float8.validation_loss_hp
     assert float8.validation_loss_hp == baseline.validate(batches) == baseline.validation_loss_hp
     assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
 
-    assert step(run, float8, 4) == step(run, baseline, 4)
+    assert train_step(run, float8, 4) == train_step(run, baseline, 4)
     assert float8.precision == "bfloat16"
-    for (name, ours), theirs in zip(float8.model.named_parameters(), baseline.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-    for name, value in float8.scaling.state_dict().items():
-        assert torch.equal(value, scales[name]), name
+    assert_same(list(float8.model.parameters()), list(baseline.model.parameters()))
+    assert_same(float8.scaling.state_dict(), scales)
 
 
 def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
     run = run_to_end(with_float8(tiny_float8_config, high_precision_schedule=("all: last 1 steps",)))
-    plain = records(run_to_end(with_float8(tiny_float8_config, "plain")))
-    losses = [[r["loss"] for r in each if "loss" in r] for each in (records(run), plain)]
-    assert losses[0][:3] == losses[1][:3]
-    assert losses[0][3] != losses[1][3]
-    precisions = [(r["step"], r["precision"]) for r in records(run) if "loss" in r]
+    plain = run_to_end(with_float8(tiny_float8_config, "plain"))
+    *losses, last = read_losses(run.folder.metrics, "tensorwise")
+    *plain_losses, plain_last = read_losses(plain.folder.metrics, "tensorwise")
+    assert losses == plain_losses
+    assert last != plain_last
+    precisions = [(record["step"], record["precision"]) for record in read_steps(run.folder.metrics, "tensorwise")]
     assert precisions == [*((step, "tensorwise") for step in (1, 2, 3)), (4, "bfloat16")]
-    assert [r["precision"] for r in records(run) if "validation_loss" in r] == ["tensorwise", "bfloat16"]
-    assert {r["precision"] for r in records(run, "bfloat16")} == {"bfloat16"}
+    validations = [record for record in read_records(run) if "validation_loss" in record]
+    assert [record["precision"] for record in validations] == ["tensorwise", "bfloat16"]
+    assert {record["precision"] for record in read_records(run, "bfloat16")} == {"bfloat16"}
     assert [len(model.step_seconds) for model in run.models] == [3, 4]  # bfloat16 steps do not count as tensorwise
 
 
-def test_delayed_scaling_says_nothing_of_the_tail(tiny_float8_config):
+def test_delayed_scaling_records_nothing_for_the_tail_and_does_not_warn(tiny_float8_config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of a missing sync
         schedule = ("all: last 2 steps",)
         run = run_to_end(with_float8(tiny_float8_config, recipe_name="delayed", high_precision_schedule=schedule))
-    saturation = ["saturated" in " ".join(record) for record in records(run, "delayed") if "loss" in record]
+    saturation = ["saturated" in " ".join(record) for record in read_steps(run.folder.metrics, "delayed")]
     assert saturation == [True, True, False, False]
-    lines = run.folder.float8_scales.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
 
 
 def test_both_validation_losses_are_kept(tiny_float8_config):
     config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
     run = run_to_end(with_float8(config))
     summary = json.loads((run.folder.path / "summary.json").read_text())["runs"]["tensorwise"]
-    last = records(run)[-1]
+    last = read_records(run)[-1]
     assert last["validation_loss"] == summary["validation_loss"] != summary["validation_loss_hp"]
     assert last["validation_loss_hp"] == summary["validation_loss_hp"]
-    plain = records(run_to_end(with_float8(tiny_float8_config, "plain")))  # looking changes nothing
-    assert [r["loss"] for r in records(run) if "loss" in r] == [r["loss"] for r in plain if "loss" in r]
-    assert "validation_loss_hp" not in plain[-1]
+    plain = run_to_end(with_float8(tiny_float8_config, "plain"))  # validation changes no training step
+    assert read_losses(run.folder.metrics, "tensorwise") == read_losses(plain.folder.metrics, "tensorwise")
+    assert "validation_loss_hp" not in read_records(plain)[-1]
 
 
 def test_an_error_brings_float8_back(tiny_float8_config):
     model = prepare(tiny_float8_config).models[0].model
     with pytest.raises(RuntimeError, match="inside"), in_high_precision(model):
-        assert {each.config.short_str().count("dis") for _, each in float8_modules(model)} == {3}
+        assert {module.config.short_str().count("dis") for _, module in float8_modules(model)} == {3}
         raise RuntimeError("inside")
-    assert [each.config.high_precision_matmuls for _, each in float8_modules(model)] == [()] * 14
+    assert [module.config.high_precision_matmuls for _, module in float8_modules(model)] == [()] * 14
 
 
 def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tiny_float8_config):
     run = prepare(with_float8(tiny_float8_config, filter_fqns=()))
     batch = run.data.step_batches(run.config.training, 0)[0]
     float8, baseline = run.models
-    for each in run.models:
-        parallelize(each.model, run.config, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))
+    for model in run.models:
+        parallelize(model.model, run.config, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))
     wrapped = type(float8.model.lm_head)
     assert wrapped is not Float8Linear
     with torch.no_grad():
@@ -127,29 +135,23 @@ def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tin
     assert type(float8.model.lm_head) is wrapped
 
 
-def converted(run: TrainingRun) -> set[str]:
-    report = json.loads((run.folder.path / "conversion_report.json").read_text())
-    return {layer["name"] for layer in report["layers"] if layer["converted"]}
-
-
 def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
     deep = changed(tiny_float8_config, model={"n_layers": 4})
     run = prepare(with_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
     model = run.models[0].model
     in_float8 = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     block = {f"model.layers.1.{name}" for name, m in model.model.layers[1].named_modules() if isinstance(m, nn.Linear)}
-    assert in_float8 == converted(run) == block - {"model.layers.1.self_attn.o_proj"}
-    layers = json.loads((run.folder.path / "conversion_report.json").read_text())["layers"]
-    reasons = {layer["name"]: layer["reason"] for layer in layers}
+    assert in_float8 == converted_names(run) == block - {"model.layers.1.self_attn.o_proj"}
+    reasons = {layer["name"]: layer["reason"] for layer in read_conversion(run)}
     assert reasons["model.layers.0.mlp.up_proj"] == "float8.skip_first_layers = 1"
-    assert reasons["model.layers.2.mlp.up_proj"] == reasons["model.layers.3.mlp.up_proj"]
-    assert reasons["model.layers.3.mlp.up_proj"] == "float8.skip_last_layers = 2"
+    for block in (2, 3):
+        assert reasons[f"model.layers.{block}.mlp.up_proj"] == "float8.skip_last_layers = 2"
     assert reasons["model.layers.0.self_attn.o_proj"] == "float8.filter_fqns has 'o_proj'"
 
 
 def test_every_block_but_the_output_projection_can_stay_out(tiny_float8_config):
     run = prepare(with_float8(tiny_float8_config, skip_first_layers=2, filter_fqns=()))
-    assert converted(run) == {"lm_head"}
+    assert converted_names(run) == {"lm_head"}
     with pytest.raises(ValueError, match=r"nothing to convert: .*float8.skip_first_layers = 2"):
         prepare(with_float8(tiny_float8_config, "none", skip_first_layers=2))
 
@@ -166,13 +168,8 @@ def test_the_trainer_converts_by_layer():
     assert recipes["model.layers.0.mlp.down_proj"] == "tensorwise"
 
 
-def test_bad_recipes_by_layer_are_refused_with_the_name_of_the_setting():
+def test_recipes_by_layer_that_cannot_be_are_refused_with_the_name_of_the_setting():
     with pytest.raises(ValueError, match="float8.layer_recipes: expected an entry 'layer=recipe', got '0'"):
         Float8(layer_recipes=("0",))
-
-
-def test_tensor_parallelism_refuses_recipes_by_layer():
-    with pytest.raises(
-        ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"
-    ):
+    with pytest.raises(ValueError, match="layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"):
         TrainConfig(float8=Float8(layer_recipes=("a=rowwise",)), parallelism=Parallelism(tensor_parallel_degree=2))

@@ -17,8 +17,8 @@ from quaver.lab.trainer.memory import count_storage_bytes
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import TrainingRun, prepare
-from tests.lab.trainer.runs import changed, run_to_end
+from quaver.lab.trainer.training_run import prepare
+from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end
 
 NAN, INF = math.nan, math.inf
 MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
@@ -33,7 +33,7 @@ def with_float8(config: TrainConfig, **settings: object) -> TrainConfig:
     return replace(config, float8=Float8(**settings))
 
 
-def scale_by_hand(amaxes: list[float], format_max: float, headroom: float = 1.0) -> np.float32:
+def compute_scale(amaxes: list[float], format_max: float, headroom: float) -> np.float32:
     """The rule with the maximum of a history: divided in float64, rounded once."""
     return np.float32(np.float64(format_max) / headroom / np.float64(np.float32(max(amaxes))))
 
@@ -44,38 +44,38 @@ def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
     config = with_float8(changed(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
     config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
     run = run_to_end(config)
-    lines = [json.loads(line) for line in run.folder.float8_scales.read_text().splitlines()]
+    lines = read_metrics(run.folder.float8_scales)
     assert [(line["step"], line["run"]) for line in lines] == [(step, "delayed") for step in range(1, 21)]
-    losses = [record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record]
+    losses = read_losses(run.folder.metrics)
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0] - 0.5
     for name in ("model.layers.1.mlp.down_proj.input", "model.layers.0.self_attn.o_proj.grad_output"):
-        amaxes = [line["amax"][name] for line in lines]
+        amaxes, format_max = [line["amax"][name] for line in lines], MAX[name.split(".")[-1]]
         assert len(set(amaxes)) > 10  # the rule has something to follow
-        for index in range(1, len(lines)):
-            expected = scale_by_hand(amaxes[max(0, index - remembered) : index], MAX[name.split(".")[-1]], headroom)
-            assert np.float32(lines[index]["quant_scale"][name]) == expected
-            ratio = float(expected) * amaxes[index] / MAX[name.split(".")[-1]]
-            assert lines[index]["used_over_ideal"][name] == pytest.approx(ratio, rel=1e-4)
+        for index, line in enumerate(lines[1:], 1):
+            expected = compute_scale(amaxes[max(0, index - remembered) : index], format_max, headroom)
+            assert np.float32(line["quant_scale"][name]) == expected
+            ratio = float(expected) * amaxes[index] / format_max
+            assert line["used_over_ideal"][name] == pytest.approx(ratio, rel=1e-4)
 
 
 def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_config):
     run = run_to_end(delayed_config)
-    first, *others = read_metrics(run.folder.float8_scales)
+    first, *later = read_metrics(run.folder.float8_scales)
     # Of each block: 4 inputs (q, k, v and gate, up share theirs), 7 weights, 7 gradients.
     assert len(first["amax"]) == len(first["quant_scale"]) == 2 * 18
     assert first["dynamic"] == list(first["amax"]) == [tensor.name for tensor in run.models[0].scaling.report()]
     assert set(first["used_over_ideal"].values()) == {1.0}
     assert first["saturated"] == {}
-    assert all(line["dynamic"] == [] for line in others)
-    assert all(line["nonfinite"] == [] for line in (first, *others))
+    assert all(line["dynamic"] == [] for line in later)
+    assert all(line["nonfinite"] == [] for line in (first, *later))
 
 
 def test_metrics_count_what_the_lines_list(delayed_config):
     """Gradients that shrink and grow saturate."""
     config = with_float8(delayed_config, recipe_name="delayed", delayed_scale_fn_name="most_recent")
     run = run_to_end(changed(config, training={"steps": 12}))
-    steps = [record for record in read_metrics(run.folder.metrics) if "loss" in record]
+    steps = read_steps(run.folder.metrics)
     for record, line in zip(steps, read_metrics(run.folder.float8_scales), strict=True):
         assert record["float8_saturated"] == sum(line["saturated"].values())
         assert record["float8_saturated_tensors"] == len(line["saturated"])
@@ -93,7 +93,7 @@ def test_lines_are_written_as_often_as_asked(delayed_config, freq, steps):
     assert sum("float8_saturated" in record for record in read_metrics(run.folder.metrics)) == 4
 
 
-def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recwarn):
+def test_scales_are_synced_once_a_step_whatever_runs_between(delayed_config, monkeypatch, recwarn):
     synced, name = [], "sync_float8_amax_and_scale_history"
     sync = getattr(trained_model_module, name)
     monkeypatch.setattr(trained_model_module, name, lambda model: (synced.append(model), sync(model)))
@@ -110,40 +110,40 @@ def test_validation_moves_no_scale(delayed_config):
     losses = []
     for freq in (1, 100):
         run = run_to_end(changed(delayed_config, job={"name": f"every {freq}"}, validation={"freq": freq}))
-        losses.append([record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record])
+        losses.append(read_losses(run.folder.metrics))
     assert losses[0] == losses[1]
 
 
 def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, before_each_step):
-    run, found = prepare(delayed_config), []
+    run, scales = prepare(delayed_config), []
 
     def break_the_third(model: TrainedModel, step: int) -> None:
         if step == 3:
             model.model.lm_head.weight.data[0, 0] = torch.inf
-        found.append(scales(run))
+        scales.append(copy_scales(model))
 
     before_each_step(break_the_third)
     with pytest.raises(NonFiniteError, match="delayed: step 3 .*first in weight of lm_head"):
         train(run)
-    assert torch.equal(scales(run), found[2])
+    assert torch.equal(copy_scales(run.models[0]), scales[2])
     assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
 
 
-def scales(run: TrainingRun) -> torch.Tensor:
-    state = run.models[0].scaling.state_dict()
-    return torch.stack([value for name, value in state.items() if name.endswith("quant_scale")]).clone()
+def copy_scales(model: TrainedModel) -> torch.Tensor:
+    state = model.scaling.state_dict()
+    return torch.stack([value for name, value in state.items() if name.endswith("quant_scale")])
 
 
 def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
-    def resident(config: TrainConfig) -> int:
+    def count_resident_bytes(config: TrainConfig) -> int:
         return count_storage_bytes(prepare(config).models[0].iter_resident_tensors())
 
-    plain = resident(changed(tiny_config, job={"name": "plain"}))
+    plain = count_resident_bytes(changed(tiny_config, job={"name": "plain"}))
     tensors = 2 * 18
     for history_len in (16, 256):
         config = changed(delayed_config, job={"name": f"{history_len}"})
         config = with_float8(config, recipe_name="delayed", delayed_history_len=history_len)
-        growth = resident(config) - plain
+        growth = count_resident_bytes(config) - plain
         assert tensors * (1 + history_len) * 4 <= growth <= tensors * (16 + history_len) * 4
 
 

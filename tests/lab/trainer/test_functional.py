@@ -16,8 +16,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 CONFIG = Model(dim=64, n_heads=2, n_kv_heads=1, hidden_dim=224, n_layers=1)
 
 
-def saved_by(function):
-    """The result of `function`, and the tensors that autograd keeps for it, each once."""
+def record_saved(function):
+    """Return the result of `function`, and the tensors that autograd saves for it, each once."""
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(id(t), t), lambda t: t):
         result = function()
@@ -28,10 +28,10 @@ def saved_by(function):
 def test_swiglu_is_pytorchs_to_the_bit(dtype):
     gate, up = (torch.randn(3, 5, 32, dtype=dtype, requires_grad=True) for _ in range(2))
     grad = torch.randn(3, 5, 32, dtype=dtype)
-    (got, saved), expected = saved_by(lambda: swiglu(gate, up)), F.silu(gate) * up
-    assert got.equal(expected)
-    assert {id(each) for each in saved} == {id(gate), id(up)}
-    gradients = (torch.autograd.grad(each, (gate, up), grad) for each in (got, expected))
+    (result, saved), expected = record_saved(lambda: swiglu(gate, up)), F.silu(gate) * up
+    assert result.equal(expected)
+    assert {id(tensor) for tensor in saved} == {id(gate), id(up)}
+    gradients = (torch.autograd.grad(output, (gate, up), grad) for output in (result, expected))
     assert all(map(torch.equal, *gradients))
 
 
@@ -45,9 +45,9 @@ def test_swiglu_of_one_that_needs_no_gradient(dtype):
 @DTYPES
 def test_the_gradient_of_an_embedding_is_rounded_once(dtype):
     tokens, weight = torch.randint(3, (4, 500)), torch.randn(5, 16, dtype=dtype, requires_grad=True)
-    got, grad = embedding(tokens, weight), torch.randn(4, 500, 16, dtype=dtype)
-    assert got.equal(F.embedding(tokens, weight))
-    got.backward(grad)
+    result, grad = embedding(tokens, weight), torch.randn(4, 500, 16, dtype=dtype)
+    assert result.equal(F.embedding(tokens, weight))
+    result.backward(grad)
     exact = torch.zeros(5, 16, dtype=torch.float64).index_add_(0, tokens.flatten(), grad.flatten(0, 1).double())
     assert weight.grad.dtype == dtype
     # Sums of about 700 in float32; in bfloat16 they err by some percent of the largest.
@@ -59,20 +59,20 @@ def test_the_gradient_of_an_embedding_is_rounded_once(dtype):
 def test_rms_norm_is_pytorchs(dtype, weight_dtype):
     hidden = (torch.randn(3, 5, 64) * torch.logspace(-3, 3, 15).view(3, 5, 1)).to(dtype).requires_grad_()
     weight = torch.randn(64, dtype=weight_dtype, requires_grad=True)
-    got, saved = saved_by(lambda: rms_norm(hidden, weight, 1e-5, torch.bfloat16))
+    result, saved = record_saved(lambda: rms_norm(hidden, weight, 1e-5, torch.bfloat16))
     expected = F.rms_norm(hidden, (64,), weight.to(dtype), 1e-5).to(torch.bfloat16)
-    assert got.equal(expected)
-    assert {id(each) for each in saved} == {id(hidden), id(weight)}
-    grad = torch.randn_like(got)
+    assert result.equal(expected)
+    assert {id(tensor) for tensor in saved} == {id(hidden), id(weight)}
+    grad = torch.randn_like(result)
     # The reference in float64: PyTorch's own gradients from bfloat16 are rounded on the way.
-    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     formula = exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-5).rsqrt() * exact[1]
-    expected = torch.autograd.grad(formula, exact, grad.double())
-    operands = hidden, weight
-    for g, e, operand in zip(torch.autograd.grad(got, operands, grad), expected, operands, strict=True):
-        assert g.dtype is operand.dtype
+    expected, operands = torch.autograd.grad(formula, exact, grad.double()), (hidden, weight)
+    gradients = torch.autograd.grad(result, operands, grad)
+    for gradient, reference, operand in zip(gradients, expected, operands, strict=True):
+        assert gradient.dtype is operand.dtype
         tolerance = 2e-6 if operand.dtype is torch.float32 else 2**-8
-        assert (g.double() - e).norm() <= tolerance * e.norm()
+        assert (gradient.double() - reference).norm() <= tolerance * reference.norm()
 
 
 def test_double_backward_is_refused():
@@ -83,11 +83,11 @@ def test_double_backward_is_refused():
             grad.sum().backward()
 
 
-def _step(block, hidden, tables):
+def train_step(block, hidden, tables):
     block.zero_grad()
     hidden = hidden.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        output, saved = saved_by(lambda: block(hidden, *tables))
+        output, saved = record_saved(lambda: block(hidden, *tables))
     output.sum().backward()
     return output, hidden.grad, [parameter.grad for parameter in block.parameters()], saved
 
@@ -98,26 +98,26 @@ def test_a_float8_block_keeps_less_and_computes_the_same():
     fused = copy.deepcopy(plain)
     fuse_producers(fused)
     hidden = torch.randn(2, 16, CONFIG.dim)
-    output, grad, grads, saved = _step(plain, hidden, tables)
-    fused_output, fused_grad, fused_grads, fused_saved = _step(fused, hidden, tables)
+    output, grad, grads, saved = train_step(plain, hidden, tables)
+    fused_output, fused_grad, fused_grads, fused_saved = train_step(fused, hidden, tables)
     assert fused_output.equal(output)
-    for got, expected in zip([fused_grad, *fused_grads], [grad, *grads], strict=True):
-        assert (got - expected).norm() <= 2e-2 * expected.norm()
+    for gradient, expected in zip([fused_grad, *fused_grads], [grad, *grads], strict=True):
+        assert (gradient - expected).norm() <= 2e-2 * expected.norm()
 
-    def kept_bytes(tensors):
+    def count_bytes(tensors):
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     tokens = 2 * 16
     silu, normalized = 2 * tokens * CONFIG.hidden_dim, 2 * 2 * 4 * tokens * CONFIG.dim  # x / rms, and that times 1
-    assert kept_bytes(saved) - kept_bytes(fused_saved) >= silu + normalized // 2
+    assert count_bytes(saved) - count_bytes(fused_saved) >= silu + normalized // 2
 
 
 def test_only_what_feeds_float8_is_fused():
     block = Block(CONFIG)
     fuse_producers(block)
-    assert not any(each.feeds_float8 for each in (block.mlp, block.input_layernorm))
+    assert not any(module.feeds_float8 for module in (block.mlp, block.input_layernorm))
     some = ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj")
     convert_to_float8_training(block, module_filter_fn=lambda module, name: name in some)
     fuse_producers(block)
     assert block.post_attention_layernorm.feeds_float8
-    assert not any(each.feeds_float8 for each in (block.mlp, block.input_layernorm))
+    assert not any(module.feeds_float8 for module in (block.mlp, block.input_layernorm))

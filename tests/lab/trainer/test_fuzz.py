@@ -38,11 +38,11 @@ VALUES = st.recursive(
 )
 
 
-def with_keys(*keys: str) -> st.SearchStrategy[dict[str, object]]:
+def draw_dict(*keys: str) -> st.SearchStrategy[dict[str, object]]:
     return st.dictionaries(st.sampled_from(keys), VALUES)
 
 
-def nested(text: str, most: int = 100_000) -> st.SearchStrategy[bytes]:
+def draw_nested(text: str, most: int = 100_000) -> st.SearchStrategy[bytes]:
     return st.integers(1, most).map(lambda depth: text.encode() * depth)
 
 
@@ -61,7 +61,7 @@ def fuzz(
 
     @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
     @given(contents)
-    def one(content: bytes) -> None:
+    def check(content: bytes) -> None:
         message = ""
         path.write_bytes(content)
         try:
@@ -71,26 +71,27 @@ def fuzz(
         assert len(message.splitlines()) <= 1
 
     for content in corpus:
-        one = example(content)(one)
-    one()
+        check = example(content)(check)
+    check()
 
 
 @EXAMPLES
 def test_toml(examples, tmp_path):
-    known = [(f"{section}", name) for section, name in (("model", "dim"), ("training", "steps"), ("data", "path"))]
     plain = st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.lists(st.integers())
-    sections = st.dictionaries(
-        st.sampled_from([section for section, _ in known]),
-        st.dictionaries(st.sampled_from([name for _, name in known]), plain, max_size=2),
-    )
+    settings = st.dictionaries(st.sampled_from(["dim", "steps", "path"]), plain, max_size=2)
+    sections = st.dictionaries(st.sampled_from(["model", "training", "data"]), settings)
     texts = sections.map(tomli_w.dumps).map(lambda text: text.encode("utf-8", "replace"))
-    deep = nested("[", 2000) | nested("a.", 2000) | st.integers(1, 2000).map(lambda depth: b"a = " + b"[" * depth)
+    deep = (
+        draw_nested("[", 2000)
+        | draw_nested("a.", 2000)
+        | st.integers(1, 2000).map(lambda depth: b"a = " + b"[" * depth)
+    )
     fuzz(examples, tmp_path / "config.toml", texts | st.binary(max_size=40) | deep, load_config, ValueError)
 
 
 @EXAMPLES
 def test_metrics(examples, tmp_path):
-    lines = with_keys("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested("[")
+    lines = draw_dict("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | draw_nested("[")
 
     def read(path: Path) -> None:
         with rewind_metrics([path], 3):
@@ -104,16 +105,16 @@ def test_token_cache(examples, tmp_path, text_folder, load):
     load(text_folder, cache_folder=str(tmp_path / "kept"))
     (folder,) = (path for path in (tmp_path / "kept").iterdir() if path.is_dir())
     about = json.loads((folder / "entry.json").read_text())
-    edited = with_keys(*about).map(lambda changes: json.dumps({**about, **changes}).encode())
-    splits = st.dictionaries(st.sampled_from(["train", "validation", "x"]), with_keys("tokens", "ends"))
-    split = splits.map(lambda found: json.dumps({**about, "splits": found}).encode())
+    edited = draw_dict(*about).map(lambda changes: json.dumps({**about, **changes}).encode())
+    splits = st.dictionaries(st.sampled_from(["train", "validation", "x"]), draw_dict("tokens", "ends"))
+    split = splits.map(lambda splits: json.dumps({**about, "splits": splits}).encode())
 
     def read(path: Path) -> None:
         entry = open_entry(folder)
         check_content(folder, entry, entry.description["vocab_size"])
 
     corpus = [json.dumps({**about, "splits": {}}).encode()]
-    contents = edited | split | st.binary(max_size=40) | nested('{"splits":')
+    contents = edited | split | st.binary(max_size=40) | draw_nested('{"splits":')
     fuzz(examples, folder / "entry.json", contents, read, DamagedEntryError, corpus=corpus)
 
 
@@ -122,8 +123,8 @@ def test_hugging_face_index(examples, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     names = st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "", ".", "a\0b"]) | VALUES
     maps = st.dictionaries(st.text(max_size=5), names, max_size=3)
-    indices = (maps | VALUES).map(lambda found: json.dumps({"weight_map": found}).encode())
-    contents = indices | st.binary(max_size=40) | nested('{"weight_map":')
+    indices = (maps | VALUES).map(lambda weight_map: json.dumps({"weight_map": weight_map}).encode())
+    contents = indices | st.binary(max_size=40) | draw_nested('{"weight_map":')
     corpus = [b'{"weight_map": {"\\r0": "a.safetensors"}}']
     index, expected = tmp_path / "model.safetensors.index.json", (ValueError, OSError, CheckpointError)
     fuzz(examples, index, contents, lambda path: StoredTensors(tmp_path), *expected, corpus=corpus)
@@ -137,11 +138,13 @@ def read_texts(path: Path) -> None:
 
 @EXAMPLES
 def test_json_lines(examples, tmp_path):
-    lines = with_keys("text", "other").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested('{"text":')
+    lines = (
+        draw_dict("text", "other").map(json.dumps).map(str.encode) | st.binary(max_size=20) | draw_nested('{"text":')
+    )
     fuzz(examples, tmp_path / "a.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read_texts)
 
 
-def damaged(content: bytes) -> st.SearchStrategy[bytes]:
+def draw_damaged(content: bytes) -> st.SearchStrategy[bytes]:
     """Some bytes of it replaced, in up to three places."""
     place = st.tuples(st.integers(0, len(content) - 1), st.integers(0, 8), st.binary(max_size=8))
 
@@ -181,7 +184,7 @@ def test_tokenizers(examples, tmp_path):
     plain = json.loads(path.read_bytes())
     corpus = [json.dumps({**plain, "model": model}).encode() for model in HOSTILE_MODELS]
     corpus.append(json.dumps({name: value for name, value in plain.items() if name != "model"}).encode())
-    fuzz(examples, path, damaged(path.read_bytes()), read, ValueError, corpus=corpus)
+    fuzz(examples, path, draw_damaged(path.read_bytes()), read, ValueError, corpus=corpus)
 
 
 @EXAMPLES
@@ -190,7 +193,7 @@ def test_parquet(examples, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["to be", "or not", None, "to be"] * 20}), path)
     content = path.read_bytes()
     corpus = [content[:122] + b"\x00\x80" + content[124:]]  # the name of the column
-    fuzz(examples, path, damaged(content), read_texts, corpus=corpus)
+    fuzz(examples, path, draw_damaged(content), read_texts, corpus=corpus)
 
 
 OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletools.opcodes]) | st.binary(max_size=5))
@@ -202,14 +205,14 @@ def test_metadata_of_a_checkpoint(examples, tmp_path):
     state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
     invented = OPCODES.map(lambda opcodes: b"\x80\x04" + b"".join(opcodes) + b".")
-    for contents in (damaged(path.read_bytes()), invented):
+    for contents in (draw_damaged(path.read_bytes()), invented):
         fuzz(2 * examples, path, contents, lambda _: read_metadata(CheckpointReader(tmp_path)), CheckpointError)
 
 
 @EXAMPLES
 @pytest.mark.parametrize(("name", "read"), [(RECORD, read_record), (MANIFEST, check_manifest)])
 def test_json_of_a_checkpoint(examples, name, read, tmp_path):
-    known = with_keys("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
+    known = draw_dict("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
     texts = (VALUES | known).map(json.dumps).map(str.encode)
     (tmp_path / "stray").touch()  # which no manifest names
 
@@ -218,4 +221,4 @@ def test_json_of_a_checkpoint(examples, name, read, tmp_path):
             read(tmp_path)
         raise error.value
 
-    fuzz(examples, tmp_path / name, texts | st.binary(max_size=40) | nested('{"format":'), refuse, ValueError)
+    fuzz(examples, tmp_path / name, texts | st.binary(max_size=40) | draw_nested('{"format":'), refuse, ValueError)

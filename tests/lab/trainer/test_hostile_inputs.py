@@ -46,46 +46,47 @@ WORDS = {
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> list[str]:
+def run_words(tmp_path: Path) -> list[str]:
+    """The words of a run of one step on a text."""
     (tmp_path / "text.txt").write_text(TEXT)
     words = [*TINY, "--training.steps=1", "--float8.no-enable_float8_linear"]
     return [*words, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_an_impossible_input_is_one_line(words, where, tmp_path, refused):
+def test_an_impossible_input_is_one_line(words, run_words, tmp_path, refused):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "latin.toml").write_bytes(b'[data]\npath = "\xe9"\n')
     files = {path.stem: path for path in tmp_path.iterdir()}
-    given_words = words.format(**files, nowhere=tmp_path / "nowhere").split()
+    arguments = words.format(**files, nowhere=tmp_path / "nowhere").split()
     if "--dry-run" not in words:
-        given_words = [*given_words, *where] if words.startswith(("{", "--resume")) else [*where, *given_words]
-    assert WORDS[words] in refused("train", *given_words)
+        arguments = [*arguments, *run_words] if words.startswith(("{", "--resume")) else [*run_words, *arguments]
+    assert WORDS[words] in refused("train", *arguments)
 
 
-def test_a_file_name_that_is_not_utf8_is_data_like_any_other(where, tmp_path):
+def test_a_file_name_that_is_not_utf8_is_data_like_any_other(run_words, tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     (tmp_path / "text.txt").rename(Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xe9.txt")))
-    assert main(["train", *where, f"--data={folder}", "--job.name=odd"]) == 0
+    assert main(["train", *run_words, f"--data={folder}", "--job.name=odd"]) == 0
     assert json.loads((tmp_path / "runs" / "odd" / "data.json").read_text())["files"] == 1
 
 
-def test_a_setting_that_is_not_utf8_is_refused(where, tmp_path, refused):
+def test_a_setting_that_is_not_utf8_is_refused(run_words, tmp_path, refused):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     os.mkdir(folder)
     (tmp_path / "text.txt").rename(Path(folder) / "text.txt")
-    assert "data.path must be in UTF-8, got '" in refused("train", *where, f"--data={folder}")
+    assert "data.path must be in UTF-8, got '" in refused("train", *run_words, f"--data={folder}")
 
 
 def test_control_characters_of_a_path_reach_no_terminal(tmp_path, refused):
     assert refused("import", f"{tmp_path}\x1b", tmp_path / "out").isprintable()
 
 
-def test_a_model_larger_than_the_memory_is_one_line(where, monkeypatch, refused):
+def test_a_model_larger_than_the_memory_is_one_line(run_words, monkeypatch, refused):
     monkeypatch.setattr("quaver.lab.cli.train.build", lambda setup: torch.empty(2**60))
-    assert "this machine lacks the memory" in refused("train", *where)
+    assert "this machine lacks the memory" in refused("train", *run_words)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
@@ -97,11 +98,11 @@ def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, refused):
     assert f"this machine lacks the memory ({error})" in refused("report", "runs/a")
 
 
-def test_a_text_that_shrinks_while_it_is_read_is_one_line(where, monkeypatch, refused):
-    found = SourceFile.of
+def test_a_text_that_shrinks_while_it_is_read_is_one_line(run_words, monkeypatch, refused):
+    describe = SourceFile.of
 
-    def longer(name, path):
-        return replace(found(name, path), size=10 + path.stat().st_size)
+    def describe_as_longer(name, path):
+        return replace(describe(name, path), size=10 + path.stat().st_size)
 
-    monkeypatch.setattr(SourceFile, "of", longer)
-    assert "text.txt' became shorter while it was read" in refused("train", *where)
+    monkeypatch.setattr(SourceFile, "of", describe_as_longer)
+    assert "text.txt' became shorter while it was read" in refused("train", *run_words)

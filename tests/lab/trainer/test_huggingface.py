@@ -20,15 +20,15 @@ from quaver.lab.cli import main
 from quaver.lab.data import load_data
 from quaver.lab.runs.checkpoint import load_state
 from quaver.lab.runs.checkpoint_folder import read_record
-from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.manifest import write_manifest
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.huggingface import weights
 from quaver.lab.trainer.huggingface.config import read_hf_config
 from quaver.lab.trainer.model import Llama
 from tests.command_line import TEXT, TINY
+from tests.lab.trainer.runs import read_losses
+from tests.steps import assert_same
 
 pytestmark = pytest.mark.filterwarnings("error:torch.distributed is disabled")
 
@@ -69,11 +69,11 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of a variant of the model, made once; tests copy what they change."""
     root = tmp_path_factory.mktemp("hf")
 
-    def folder(variant: str) -> Path:
+    def make_folder(variant: str) -> Path:
         path = root / variant
         return path if path.exists() else make_hf(path, **VARIANTS[variant])
 
-    return folder
+    return make_folder
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +102,11 @@ def copy(hf: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def load_with_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def ours(checkpoint: Path, name: str | None = None) -> Llama:
+def load_with_quaver(checkpoint: Path, name: str | None = None) -> Llama:
     """Return the model of a checkpoint, in float32."""
     record = read_record(checkpoint)
     model = Llama(Model(**record["config"]["model"]))
@@ -116,20 +116,13 @@ def ours(checkpoint: Path, name: str | None = None) -> Llama:
     return model
 
 
-def assert_same_logits(got: Any, expected: Any, vocab: int = 300) -> None:
+def assert_same_logits(model: Any, reference: Any, vocab: int = 300) -> None:
     tokens = torch.randint(0, vocab, (2, 200))
     with torch.no_grad():
-        logits = [each(tokens) for each in (got, expected)]
-    logits = [each if isinstance(each, Tensor) else each.logits for each in logits]
-    assert logits[1].std() > 0.1  # otherwise atol alone would pass
-    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
-
-
-def assert_same_weights(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert got[name].dtype == tensor.dtype, name
-        assert torch.equal(got[name], tensor), name
+        outputs = [model(tokens), reference(tokens)]
+    logits, expected = (output if isinstance(output, Tensor) else output.logits for output in outputs)
+    assert expected.std() > 0.1  # otherwise atol alone would pass
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def convert(*words: object) -> None:
@@ -139,14 +132,14 @@ def convert(*words: object) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_import_and_export_keep_every_bit(hf, variant, tmp_path):
     convert("hf-to-quaver", hf(variant), tmp_path / "out")
-    before, imported = theirs(hf(variant)), ours(tmp_path / "out")
-    assert_same_weights(imported.state_dict(), before.state_dict())
+    before, imported = load_with_transformers(hf(variant)), load_with_quaver(tmp_path / "out")
+    assert_same(imported.state_dict(), before.state_dict())
     assert_same_logits(imported, before)
     convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype", "float32")
-    after = theirs(tmp_path / "back")
-    assert_same_weights(*(load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf(variant))))
+    after = load_with_transformers(tmp_path / "back")
+    assert_same(*(load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf(variant))))
     ignored = ("_name_or_path", "transformers_version", "initializer_range", "use_cache", "head_dim")
-    configs = [{k: v for k, v in each.config.to_dict().items() if k not in ignored} for each in (before, after)]
+    configs = [{k: v for k, v in model.config.to_dict().items() if k not in ignored} for model in (before, after)]
     assert configs[0] == configs[1]
     assert_same_logits(after, before)
     assert not list(tmp_path.glob(".*"))
@@ -156,13 +149,13 @@ def test_a_mixture_without_shared_experts(tmp_path):
     """GLM-4.5 has one of no width then."""
     settings = MIXTURE | {"n_shared_experts": 0}
     convert("hf-to-quaver", make_hf(tmp_path / "hf", **settings), tmp_path / "out")
-    imported = ours(tmp_path / "out")
+    imported = load_with_quaver(tmp_path / "out")
     assert not [name for name in imported.state_dict() if "shared" in name]
     convert("quaver-to-hf", tmp_path / "out", tmp_path / "back")
     stored = load_file(tmp_path / "back" / "model.safetensors")
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert stored[bias].equal(imported.state_dict()[bias])  # in float32 among bfloat16
-    assert_same_logits(theirs(tmp_path / "back"), imported.bfloat16().float())
+    assert_same_logits(load_with_transformers(tmp_path / "back"), imported.bfloat16().float())
 
 
 @pytest.mark.parametrize(("shard", "dtype"), [("60KB", "float32"), ("5GB", "bfloat16"), ("60KB", "float16")])
@@ -170,15 +163,18 @@ def test_import_of_shards_and_of_16_bits_is_exact_in_float32(tmp_path, shard, dt
     folder = make_hf(tmp_path / "hf", getattr(torch, dtype), shard)
     assert len(list(folder.glob("*.safetensors"))) == (1 if shard == "5GB" else 4 if dtype == "float16" else 7)
     convert("hf-to-quaver", folder, tmp_path / "out")
-    stored = {name: tensor.float() for name, tensor in theirs(folder, getattr(torch, dtype)).state_dict().items()}
-    assert_same_weights(ours(tmp_path / "out").state_dict(), stored)
+    stored = {
+        name: tensor.float()
+        for name, tensor in load_with_transformers(folder, getattr(torch, dtype)).state_dict().items()
+    }
+    assert_same(load_with_quaver(tmp_path / "out").state_dict(), stored)
 
 
 def test_import_in_bfloat16_rounds_and_stores_half_as_much(hf, tmp_path):
     convert("hf-to-quaver", hf("plain"), tmp_path / "out", "--dtype", "bfloat16")
     convert("quaver-to-hf", tmp_path / "out", tmp_path / "back", "--dtype=float32")
     rounded = {name: tensor.bfloat16().float() for name, tensor in load_file(hf("plain") / "model.safetensors").items()}
-    assert_same_weights(load_file(tmp_path / "back" / "model.safetensors"), rounded)
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), rounded)
     stored = sum(path.stat().st_size for path in (tmp_path / "out" / "model").glob("*.distcp"))
     assert stored < 1.3 * 2 * sum(tensor.numel() for tensor in rounded.values())  # the format adds 1.4 KB a tensor
 
@@ -205,21 +201,20 @@ def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy,
 
 
 def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):
-    memories: list[StorageWeakRef] = []
-    most = 0
-    resolve = weights._LazyPlanner.resolve_data
+    storages: list[StorageWeakRef] = []
+    alive: list[int] = []
+    read = StoredTensors.__getitem__
 
-    def counted(self: Any, item: Any) -> Tensor:
-        nonlocal most
-        tensor = resolve(self, item)
-        memories.append(StorageWeakRef(tensor.untyped_storage()))
-        most = max(most, sum(not each.expired() for each in memories))
+    def read_and_count(stored: StoredTensors, name: str) -> Tensor:
+        tensor = read(stored, name)
+        storages.append(StorageWeakRef(tensor.untyped_storage()))
+        alive.append(sum(not storage.expired() for storage in storages))
         return tensor
 
-    monkeypatch.setattr(weights._LazyPlanner, "resolve_data", counted)
+    monkeypatch.setattr(StoredTensors, "__getitem__", read_and_count)
     convert("hf-to-quaver", hf("plain"), tmp_path / "out")
-    assert len(memories) == 21
-    assert most <= 2  # the one before, until the next one is there
+    assert len(alive) == 21
+    assert max(alive) <= 2  # the one before, until the next one is there
 
 
 def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_folder):
@@ -231,12 +226,11 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     words += ["--float8.no-enable_float8_linear", "--training.mixed_precision_param=float32"]
     words += ["--lr_scheduler.warmup_steps=0", "--metrics.log_freq=1", "--checkpoint.no-enable"]
     assert main(["train", *words]) == 0
-    loss = next(each["loss"] for each in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in each)
-
+    (loss,) = read_losses(tmp_path / "runs" / "run" / "metrics.jsonl")
     config = load_config(*parse_arguments(words))
     batch = load_data(config).step_batches(config.training, 0, ParallelDims())[0]
     with torch.no_grad():
-        logits = theirs(hf("llama3"))(batch.tokens).logits
+        logits = load_with_transformers(hf("llama3"))(batch.tokens).logits
     expected = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
     assert loss == pytest.approx(expected, rel=1e-6)
 
@@ -249,10 +243,14 @@ def test_export_in_shards(hf, out, tmp_path):
     for file in files:
         tensors = load_file(file)
         assert {name for name, where in index["weight_map"].items() if where == file.name} == tensors.keys()
-        assert sum(each.nbytes for each in tensors.values()) <= 60_000 or len(tensors) == 1
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 60_000 or len(tensors) == 1
         assert file.stat().st_mode == (tmp_path / "back" / "config.json").stat().st_mode
-    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in theirs(hf("plain")).parameters())
-    assert_same_weights(theirs(tmp_path / "back").state_dict(), theirs(hf("plain")).state_dict())
+    assert index["metadata"]["total_size"] == 4 * sum(
+        p.numel() for p in load_with_transformers(hf("plain")).parameters()
+    )
+    assert_same(
+        load_with_transformers(tmp_path / "back").state_dict(), load_with_transformers(hf("plain")).state_dict()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -273,10 +271,10 @@ def test_export_of_a_float8_run(float8_run, tmp_path, capsys):
     assert "the model tensorwise of step 2 in float32" in capsys.readouterr().out
 
     assert HEAD not in load_file(tmp_path / "first" / "model.safetensors")
-    first, baseline = theirs(tmp_path / "first"), theirs(tmp_path / "baseline", "auto")
-    expected, expected_baseline = ours(float8_run), ours(float8_run, "bfloat16")
-    assert_same_weights(first.state_dict(), expected.state_dict())
-    assert_same_weights(baseline.state_dict(), expected_baseline.bfloat16().state_dict())
+    first, baseline = load_with_transformers(tmp_path / "first"), load_with_transformers(tmp_path / "baseline", "auto")
+    expected, expected_baseline = load_with_quaver(float8_run), load_with_quaver(float8_run, "bfloat16")
+    assert_same(first.state_dict(), expected.state_dict())
+    assert_same(baseline.state_dict(), expected_baseline.bfloat16().state_dict())
     assert not torch.equal(first.lm_head.weight.bfloat16(), baseline.lm_head.weight)
     assert_same_logits(first, expected, vocab=256)
 
@@ -341,17 +339,17 @@ def test_folders_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, r
 
 
 def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_path, refused):
-    def told(folder: Path) -> str:
+    def refuse(folder: Path) -> str:
         return refused("convert", "hf-to-quaver", folder, tmp_path / "out")
 
-    assert "has no config.json" in told(tmp_path / "nowhere")
+    assert "has no config.json" in refuse(tmp_path / "nowhere")
     folder = copy()
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    assert "is damaged" in told(folder)
+    assert "is damaged" in refuse(folder)
     weights.rename(folder / "pytorch_model.bin")
-    assert "expected model.safetensors, or shards" in told(folder)
+    assert "expected model.safetensors, or shards" in refuse(folder)
     (folder / "full.safetensors").write_bytes(whole)
     for text, message in {
         "[]": "has no weight_map",
@@ -361,13 +359,10 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
         '{"weight_map": {"lm_head.weight": "full.safetensors"}}': "files it names differ: model.embed_tokens.weight,",
     }.items():
         (folder / "model.safetensors.index.json").write_text(text)
-        assert message in told(folder)
-    for text, message in {
-        "[1]": "expected a JSON object, got a list",
-        "{": "expected a JSON object: Expecting",
-    }.items():
+        assert message in refuse(folder)
+    for text, message in (("[1]", "expected a JSON object, got a list"), ("{", "expected a JSON object: Expecting")):
         (folder / "config.json").write_text(text)
-        assert message in told(folder)
+        assert message in refuse(folder)
 
 
 WORDS = {
@@ -395,35 +390,35 @@ def test_checkpoints_that_are_damaged_are_refused_in_one_line(out, tmp_path, ref
     checkpoint = Path(shutil.copytree(out, tmp_path / "out"))
     record = json.loads((checkpoint / "checkpoint.json").read_text())
 
-    def told(**changes: Any) -> str:
+    def refuse(**changes: Any) -> str:
         config = {"model": {**record["config"]["model"], **changes}} if changes else record["config"]
         (checkpoint / "checkpoint.json").write_text(json.dumps({**record, "config": config}))
         write_manifest(checkpoint, {})
         return refused("convert", "quaver-to-hf", checkpoint, tmp_path / "back")
 
-    assert "does not have the tensors that its config requires: model.layers.2." in told(n_layers=3)
-    assert "lm_head.weight must be [256, 64], is [300, 64]" in told(vocab_size=256)
-    assert "model settings that this version does not know: experts" in told(experts=4)
+    assert "does not have the tensors that its config requires: model.layers.2." in refuse(n_layers=3)
+    assert "lm_head.weight must be [256, 64], is [300, 64]" in refuse(vocab_size=256)
+    assert "model settings that this version does not know: experts" in refuse(experts=4)
     part = next((checkpoint / "model").glob("*_0.distcp"))
     part.write_bytes(part.read_bytes()[:64])
-    assert f"'{part.name}' has 64 bytes, expected " in told()
+    assert f"'{part.name}' has 64 bytes, expected " in refuse()
     part.unlink()
-    assert f"'{part.name}' is missing" in told()
+    assert f"'{part.name}' is missing" in refuse()
     (checkpoint / "model" / ".metadata").write_bytes(b"nothing")
-    assert "cannot read" in told()
+    assert "cannot read" in refuse()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_full_disk_leaves_nothing_and_says_so(hf, out, tmp_path, capsys, monkeypatch):
     create_stream = FileSystem.create_stream
 
-    def full(self: FileSystem, path: Path, mode: str) -> Any:
+    def fill_disk(self: FileSystem, path: Path, mode: str) -> Any:
         if "w" in mode:
             raise OSError(28, "No space left on device")
         return create_stream(self, path, mode)
 
-    monkeypatch.setattr(FileSystem, "create_stream", full)
-    monkeypatch.setattr("safetensors.torch.save_file", lambda *args, **kwargs: full(FileSystem(), tmp_path, "w"))
+    monkeypatch.setattr(FileSystem, "create_stream", fill_disk)
+    monkeypatch.setattr("safetensors.torch.save_file", lambda *args, **kwargs: fill_disk(FileSystem(), tmp_path, "w"))
     for words in (("hf-to-quaver", hf("plain")), ("quaver-to-hf", out)):
         capsys.readouterr()
         with pytest.raises(SystemExit, match="4"):

@@ -1,5 +1,7 @@
 """Initial weights: what is drawn, and that every layout of ranks holds the parts of the same ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,10 +47,8 @@ def test_weights_depend_on_seed_and_name_alone():
     assert not any(torch.equal(first[name], other[name]) for name in first if first[name].dim() == 2)
     heads = {tuple(matrix.flatten()[:4].tolist()) for matrix in matrices}
     assert len(heads) == len(matrices)  # no two are drawn alike
-    deeper = dict(
-        make_llama(Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=72), seed=1).named_parameters()
-    )
-    assert torch.equal(first["lm_head.weight"], deeper["lm_head.weight"])  # what others there are does not matter
+    wider = make_llama(replace(CONFIG, hidden_dim=72), seed=1)
+    assert torch.equal(first["lm_head.weight"], wider.lm_head.weight)  # whatever other parameters there are
 
 
 def test_bfloat16_weights_are_the_float32_ones_rounded():
@@ -56,12 +56,11 @@ def test_bfloat16_weights_are_the_float32_ones_rounded():
     narrow = make_meta_llama(CONFIG).bfloat16()
     allocate(narrow, CPU)
     initialize(narrow, 0)
-    for ours, theirs in zip(narrow.parameters(), wide.parameters(), strict=True):
-        assert torch.equal(ours, theirs.bfloat16())
+    assert all(map(torch.equal, narrow.parameters(), wide.bfloat16().parameters()))
 
 
 def test_a_tied_projection_stays_tied():
-    model = make_llama(Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32, tie_word_embeddings=True))
+    model = make_llama(replace(CONFIG, tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -70,10 +69,6 @@ def test_buffers_are_refused():
     model.register_buffer("amax_history", torch.zeros(3, device="meta"))
     with pytest.raises(NotImplementedError, match="buffers have no initial values here: amax_history"):
         allocate(model, CPU)
-
-
-def split(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
-    return whole.chunk(parts, dim)[index]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +88,8 @@ def test_each_rank_holds_its_part_of_the_same_weights(sizes):
         for name, parameter in parts.items():
             part = expected[name]
             if part.dim() == 2:  # tensor parallelism first, then FSDP2 along dim 0
-                column = name.endswith(("o_proj.weight", "down_proj.weight"))
-                part = split(part, 1 if column else 0, layout.tensor, rank % layout.tensor)
-            part = split(part, 0, layout.shard, shard_rank)
+                dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+                part = part.chunk(layout.tensor, dim)[rank % layout.tensor]
+            part = part.chunk(layout.shard)[shard_rank]
             assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.to_local(), part), (rank, name)

@@ -19,7 +19,7 @@ from tests.thinned import thinned
 TOKENS, WORDS = 37, 50
 
 
-def expression(logits, targets):
+def cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -38,17 +38,17 @@ def test_the_gradient_is_that_of_the_expression_to_the_bit(dtype, rows, ignored,
     monkeypatch.setattr(losses, "SLICE_ELEMENTS", rows * WORDS)
     logits, targets = make_logits_and_targets(dtype, ignored)
     expected_logits = logits.detach().clone().requires_grad_()
-    got, expected = compute_next_token_loss(logits, targets), expression(expected_logits, targets)
-    assert got.dtype is torch.float32
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-    (got / 3).backward()
+    loss, expected = compute_next_token_loss(logits, targets), cross_entropy(expected_logits, targets)
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    (loss / 3).backward()
     (expected / 3).backward()
     assert torch.equal(logits.grad, expected_logits.grad)
 
 
 def test_small_logits_are_one_slice_with_the_loss_of_the_expression():
     logits, targets = make_logits_and_targets(torch.bfloat16)
-    assert torch.equal(compute_next_token_loss(logits, targets), expression(logits, targets))
+    assert torch.equal(compute_next_token_loss(logits, targets), cross_entropy(logits, targets))
 
 
 def test_neither_direction_has_all_logits_in_float32(monkeypatch):
@@ -79,7 +79,7 @@ def test_the_loss_has_no_second_derivative(monkeypatch):
 def test_a_compiled_loss_is_the_expression():
     logits, targets = make_logits_and_targets(torch.bfloat16)
     compiled = torch.compile(compute_next_token_loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(logits, targets), expression(logits, targets))
+    torch.testing.assert_close(compiled(logits, targets), cross_entropy(logits, targets))
 
 
 CASES = {
@@ -108,15 +108,15 @@ def test_a_split_vocabulary_has_the_loss_and_the_gradient_of_a_whole_one(words, 
     whole, targets = make_logits_and_targets(dtype, words=words)
     CASES[case](whole.detach(), targets)
     parts = split(whole)
-    expected = expression(whole, targets)
+    expected = cross_entropy(whole, targets)
     with patch.object(losses, "SLICE_ELEMENTS", 7 * words):
-        got = compute_next_token_loss(parts * 1, targets)
-    (got / 3).backward()
+        loss = compute_next_token_loss(parts * 1, targets)
+    (loss / 3).backward()
     (expected / 3).backward()
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, equal_nan=True)
     rtol = max(torch.finfo(dtype).eps, 1e-6)
     torch.testing.assert_close(parts.grad.full_tensor(), whole.grad, rtol=rtol, atol=1e-8, equal_nan=True)
-    bits = got.detach().reshape(1).view(torch.int32)
+    bits = loss.detach().reshape(1).view(torch.int32)
     assert (all_gather(bits, 0, dist.group.WORLD) == bits).all()
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Metrics
 from quaver.lab.trainer.metrics import (
     SPIKE_MIN_STEPS,
@@ -15,6 +14,7 @@ from quaver.lab.trainer.metrics import (
 )
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare
+from tests.lab.trainer.runs import read_steps
 
 
 def test_median_leaves_out_the_warm_up():
@@ -48,7 +48,7 @@ def test_a_spike_is_in_the_log(tiny_config, monkeypatch, capsys):
     run = prepare(tiny_config)
     run.progress.recent_losses["bfloat16"] = [1.0] * SPIKE_MIN_STEPS
     train(run)
-    assert [record["loss_spike"] for record in read_metrics(run.folder.metrics) if "loss" in record] == [True] * 4
+    assert [record["loss_spike"] for record in read_steps(run.folder.metrics)] == [True] * 4
     assert "is a spike" in capsys.readouterr().out
 
 

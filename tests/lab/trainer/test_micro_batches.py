@@ -27,34 +27,34 @@ CASES = {
 }
 
 
-def gradients_of(config: TrainConfig, ranks: int, scales: list[float]) -> dict[str, torch.Tensor]:
+def compute_gradients(config: TrainConfig, ranks: int, scales: list[float]) -> dict[str, torch.Tensor]:
     trained, _ = on_rank(config, ranks)
     tokens = torch.arange(32).view(2, 16) * 7 % 32
     with accumulate(trained.model, config, scales) as micro_batches:
         for scale in micro_batches:
             (trained.loss_of(Batch(tokens, tokens.roll(-1, 1), None)) * scale).backward()
-    return {name: list_plain_tensors(each.grad)[0] for name, each in trained.model.named_parameters()}
+    return {name: list_plain_tensors(parameter.grad)[0] for name, parameter in trained.model.named_parameters()}
 
 
-def inexact_sums(config: TrainConfig, ranks: int) -> list[str]:
+def list_inexact_sums(config: TrainConfig, ranks: int) -> list[str]:
     """Names of parameters whose gradient is not the rounded sum of the three micro-batches' in float32."""
-    one, three = gradients_of(config, ranks, [1.0]), gradients_of(config, ranks, SCALES)
+    one, three = compute_gradients(config, ranks, [1.0]), compute_gradients(config, ranks, SCALES)
     return [name for name, grad in one.items() if not torch.equal(three[name], (258 * grad.float()).to(grad.dtype))]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_micro_batches_are_added_up_in_float32(name):
     ranks, sections = CASES[name]
-    sections = {"float8": {"recipe_name": "rowwise"}} | sections
-    config = changed(TrainConfig(model=TINY), **sections)
-    lost = inexact_sums(config, 1) if ranks == 1 else run_on_ranks(2, inexact_sums, config, 2)[0]
+    config = changed(TrainConfig(model=TINY), float8={"recipe_name": "rowwise"}, **sections)
+    inexact = list_inexact_sums(config, 1) if ranks == 1 else run_on_ranks(2, list_inexact_sums, config, 2)[0]
     if config.training.reduce == "every":
-        assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.experts.down_proj"} <= set(lost)
+        assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.experts.down_proj"} <= {*inexact}
     else:
-        assert lost == []
+        assert inexact == []
 
 
-def reduces_again(config: TrainConfig, ranks: int) -> bool:
+def train_after_an_error(config: TrainConfig, ranks: int) -> bool:
+    """Return whether every parameter gets a gradient."""
     trained, _ = on_rank(config, ranks)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     with pytest.raises(RuntimeError, match="mine"), accumulate(trained.model, config, [1, 2, 3]) as micro_batches:
@@ -70,4 +70,4 @@ def reduces_again(config: TrainConfig, ranks: int) -> bool:
 
 def test_after_an_error_ranks_reduce_again():
     config = changed(TrainConfig(model=TINY), training={"reduce": "last"}, **NEVER)
-    assert run_on_ranks(2, reduces_again, config, 2) == [True, True]
+    assert run_on_ranks(2, train_after_an_error, config, 2) == [True, True]

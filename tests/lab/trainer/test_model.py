@@ -15,7 +15,7 @@ CONFIG = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, rope_
 TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_word_embeddings=True)
 
 
-def transformers_llama(config: Model) -> LlamaForCausalLM:
+def build_reference(config: Model) -> LlamaForCausalLM:
     torch.manual_seed(7)
     shape = {"vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": config.hidden_dim}
     shape |= {"num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads}
@@ -26,37 +26,40 @@ def transformers_llama(config: Model) -> LlamaForCausalLM:
 
 @pytest.fixture(params=[CONFIG, TIED], ids=["untied", "tied"])
 def pair(request: pytest.FixtureRequest) -> tuple[Llama, LlamaForCausalLM]:
-    theirs = transformers_llama(request.param)
+    """The same weights in the trainer's model and in that of transformers."""
+    reference = build_reference(request.param)
     with torch.no_grad():  # weights of one would hide a norm that is never applied
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    ours = Llama(request.param)
-    ours.load_state_dict(theirs.state_dict())
-    return ours, theirs
+    model = Llama(request.param)
+    model.load_state_dict(reference.state_dict())
+    return model, reference
 
 
 def test_logits_and_gradients_equal_in_float32(pair):
-    ours, theirs = pair
+    model, reference = pair
     tokens = torch.randint(0, 256, (2, 40))
-    logits, expected = ours(tokens), theirs(tokens).logits
+    logits, expected = model(tokens), reference(tokens).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert expected.std() > 0.1  # otherwise atol alone would pass
 
     compute_next_token_loss(logits[:, :-1], tokens[:, 1:]).backward()
-    theirs(tokens, labels=tokens).loss.backward()
-    for (name, parameter), (_, reference) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-6, msg=name)
+    reference(tokens, labels=tokens).loss.backward()
+    expected_grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected_grads.pop(name), rtol=1e-4, atol=1e-6, msg=name)
+    assert not expected_grads
 
 
 def test_projections_of_one_hidden_state_get_one_tensor_object():
-    model, seen = Llama(CONFIG), {}
+    model, inputs = Llama(CONFIG), {}
     for name, module in model.model.layers[0].named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda module, inputs, name=name: seen.update({name: inputs[0]}))
+            module.register_forward_pre_hook(lambda module, operands, name=name: inputs.update({name: operands[0]}))
     model(torch.zeros(1, 8, dtype=torch.long))
-    assert seen["self_attn.q_proj"] is seen["self_attn.k_proj"] is seen["self_attn.v_proj"]
-    assert seen["mlp.gate_proj"] is seen["mlp.up_proj"]
+    assert inputs["self_attn.q_proj"] is inputs["self_attn.k_proj"] is inputs["self_attn.v_proj"]
+    assert inputs["mlp.gate_proj"] is inputs["mlp.up_proj"]
 
 
 def test_flops_count_every_linear_and_attention():

@@ -36,14 +36,14 @@ class Net(nn.Module):
         return self.second(x)
 
 
-def find(net: Net, x: Tensor | None = None) -> NonFiniteOperand | None:
+def find_operand(net: Net, x: Tensor | None = None) -> NonFiniteOperand | None:
     x = torch.ones(4, 8) if x is None else x
     return find_nonfinite(net, lambda: net(x).sum().backward())
 
 
-def test_finite_finds_nothing_and_leaves_no_hooks_or_gradients():
+def test_a_search_in_a_finite_model_names_nothing_and_leaves_no_hooks_or_gradients():
     net = Net()
-    assert find(net) is None
+    assert find_operand(net) is None
     assert all(parameter.grad is None for parameter in net.parameters())
     assert all(not parameter._backward_hooks for parameter in net.parameters())
     for module in net.modules():
@@ -67,12 +67,12 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("found", SPOILED)
-def test_the_first_operand_that_is_not_finite_is_named(found):
+@pytest.mark.parametrize("operand", SPOILED)
+def test_the_first_operand_that_is_not_finite_is_named(operand):
     net, x = Net(), torch.ones(4, 8)
     with torch.no_grad():
-        SPOILED[found](net, x)
-    assert find(net, x) == NonFiniteOperand(*found.split())
+        SPOILED[operand](net, x)
+    assert find_operand(net, x) == NonFiniteOperand(*operand.split())
 
 
 def test_the_first_operand_of_a_float8_module_is_named_too():
@@ -80,8 +80,8 @@ def test_the_first_operand_of_a_float8_module_is_named_too():
     net.second = Float8Linear(8, 8, bias=False)
     with torch.no_grad():
         net.first.weight[0, 3] = torch.inf
-    found = find(net)
-    assert (found, found.in_float8) == (NonFiniteOperand("first", "weight"), NonFiniteOperand("second", "input"))
+    operand = find_operand(net)
+    assert (operand, operand.in_float8) == (NonFiniteOperand("first", "weight"), NonFiniteOperand("second", "input"))
 
 
 def test_compiled_modules_are_looked_into():
@@ -90,7 +90,7 @@ def test_compiled_modules_are_looked_into():
     net(torch.ones(4, 8))
     with torch.no_grad():
         net.second.weight[0, 0] = torch.nan
-    assert find(net) == NonFiniteOperand("second", "weight")
+    assert find_operand(net) == NonFiniteOperand("second", "weight")
 
 
 def test_a_sum_of_finite_gradients_over_micro_batches_is_looked_at_last():
@@ -98,11 +98,11 @@ def test_a_sum_of_finite_gradients_over_micro_batches_is_looked_at_last():
     with torch.no_grad():
         net.second.weight.zero_()
 
-    def twice():
+    def run_two_micro_batches():
         for _ in range(2):
             (net(torch.ones(1, 8)).sum() * 0 + net.first.bias.sum() * 3e38).backward()
 
-    assert find_nonfinite(net, twice) == NonFiniteOperand("first", "grad_bias")
+    assert find_nonfinite(net, run_two_micro_batches) == NonFiniteOperand("first", "grad_bias")
     assert net.first.bias.grad is None
 
 
@@ -111,4 +111,4 @@ def test_positions_order_what_ranks_find():
     with torch.no_grad():
         early.first.weight[0, 0] = torch.nan
         late.second.weight[0, 0] = torch.nan
-    assert find(early).position < find(late).position
+    assert find_operand(early).position < find_operand(late).position

@@ -28,6 +28,12 @@ def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
 
 
+def find_tensor(record: Record, linear: str, operand: str) -> int:
+    """The column of the first cast of an operand."""
+    name = (f"model.layers.0.{linear}", operand)
+    return [(tensor["layer"], tensor["operand"]) for tensor in record.tensors].index(name)
+
+
 @pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.nightly), "delayed"])
 def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe):
     watched_config = changed(watched_config, float8={"recipe_name": recipe}, job={"compare": True})
@@ -38,7 +44,7 @@ def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe
     record = Record.read(run.folder.path)
     assert record.steps.tolist() == [1, 2, 4]
     assert sorted(record.histograms) == [0, 1, 2]
-    linears = [name for name, each in run.models[0].model.named_modules() if isinstance(each, Float8Linear)]
+    linears = [name for name, module in run.models[0].model.named_modules() if isinstance(module, Float8Linear)]
     assert list(dict.fromkeys(tensor["layer"] for tensor in record.tensors)) == linears
     assert all(linear.probe is None for linear in run.models[0].model.modules() if isinstance(linear, Float8Linear))
 
@@ -50,33 +56,25 @@ def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_co
     with run.folder.numerics.open("a") as file:
         file.write('{"kind": "sample", "step": 9}\n{"kind": "sam')  # a killed run had come further
     resumed = run_to_end(changed(short, training={"steps": 4}, checkpoint={"resume": "must"}))
-    expected, found = (Record.read(each.folder.path) for each in (whole, resumed))
-    assert found.steps.tolist() == expected.steps.tolist() == [1, 2, 4]
+    expected, record = (Record.read(run.folder.path) for run in (whole, resumed))
+    assert record.steps.tolist() == expected.steps.tolist() == [1, 2, 4]
     for name, values in expected.statistics.items():
-        np.testing.assert_array_equal(found.statistics[name], values)
-    assert [header["step"] for header in found.headers] == [1, 4]
+        np.testing.assert_array_equal(record.statistics[name], values)
+    assert [header["step"] for header in record.headers] == [1, 4]
 
 
 def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
     watched_config = changed(watched_config, training={"nonfinite": "skip"}, numerics={"every": 100})
     run = prepare(watched_config)
     layer = run.models[0].model.model.layers[0].mlp.up_proj
-    forward, calls = layer.forward, []
-
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        steps = 1 if run.models[0].model.training else 0
-        bad = steps and run.progress.step == 2
-        return forward(hidden * float("inf")) if bad else forward(hidden)
-
-    layer.forward = poisoned
+    is_bad = lambda: run.models[0].model.training and run.progress.step == 2  # noqa: E731
+    layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * float("inf"),) if is_bad() else None)
     train(run)
     record = Record.read(run.folder.path)
     assert record.steps.tolist() == [1, 3]
-    names = [(tensor["layer"], tensor["operand"], tensor["cast"]) for tensor in record.tensors]
-    at = names.index(("model.layers.0.mlp.up_proj", "input", "row"))
-    assert record.statistics["nonfinite"][1, at] > 0
-    assert record.statistics["nonfinite"][0, at] == 0
+    counts = record.statistics["nonfinite"][:, find_tensor(record, "mlp.up_proj", "input")]
+    assert counts[1] > 0
+    assert counts[0] == 0
 
 
 def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
@@ -87,17 +85,16 @@ def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
         train(run)
     record = Record.read(run.folder.path)
     assert record.steps.tolist() == [1]
-    at = [(each["layer"], each["operand"]) for each in record.tensors].index(("model.layers.0.mlp.down_proj", "weight"))
-    assert record.statistics["nonfinite"][0, at] == 1
+    assert record.statistics["nonfinite"][0, find_tensor(record, "mlp.down_proj", "weight")] == 1
 
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
     wandb = types.ModuleType("wandb")
-    wandb.logged, wandb.asked, wandb.finished = [], {}, []
+    wandb.logged, wandb.options, wandb.finished = [], {}, []
     run = types.SimpleNamespace(log=wandb.logged.append, finish=lambda: wandb.finished.append(True))
-    wandb.init = lambda **options: wandb.asked.update(options) or run
+    wandb.init = lambda **options: wandb.options.update(options) or run
     wandb.__spec__ = types.SimpleNamespace(name="wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     return wandb
@@ -111,36 +108,37 @@ def test_loggers_get_every_number(watched_config, wandb):
     run = run_to_end(changed(watched_config, metrics=loggers))
     events = EventAccumulator(str(run.folder.path / "tb")).Reload()
 
-    def in_tensorboard(name: str) -> dict[int, float]:
+    def read_tensorboard(name: str) -> dict[int, float]:
         return {event.step: event.value for event in events.Scalars(name)}
 
-    def in_wandb(name: str) -> dict[int, float]:
+    def read_wandb(name: str) -> dict[int, float]:
         return {entry["step"]: entry[name] for entry in wandb.logged if name in entry}
 
     records = read_metrics(run.folder.metrics)
     for name in ("loss", "validation_loss"):
-        expected = {each["step"]: each[name] for each in records if name in each}
-        assert in_wandb(f"rowwise/{name}") == expected
-        assert in_tensorboard(f"rowwise/{name}") == pytest.approx(expected)
+        expected = {record["step"]: record[name] for record in records if name in record}
+        assert read_wandb(f"rowwise/{name}") == expected
+        assert read_tensorboard(f"rowwise/{name}") == pytest.approx(expected)
     record, name = Record.read(run.folder.path), "model.layers.0.mlp.up_proj.input.row"
-    at = [(each["layer"], each["operand"]) for each in record.tensors].index(("model.layers.0.mlp.up_proj", "input"))
-    amaxes = dict(zip([1, 2, 4], record.statistics["amax"][:, at], strict=True))
-    assert in_wandb(f"numerics/amax/{name}") == amaxes
-    assert in_tensorboard(f"numerics/amax/{name}") == pytest.approx(amaxes)
-    assert (wandb.asked["project"], wandb.asked["name"], wandb.asked["resume"]) == ("p", "tiny", "allow")
-    assert wandb.asked["config"]["model"]["dim"] == 32
+    column = record.statistics["amax"][:, find_tensor(record, "mlp.up_proj", "input")]
+    amaxes = dict(zip([1, 2, 4], column, strict=True))
+    assert read_wandb(f"numerics/amax/{name}") == amaxes
+    assert read_tensorboard(f"numerics/amax/{name}") == pytest.approx(amaxes)
+    assert (wandb.options["project"], wandb.options["name"], wandb.options["resume"]) == ("p", "tiny", "allow")
+    assert wandb.options["config"]["model"]["dim"] == 32
     assert wandb.finished == [True]
 
 
 def test_runs_of_one_name_have_ids_of_their_own_which_resumes_keep(tmp_path, wandb):
-    def id_of(folder: str, resume_step: int | None) -> str:
+    def open_and_read_id(folder: str, resume_step: int | None) -> str:
         path = tmp_path / folder / "same-name"
         path.mkdir(parents=True, exist_ok=True)
         with open_loggers(Metrics(enable_wandb=True), RunFolder(path, resume_step), {}, OutputFailures(Ranks())):
-            return wandb.asked["id"]
+            return wandb.options["id"]
 
-    first, other, resumed, again = (id_of(*each) for each in (("a", None), ("b", None), ("a", 2), ("a", None)))
-    assert first == resumed
+    first, other = open_and_read_id("a", None), open_and_read_id("b", None)
+    assert open_and_read_id("a", 2) == first
+    again = open_and_read_id("a", None)
     assert len({first, other, again}) == 3
 
 

@@ -14,48 +14,45 @@ from quaver.lab.trainer.plot import draw_curves, smooth
 
 
 @pytest.fixture
-def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Figure]:
-    """Draws records with a function of the trainer and returns the figure."""
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict]], Figure]:
+    """Draws curves of records and returns the figure."""
     figures: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
 
-    def draw(function: Callable[..., None], records: list[dict]) -> Figure:
-        (tmp_path / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-        function(tmp_path / "records.jsonl", tmp_path / "image.png", title="a run $x_{$")
+    def draw(records: list[dict]) -> Figure:
+        (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        draw_curves(tmp_path / "records.jsonl", tmp_path / "image.png", title="a run $x_{$")
         assert (tmp_path / "image.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         return figures[-1]
 
     return draw
 
 
-def titles(figure: Figure) -> list[str]:
-    return [axis.get_title() for axis in figure.axes if axis.get_title()]
-
-
-def losses(name: str, steps: int) -> list[dict]:
+def make_records(name: str, steps: int) -> list[dict]:
     train = [{"run": name, "step": s, "loss": 5 / s, "tokens_per_s": 100.0} for s in range(1, steps + 1)]
     return train + [{"run": name, "step": s, "validation_loss": 5 / s} for s in range(5, steps + 1, 5)]
 
 
 @pytest.mark.parametrize("runs", [{"tensorwise": 30, "bfloat16": 29}, {"bfloat16": 1}, {}], ids=str)
-def test_panels_of_curves(drawn, runs):
-    figure = drawn(draw_curves, [record for name, steps in runs.items() for record in losses(name, steps)])
+def test_panels_of_curves(draw, runs):
+    figure = draw([record for name, steps in runs.items() for record in make_records(name, steps)])
     gap = ["Loss gap of tensorwise to bfloat16 (%)"] if len(runs) == 2 else []
-    assert titles(figure) == ["Loss (nats per token)", *gap, "Tokens per second"]
+    titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
+    assert titles == ["Loss (nats per token)", *gap, "Tokens per second"]
 
 
-def test_the_loss_gap_compares_the_same_steps_after_a_skipped_one(drawn):
-    skipped = [record for record in losses("tensorwise", 30) if record["step"] != 5]
-    figure = drawn(draw_curves, skipped + losses("bfloat16", 30))
+def test_the_loss_gap_compares_the_same_steps_after_a_skipped_one(draw):
+    skipped = [record for record in make_records("tensorwise", 30) if record["step"] != 5]
+    figure = draw(skipped + make_records("bfloat16", 30))
     gaps = [line for line in figure.axes[1].lines if line.get_label()[0] != "_"]
     assert [list(line.get_ydata()) for line in gaps] == [[0] * 29, [0] * 5]
     assert list(gaps[0].get_xdata()) == [step for step in range(1, 31) if step != 5]
 
 
-def test_a_matplotlibrc_that_needs_latex_has_no_effect(drawn):
+def test_a_matplotlibrc_that_needs_latex_has_no_effect(draw):
     with matplotlib.rc_context({"text.usetex": True}):
-        drawn(draw_curves, losses("tensorwise", 5))
+        draw(make_records("tensorwise", 5))
 
 
 def test_smoothing_keeps_a_straight_line_and_halves_noise():
@@ -68,6 +65,6 @@ def test_smoothing_keeps_a_straight_line_and_halves_noise():
 def test_a_run_misses_matplotlib_before_it_draws(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "quaver.lab.recorder.figure")
-    with pytest.raises(ModuleNotFoundError) as caught:
+    with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module("quaver.lab.recorder.figure")
-    assert caught.value.name == "matplotlib"
+    assert error.value.name == "matplotlib"

@@ -25,7 +25,7 @@ EVERY_STEP = {"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0}
 PHASES = ("quaver::amax", "quaver::cast", "quaver::gemm")
 
 
-def make(recipe="tensorwise"):
+def build_model(recipe="tensorwise"):
     up = Float8Linear(64, 96, dtype=torch.bfloat16, config=recipe)
     first, down = (nn.Linear(size, 64, dtype=torch.bfloat16) for size in (64, 96))
     return nn.Sequential(first, up, nn.ReLU(), down)
@@ -39,36 +39,34 @@ def train_step(model, optimizer=None):
 
 
 @contextmanager
-def first_step(model, folder, *, recipe="tensorwise", **profiling):
+def profile_first_step(model, folder, *, recipe="tensorwise", **profiling):
     """The first step of a run on one rank; raises what it could not write."""
-    optimizer, failures = torch.optim.SGD(model.parameters()), OutputFailures(Ranks())
-    with (
-        Profiler(config_of(**EVERY_STEP, **profiling), folder, 0, CPU, failures) as made,
-        made.step(1, recipe, model, optimizer),
-    ):
+    config, failures = make_config(**EVERY_STEP, **profiling), OutputFailures(Ranks())
+    optimizer = torch.optim.SGD(model.parameters())
+    with Profiler(config, folder, 0, CPU, failures) as profiler, profiler.step(1, recipe, model, optimizer):
         yield
     failures.raise_on_all_ranks()
 
 
-def config_of(**profiling) -> TrainConfig:
+def make_config(**profiling) -> TrainConfig:
     return TrainConfig(training=Training(steps=20, device="cpu"), profiling=ProfilingConfig(**profiling))
 
 
-def files_in(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_folder_in_a_folder_of_the_run(tmp_path):
-    model = make()
-    with first_step(model, tmp_path, save_traces_folder="profiles/traces"):
+def test_traces_can_go_to_a_nested_folder_of_the_run(tmp_path):
+    model = build_model()
+    with profile_first_step(model, tmp_path, save_traces_folder="profiles/traces"):
         train_step(model)
-    assert files_in(tmp_path) == ["profiles/traces/step-000001/tensorwise-rank0.json.gz"]
+    assert list_files(tmp_path) == ["profiles/traces/step-000001/tensorwise-rank0.json.gz"]
 
 
 def test_which_steps_of_which_model_write_which_files(tmp_path):
     traces = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1, "profiler_active": 2}
-    config = config_of(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
-    models = {name: make() for name in ("tensorwise", "bfloat16")}
+    config = make_config(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
+    models = {name: build_model() for name in ("tensorwise", "bfloat16")}
     optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
     with Profiler(config, tmp_path, 1, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 9):
@@ -78,7 +76,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
         assert [step for step in range(1, 9) if not profiling.traces(step)] == [1, 5]
     traces = [f"profile_trace/step-{s:06d}/{n}-rank1.json.gz" for s in (3, 4, 7, 8) for n in sorted(models)]
     timelines = [f"memory_snapshot/step-000002/{n}-rank1.{e}" for n in sorted(models) for e in ("json", "png")]
-    assert files_in(tmp_path) == timelines + traces
+    assert list_files(tmp_path) == timelines + traces
     report = json.loads((tmp_path / timelines[-2]).read_text())
     assert (report["schema"], report["run"], report["step"], report["rank"]) == (3, "tensorwise", 2, 1)
     assert report["config"]["profiling"]["memory_snapshot_step"] == 2
@@ -86,18 +84,21 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
 
 
 def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
-    model, before = make(), signal.getsignal(signal.SIGUSR1)
+    model, before = build_model(), signal.getsignal(signal.SIGUSR1)
     with Profiler(TrainConfig(), tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         assert signal.getsignal(signal.SIGUSR1) == before
         for step in range(1, 13):
             with profiling.step(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
                 assert not any(module._forward_hooks for module in model.modules())
-    assert files_in(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "profile_trace").write_text("in the way")
-    with pytest.raises(OutputError, match=r"cannot write .*profile_trace"), first_step(model := make(), tmp_path):
+    with (
+        pytest.raises(OutputError, match=r"cannot write .*profile_trace"),
+        profile_first_step(model := build_model(), tmp_path),
+    ):
         train_step(model)
 
 
@@ -107,16 +108,22 @@ def test_a_trace_that_torch_could_not_write_whole_is_an_output_error(tmp_path, m
 
     for export in (write_a_part, lambda profiler, path: None):  # a full disk, and one that was full before
         monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-        with pytest.raises(OutputError, match=r"json.gz': .*incomplete trace"), first_step(model := make(), tmp_path):
+        with (
+            pytest.raises(OutputError, match=r"json.gz': .*incomplete trace"),
+            profile_first_step(model := build_model(), tmp_path),
+        ):
             train_step(model)
-        assert files_in(tmp_path) == []
+        assert list_files(tmp_path) == []
 
 
 def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
     snapshot = {"enable_memory_snapshot": True, "memory_snapshot_step": 1}
-    with pytest.raises(FileNotFoundError, match="mine"), first_step(model := make(), tmp_path, **snapshot):
+    with (
+        pytest.raises(FileNotFoundError, match="mine"),
+        profile_first_step(model := build_model(), tmp_path, **snapshot),
+    ):
         raise FileNotFoundError("mine")
-    assert files_in(tmp_path) == []
+    assert list_files(tmp_path) == []
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -125,22 +132,22 @@ def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
 def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, recipe, casts, amaxes, pure):
     if pure:
         monkeypatch.setattr(cpu, "AVAILABLE", False)
-    with first_step(model := make(recipe), tmp_path, recipe=recipe):
+    with profile_first_step(model := build_model(recipe), tmp_path, recipe=recipe):
         train_step(model)
     with gzip.open(tmp_path / f"profile_trace/step-000001/{recipe}-rank0.json.gz") as opened:
-        found = Counter(event["name"] for event in json.load(opened)["traceEvents"] if event.get("ph") == "X")
+        counts = Counter(event["name"] for event in json.load(opened)["traceEvents"] if event.get("ph") == "X")
     # The C extension reads the amax in the cast. The weight's second tensorwise cast has the scale of the first. The
     # row-wise casts of an input for two matmuls are one, with two amaxes.
     expected = {"quaver::cast": casts, "quaver::gemm": 3}
     if pure or not cpu.AVAILABLE:
         expected["quaver::amax"] = amaxes
-    assert {name: count for name, count in found.items() if name in PHASES} == expected
+    assert {name: count for name, count in counts.items() if name in PHASES} == expected
 
 
 def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
-    config = config_of(enable_memory_snapshot=True, memory_snapshot_step=0)
-    model = make()
+    config = make_config(enable_memory_snapshot=True, memory_snapshot_step=0)
+    model = build_model()
     optimizer = torch.optim.SGD(model.parameters())
     with Profiler(config, tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 6):
@@ -150,7 +157,7 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
                     if (step, name) == (2, "a"):
                         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) == before
-    assert [name for name in files_in(tmp_path) if name.endswith("json")] == [
+    assert [name for name in list_files(tmp_path) if name.endswith("json")] == [
         "memory_snapshot/step-000002/b-rank0.json",
         "memory_snapshot/step-000003/a-rank0.json",
     ]
@@ -158,13 +165,12 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
 
 def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, monkeypatch):
     histories = []
-    monkeypatch.setattr(
-        "quaver.lab.trainer.profiling.record_memory_history", lambda **options: histories.append(options)
-    )
-    monkeypatch.setattr("quaver.lab.trainer.profiling.dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
+    profiling = "quaver.lab.trainer.profiling"
+    monkeypatch.setattr(f"{profiling}.record_memory_history", lambda **options: histories.append(options))
+    monkeypatch.setattr(f"{profiling}.dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
     device = torch.device("cuda", 0)
-    config = config_of(enable_memory_snapshot=True, memory_snapshot_step=2)
-    model = make()
+    config = make_config(enable_memory_snapshot=True, memory_snapshot_step=2)
+    model = build_model()
     optimizer = torch.optim.SGD(model.parameters())
     with Profiler(config, tmp_path, 0, device, OutputFailures(Ranks())) as profiling:
         assert [history["max_entries"] > 0 for history in histories] == [True]
@@ -176,5 +182,5 @@ def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, mo
             raise torch.OutOfMemoryError("full")
     folder = "memory_snapshot/step-00000"
     names = ("2/tensorwise-rank0", "3/tensorwise-rank0", "5/tensorwise-rank0-out-of-memory")
-    assert files_in(tmp_path) == [f"{folder}{name}.pickle" for name in names]
+    assert list_files(tmp_path) == [f"{folder}{name}.pickle" for name in names]
     assert histories[-1] == {"enabled": None, "device": device}

@@ -8,8 +8,7 @@ import platform
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,12 @@ pytestmark = pytest.mark.timeout(300)
 """A reader that waits for a FIFO fails; the server of forks takes a minute to start on a busy machine."""
 
 
-def trained(parent: Path, name: str, steps: int) -> Path:
-    """The folder of a run with delayed scaling, with a checkpoint of each step."""
+def train_run(parent: Path, name: str, steps: int) -> Path:
+    """Train with delayed scaling and a checkpoint of each step, and return the run's folder."""
     words = [*TINY, f"--training.steps={steps}", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
     words += ["--lr_scheduler.schedule=constant", "--validation.freq=1", "--float8.recipe_name=delayed"]
-    words += ["--float8.delayed_history_len=3"]
-    words += [f"--data={parent / 'text.txt'}", f"--job.dump_folder={parent}", f"--job.name={name}"]
-    assert main(["train", *words]) == 0
+    words += ["--float8.delayed_history_len=3", f"--data={parent / 'text.txt'}"]
+    assert main(["train", *words, f"--job.dump_folder={parent}", f"--job.name={name}"]) == 0
     return parent / name
 
 
@@ -44,7 +42,7 @@ def trained(parent: Path, name: str, steps: int) -> Path:
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text(TEXT)
-    return trained(folder, "run", 2)
+    return train_run(folder, "run", 2)
 
 
 @pytest.fixture
@@ -52,12 +50,12 @@ def run(saved_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_run, tmp_path / "run"))
 
 
-def digest(folder: Path) -> dict[str, str]:
+def hash_files(folder: Path) -> dict[str, str]:
     """Return the sha256 of each file below `folder`, and the names of its folders."""
-    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
-    return {
-        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for name, path in files.items()
-    }
+    hashes = {}
+    for path in folder.rglob("*"):
+        hashes[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return hashes
 
 
 STEP, FIRST = "checkpoint/step-00000002", "checkpoint/step-00000001"
@@ -65,23 +63,23 @@ SHARD, OTHER, RECORD = f"{STEP}/delayed/__0_0.distcp", f"{STEP}/delayed/.metadat
 RECIPE = "--float8.recipe_name=rowwise --float8.delayed_history_len=16"
 
 
-def fifo(path: Path) -> None:
+def make_fifo(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
 
 
-def link(path: Path) -> None:
+def make_link(path: Path) -> None:
     path.rename(path.parents[2] / "x")
     path.symlink_to("../../x")
 
 
-def record(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Change the record of a checkpoint, as its author could."""
+def edit_record(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return a function that changes the record of a checkpoint, as its author could."""
 
     def edit(run: Path) -> None:
-        found = json.loads((run / RECORD).read_text())
-        change(found)
-        (run / RECORD).write_text(json.dumps(found))
+        record = json.loads((run / RECORD).read_text())
+        change(record)
+        (run / RECORD).write_text(json.dumps(record))
         write_manifest(run / STEP, {})
 
     return edit
@@ -97,12 +95,12 @@ class Calls:
         return os.system, (self.command,)
 
 
-def code(run: Path) -> None:
+def write_code(run: Path) -> None:
     (run / OTHER).write_bytes(pickle.dumps(Calls(run)))
     write_manifest(run / STEP, {})
 
 
-def garbage(run: Path) -> None:
+def write_garbage(run: Path) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(b'{"step": 1, "ru\n' + metrics.read_bytes())
 
@@ -114,14 +112,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing": (lambda run: (run / SHARD).unlink(), MORE, f"/{SHARD}' is missing; {UNREAD}"),
     "extra": (lambda run: (run / STEP / "delayed/__1_0.distcp").touch(), MORE, "/delayed/__1_0.distcp' is not in"),
     "of another step": (lambda run: shutil.copy(run / SHARD.replace(STEP, FIRST), run / SHARD), MORE, f"/{SHARD}' "),
-    "a link": (lambda run: link(run / SHARD), MORE, f"/{SHARD}' must be a file"),
+    "a link": (lambda run: make_link(run / SHARD), MORE, f"/{SHARD}' must be a file"),
     "edited record": (lambda run: (run / RECORD).open("a").write(" "), MORE, f"/{RECORD}' has"),
     "no manifest": (lambda run: (run / STEP / MANIFEST).unlink(), MORE, f"/{STEP}/{MANIFEST}"),
-    "no progress": (record(lambda r: r.pop("progress")), MORE, "progress is missing"),
-    "another step": (record(lambda r: r["progress"].update(step=1)), MORE, "progress.step 1, expected 2"),
-    "code in metadata": (code, MORE, f"/{STEP}/delayed': .metadata is damaged"),
-    "metrics": (garbage, MORE, "line 1 of '{run}/metrics.jsonl' is not a record"),
-    "a FIFO": (lambda run: fifo(run / "metrics.jsonl"), MORE, "'{run}/metrics.jsonl' is not a file"),
+    "no progress": (edit_record(lambda r: r.pop("progress")), MORE, "progress is missing"),
+    "another step": (edit_record(lambda r: r["progress"].update(step=1)), MORE, "progress.step 1, expected 2"),
+    "code in metadata": (write_code, MORE, f"/{STEP}/delayed': .metadata is damaged"),
+    "metrics": (write_garbage, MORE, "line 1 of '{run}/metrics.jsonl' is not a record"),
+    "a FIFO": (lambda run: make_fifo(run / "metrics.jsonl"), MORE, "'{run}/metrics.jsonl' is not a file"),
     "metrics as folder": (NOWHERE, "--checkpoint.folder=metrics.jsonl", "checkpoint.folder must be a folder"),
     "notes as folder": (lambda run: (run / "a").touch(), "--checkpoint.folder=a", "checkpoint.folder must be a folder"),
     "recipe": (NOWHERE, f"{RECIPE} --checkpoint.load_step=2", "rowwise"),
@@ -142,10 +140,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
 def test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte(case, run, refused):
     spoil, words, message = REFUSED[case]
     spoil(run)
-    before = digest(run)
+    before = hash_files(run)
     line = refused("train", "--resume", run, *words.format(run=run).split())
     assert message.format(run=run) in line
-    assert digest(run) == before
+    assert hash_files(run) == before
 
 
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -166,29 +164,31 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("case", RECORDS)
 def test_a_record_that_cannot_be_is_refused_in_one_line(case, saved_run, tmp_path):
     change, message = RECORDS[case]
-    found = json.loads((saved_run / RECORD).read_text())
-    change(found)
-    (tmp_path / "checkpoint.json").write_text(json.dumps(found))
+    record = json.loads((saved_run / RECORD).read_text())
+    change(record)
+    (tmp_path / "checkpoint.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message) as error:
         read_record(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, refused):
-    whole = trained(saved_run.parent, "whole", 3)
+    whole = train_run(saved_run.parent, "whole", 3)
     for words in (f"{RECIPE} --checkpoint.load_step=1", "--model.dim=64", "--checkpoint.load_step=3"):
         refused("train", "--resume", run, *words.split())
     assert "resume it with --resume" in refused("train", run / "config.toml")
     assert main(["train", "--resume", str(run), MORE]) == 0
     keys = ("step", "loss", "grad_norm", "validation_loss")
-    got, expected = (read_metrics(path / "metrics.jsonl") for path in (run, whole))
-    assert [[each.get(key) for key in keys] for each in got] == [[each.get(key) for key in keys] for each in expected]
+    records, expected = (read_metrics(path / "metrics.jsonl") for path in (run, whole))
+    assert len(records) == len(expected)
+    for key in keys:
+        assert [record.get(key) for record in records] == [record.get(key) for record in expected]
 
 
 def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_holds_nothing(run, refused):
     (run / STEP / "delayed" / "notes.txt").write_text("x")
     assert "notes.txt' is not in manifest.json" in refused("train", "--resume", run, MORE)
-    fifo(run / HOLDER)
+    make_fifo(run / HOLDER)
     assert main(["train", "--resume", str(run), MORE, "--no-checkpoint.verify"]) == 0
 
 
@@ -199,24 +199,12 @@ def acquire_and_sleep(folder: Path) -> None:
     time.sleep(600)
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[Forked]:
-    """A process that holds the lock of `folder`, and is killed in the end."""
-    holder = Forked(acquire_and_sleep, folder)
-    while not (folder.parent / "held").exists():
-        assert holder.poll() is None, holder.communicate()
-        time.sleep(0.01)
-    yield holder
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
-
-
 def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing(resumable_config, refused):
     first = prepare(resumable_config)
-    before = digest(first.folder.path)
+    before = hash_files(first.folder.path)
     line = refused("train", "--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
     assert f"process {os.getpid()} on host {platform.node()}" in line
-    assert digest(first.folder.path) == before
+    assert hash_files(first.folder.path) == before
     train(first)
     assert first.checkpoints.folder.steps() == [2, 4]
     assert not (first.folder.path / HOLDER).exists()
@@ -225,8 +213,12 @@ def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_not
 
 
 def test_the_lock_of_a_killed_run_is_taken_over_with_one_line(run, capsys):
-    with held(run) as holder:
-        pass
+    holder = Forked(acquire_and_sleep, run)
+    while not (run.parent / "held").exists():
+        assert holder.poll() is None, holder.communicate()
+        time.sleep(0.01)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
     assert json.loads((run / HOLDER).read_text())["pid"] == holder.pid
     capsys.readouterr()
     assert main(["train", "--resume", str(run), MORE]) == 0

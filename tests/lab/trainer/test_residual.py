@@ -16,20 +16,20 @@ from tests.reference import sqnr_db
 BFLOAT16 = {"residual_dtype": "bfloat16"}
 
 
-def stream_of(config: TrainConfig, ranks: int) -> dict:
+def record_stream(config: TrainConfig, ranks: int) -> dict:
     """One forward and backward on this rank: what the embedding and each block give and get, and the gradient."""
     trained, _ = on_rank(config, ranks)
-    seen: dict = {"blocks": [], "dtypes": [], "gathered": []}
+    stream: dict = {"blocks": [], "dtypes": [], "gathered": []}
     embedding = trained.model.model.embed_tokens
-    embedding.register_forward_hook(lambda module, _, out: seen["gathered"].append(module.weight.dtype))
+    embedding.register_forward_hook(lambda module, _, out: stream["gathered"].append(module.weight.dtype))
     for block in trained.model.blocks():
-        block.register_forward_pre_hook(lambda _, args: seen["blocks"].append(args[0].detach().float()))
-        block.register_forward_hook(lambda _, args, out: seen["dtypes"].append((args[0].dtype, out.dtype)))
+        block.register_forward_pre_hook(lambda _, args: stream["blocks"].append(args[0].detach().float()))
+        block.register_forward_hook(lambda _, args, out: stream["dtypes"].append((args[0].dtype, out.dtype)))
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
     trained.forward_backward([Batch(tokens, tokens.roll(-1, 1))])  # each rank with the same
     grad = embedding.weight.grad
-    seen["grad"] = grad.full_tensor() if ranks > 1 else grad
-    return seen
+    stream["grad"] = grad.full_tensor() if ranks > 1 else grad
+    return stream
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -46,28 +46,28 @@ def stream_of(config: TrainConfig, ranks: int) -> dict:
 )
 def test_the_dtype_of_the_stream(tiny_config, training, dtype, compiled):
     config = changed(tiny_config, training={**training, "compile": compiled})
-    assert set(stream_of(config, 1)["dtypes"]) == {(dtype, dtype)}
+    assert set(record_stream(config, 1)["dtypes"]) == {(dtype, dtype)}
 
 
 @pytest.mark.parametrize("degree", [1, 2], ids=["shard", "tensor"])
 def test_ranks_compute_what_one_process_computes(tiny_config, degree):
     config = changed(tiny_config, training=BFLOAT16, parallelism={"tensor_parallel_degree": degree})
-    one = stream_of(config if degree == 1 else replace(config, parallelism=Parallelism()), 1)
+    one = record_stream(config if degree == 1 else replace(config, parallelism=Parallelism()), 1)
     assert one["gathered"] == [torch.float32]
-    for rank, seen in enumerate(run_on_ranks(2, stream_of, config, 2)):
-        expected = [each.chunk(degree, 1)[rank % degree] for each in one["blocks"]]  # the sequence is split
-        assert seen["blocks"][0].equal(expected[0])
-        assert sqnr_db(expected[1], seen["blocks"][1]) > 40
-        assert set(seen["dtypes"]) == {(torch.bfloat16, torch.bfloat16)}
-        assert seen["gathered"] == [torch.bfloat16 if degree == 1 else torch.float32]
-        assert seen["grad"].dtype == torch.float32
-        assert sqnr_db(one["grad"], seen["grad"]) > 40
+    for rank, stream in enumerate(run_on_ranks(2, record_stream, config, 2)):
+        expected = [hidden.chunk(degree, 1)[rank % degree] for hidden in one["blocks"]]  # the sequence is split
+        assert stream["blocks"][0].equal(expected[0])
+        assert sqnr_db(expected[1], stream["blocks"][1]) > 40
+        assert set(stream["dtypes"]) == {(torch.bfloat16, torch.bfloat16)}
+        assert stream["gathered"] == [torch.bfloat16 if degree == 1 else torch.float32]
+        assert stream["grad"].dtype == torch.float32
+        assert sqnr_db(one["grad"], stream["grad"]) > 40
 
 
 def test_a_checkpoint_recomputes_the_same_bits(tiny_config):
     config = changed(replace(tiny_config, float8=Float8(recipe_name="rowwise")), training=BFLOAT16)
-    plain = stream_of(config, 1)["grad"]
-    assert stream_of(replace(config, activation_checkpoint=ActivationCheckpoint("full")), 1)["grad"].equal(plain)
+    plain = record_stream(config, 1)["grad"]
+    assert record_stream(replace(config, activation_checkpoint=ActivationCheckpoint("full")), 1)["grad"].equal(plain)
 
 
 def test_the_bytes_that_it_spares(tiny_config):

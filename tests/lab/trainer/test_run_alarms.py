@@ -22,6 +22,7 @@ from quaver.lab.trainer.training_run import TrainingRun, build, prepare
 from quaver.numerics.alarms import Alarm
 from quaver.numerics.record import Record
 from tests.lab.trainer.runs import changed
+from tests.steps import assert_same
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -33,7 +34,7 @@ def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     return changed(tiny_config, model={"n_layers": 1}, training={"steps": 3}, float8=float8, numerics=numerics)
 
 
-def with_outlier(run: TrainingRun, where: Any = (..., 5)) -> TrainingRun:
+def add_outlier(run: TrainingRun, where: Any = (..., 5)) -> TrainingRun:
     """A part of a linear's input, one channel, is 2^20 times larger, so that the rest of it becomes zero."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -45,18 +46,18 @@ def with_outlier(run: TrainingRun, where: Any = (..., 5)) -> TrainingRun:
     return run
 
 
-def alarms_of(run: TrainingRun) -> list[dict]:
+def read_alarms(run: TrainingRun) -> list[dict]:
     return Record.read(run.folder.path).alarms
 
 
 def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
     config = changed(watched_config, training={"steps": 2}, numerics={"extras_every": 1000})
-    run = with_outlier(prepare(config), (0, 0, 5))
+    run = add_outlier(prepare(config), (0, 0, 5))
     assert train(run)["status"] == "finished"
-    alarm = next(each for each in alarms_of(run) if each["rule"] in ("underflow", "sqnr"))
+    alarm = next(alarm for alarm in read_alarms(run) if alarm["rule"] in ("underflow", "sqnr"))
     assert (alarm["layer"], alarm["operand"], alarm["step"]) == (LAYER, "input", 2)
-    rowwise = next(each for each in alarm["remedies"] if each["recipe"] == "rowwise")  # one row of 64 is lost
-    assert rowwise["gain_db"] > 20
+    remedies = {remedy["recipe"]: remedy for remedy in alarm["remedies"]}
+    assert remedies["rowwise"]["gain_db"] > 20  # one row of 64 is lost
     assert "rowwise gives" in alarm["message"]
     assert alarm["remedies"][-1]["recipe"] == "high precision"
     assert 0 < alarm["remedies"][-1]["flops_share"] < 1
@@ -64,12 +65,12 @@ def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
 
 def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, monkeypatch):
     config = changed(watched_config, numerics={"on_alarm": "stop"}, checkpoint={"interval": 100})
-    run = with_outlier(prepare(config))
+    run = add_outlier(prepare(config))
     summary = train(run)
     assert (summary["status"], summary["steps"]) == ("alarm", 2)
     assert f"{LAYER} input" in summary["error"]
     assert run.checkpoints.folder.steps() == [2]
-    monkeypatch.setattr(train_cli, "build", lambda plan: with_outlier(build(plan)))
+    monkeypatch.setattr(train_cli, "build", lambda plan: add_outlier(build(plan)))
     words = ["train", "--resume", str(run.folder.path), "--training.steps=8"]
     assert main(words) == 5  # it recalls nothing, and stops again
 
@@ -78,7 +79,7 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
 def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe, monkeypatch):
     monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda device: False)
     config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
-    run = with_outlier(prepare(config))
+    run = add_outlier(prepare(config))
     assert train(run)["status"] == "finished"
     flops = count_flops_per_token_by_precision(
         run.models[0].model, config.model, config.training.seq_len, "bfloat16", run.device
@@ -88,13 +89,13 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
     headers = Record.read(run.folder.path).headers
     assert [header["step"] for header in headers] == [1, 3]
-    recipes = [{each["recipe"] for each in header["tensors"] if each["layer"] == LAYER} for header in headers]
+    recipes = [{tensor["recipe"] for tensor in header["tensors"] if tensor["layer"] == LAYER} for header in headers]
     assert recipes == [{"tensorwise"}, set() if recipe == "high_precision" else {recipe}]
     again = load_config(run.folder.path / "config.toml")
     resumed = prepare(changed(again, checkpoint={"resume": "must"}, training={"steps": 4}))
     linear = resumed.models[0].model.get_submodule(LAYER)
-    found = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
-    assert found == recipe
+    resumed_recipe = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
+    assert resumed_recipe == recipe
     assert resumed.models[0].model.model.layers[0].post_attention_layernorm.feeds_float8 == (recipe == "mxfp8")
     assert resumed.flops_per_token == run.flops_per_token
     assert train(resumed)["status"] == "finished"
@@ -108,37 +109,36 @@ def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
     for weight in ("gate_up_proj", "down_proj"):
         layer = f"model.layers.0.mlp.experts.{weight}"
         alarms._handle(Alarm(1, 1, "sqnr", layer, "input", None, 0.0, 1.0, "", ()))
-        taken = alarms.take_fallbacks()
-        assert taken == ({} if done else {"model.layers.0.mlp.experts": "high_precision"})
-        done |= taken
+        fallbacks = alarms.take_fallbacks()
+        assert fallbacks == ({} if done else {"model.layers.0.mlp.experts": "high_precision"})
+        done |= fallbacks
 
 
 def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):
     """From step 1 it falls back again, in its step; from step 2 it begins with that recipe, weights and moments."""
     checkpoint = {"interval": 1, "keep_latest_k": 0}
-    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
+    run = add_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
     train(run)
     assert {int(state["step"]) for state in run.models[0].optimizer.state.values()} == {3}
     config = load_config(run.folder.path / "config.toml")
     for step, kind in ((2, nn.Linear), (1, Float8Linear)):  # which discards the later ones
-        resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": step})))
+        resumed = add_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": step})))
         assert type(resumed.models[0].model.get_submodule(LAYER)) is kind
         train(resumed)
         assert resumed.progress.fallbacks == {LAYER: "high_precision"}
-        for name, parameter in run.models[0].model.named_parameters():
-            assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
+        assert_same(dict(resumed.models[0].model.named_parameters()), dict(run.models[0].model.named_parameters()))
 
 
 def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(watched_config):
-    run = with_outlier(prepare(changed(watched_config, training={"steps": 2})))
+    run = add_outlier(prepare(changed(watched_config, training={"steps": 2})))
     train(run)
-    before = alarms_of(run)
+    before = read_alarms(run)
     config = changed(load_config(run.folder.path / "config.toml"), training={"steps": 5})
-    train(with_outlier(prepare(changed(config, checkpoint={"resume": "must"}))))
+    train(add_outlier(prepare(changed(config, checkpoint={"resume": "must"}))))
     assert before
-    assert alarms_of(run) == before
+    assert read_alarms(run) == before
     stops = changed(config, checkpoint={"resume": "must", "load_step": 2}, numerics={"on_alarm": "stop"})
-    assert train(with_outlier(prepare(stops)))["status"] == "alarm"
+    assert train(add_outlier(prepare(stops)))["status"] == "alarm"
 
 
 def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):

@@ -1,5 +1,6 @@
 """How runs go on or end: steps that are not finite or hang, a lost terminal, disk or folder, the one line of each."""
 
+import copy
 import json
 import logging
 import math
@@ -29,7 +30,8 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
 from tests.isolated import Forked
-from tests.lab.trainer.runs import changed, run_to_end
+from tests.lab.trainer.runs import changed, read_losses, run_to_end
+from tests.steps import assert_same
 
 
 @pytest.fixture
@@ -46,11 +48,11 @@ def spoil(before_each_step) -> Callable[[TrainingRun, set[int]], None]:
     return spoil
 
 
-def checkpoints(folder: Path) -> list[str]:
+def list_checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
-def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+def read_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -67,15 +69,12 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
     config = replace(tiny_config, float8=Float8(recipe_name="delayed"))
     run, states = prepare(changed(config, training={"nonfinite": "skip"})), []
 
-    def look(model: TrainedModel, step: int) -> None:
-        found = {**model.model.state_dict(), **model.scaling.state_dict()}
-        states.append({name: value.clone() for name, value in found.items()})
-
     spoil(run, {3})
-    before_each_step(look)
+    before_each_step(
+        lambda model, step: states.append(copy.deepcopy({**model.model.state_dict(), **model.scaling.state_dict()}))
+    )
     assert train(run)["status"] == "finished"
-    assert states[2].keys() == states[3].keys()  # at the begin of steps 3 and 4
-    assert all(torch.equal(states[2][name], states[3][name]) for name in states[2])
+    assert_same(states[2], states[3])  # at the begin of steps 3 and 4
     assert all(value.isfinite().all() for value in run.models[0].scaling.state_dict().values())
     records = [record for record in read_metrics(run.folder.metrics) if "validation_loss" not in record]
     assert [(record["step"], "loss" in record) for record in records] == [(1, True), (2, True), (3, False), (4, True)]
@@ -94,7 +93,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
 
 
 @pytest.mark.parametrize(
-    ("compare", "bad_step", "ruined", "saved", "says"),
+    ("compare", "bad_step", "ruined", "saved", "message"),
     [
         (False, 3, False, ["step-00000002"], "; the checkpoint of step 2 is from before it"),
         (False, 3, True, [], "; the weights are not finite, and are not saved"),
@@ -102,7 +101,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
     ],
 )
 def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
-    tiny_config, spoil, before_each_step, compare, bad_step, ruined, saved, says
+    tiny_config, spoil, before_each_step, compare, bad_step, ruined, saved, message
 ):
     config = changed(tiny_config, job={"compare": compare}, float8={"enable_float8_linear": compare})
     run = prepare(config)
@@ -111,9 +110,9 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
     before_each_step(lambda model, step: weight.data.fill_(math.inf) if ruined and step == bad_step else None)
     with pytest.raises(NonFiniteError, match=f"step {bad_step} .*model.embed_tokens.*; lower optimizer.lr.*") as error:
         train(run)
-    assert str(error.value).endswith(says)
+    assert str(error.value).endswith(message)
     folder = run.folder.path
-    assert (checkpoints(folder) if (folder / "checkpoint").exists() else []) == saved
+    assert (list_checkpoints(folder) if (folder / "checkpoint").exists() else []) == saved
     last = read_metrics(run.folder.metrics)[-1]
     assert (last["step"], last["run"]) == (bad_step, run.models[0].name)
     assert "model.embed_tokens" in last["nonfinite"]
@@ -126,7 +125,7 @@ def test_weights_whose_validation_is_not_finite_are_not_saved(tiny_config):
     )
     with pytest.raises(NonFiniteError, match="the validation loss is nan; .* are not saved$"):
         train(run)
-    assert checkpoints(run.folder.path) == ["step-00000001"]
+    assert list_checkpoints(run.folder.path) == ["step-00000001"]
 
 
 def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monkeypatch, capsys):
@@ -146,10 +145,10 @@ def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monk
 
 
 def test_steps_in_time_leave_nothing(tmp_path, capsys):
-    watching = Watchdog(tmp_path / "stacks-rank0.txt")
-    with watching.step(5, "step"):
+    watchdog = Watchdog(tmp_path / "stacks-rank0.txt")
+    with watchdog.step(5, "step"):
         pass
-    with watching.step(0, "step"):
+    with watchdog.step(0, "step"):
         time.sleep(0.02)
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err == ""
@@ -158,51 +157,53 @@ def test_steps_in_time_leave_nothing(tmp_path, capsys):
 def train_slowly(stacks: Path) -> None:
     """A step of Python code that is compiled and called without end, and of deep stacks."""
 
-    def deep(n):
-        return 0 if n == 0 else 1 + deep(n - 1)
+    def recurse(n):
+        return 0 if n == 0 else 1 + recurse(n - 1)
 
-    def compiles_and_calls(n):
-        exec(f"def f{n % 7}(n):\n    return deep(n) + sum(x for x in range(5))\nf{n % 7}({n % 30})", {"deep": deep})
+    def compile_and_call(n):
+        name = f"f{n % 7}"
+        exec(
+            f"def {name}(n):\n    return recurse(n) + sum(x for x in range(5))\n{name}({n % 30})", {"recurse": recurse}
+        )
 
     with Watchdog(stacks).step(0.002, "step 1"):
         n = 0
         while n % 100 or not stacks.exists() or stacks.read_text().count("Current thread") < 300:
-            compiles_and_calls(n := n + 1)
+            compile_and_call(n := n + 1)
 
 
 def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
     """Stacks read while Python code runs would end the process by a segmentation fault after some hundred reads."""
     path = tmp_path / "stacks-rank0.txt"
-    done = Forked(train_slowly, path).finished()
-    assert done.returncode == 0, done.stderr
-    assert "compiles_and_calls" in path.read_text()
+    process = Forked(train_slowly, path).finished()
+    assert process.returncode == 0, process.stderr
+    assert "compile_and_call" in path.read_text()
 
 
 def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
     run = prepare(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
-
     path = run.paths.stacks(0)
 
-    def the_step_that_hangs(model: TrainedModel, step: int) -> None:
+    def hang_in_step_2(model: TrainedModel, step: int) -> None:
         while step == 2 and not path.exists():
             time.sleep(0.01)
 
-    before_each_step(the_step_that_hangs)
+    before_each_step(hang_in_step_2)
     monkeypatch.setattr(train_module, "FIRST_STEP_PATIENCE", 30)
     assert train(run)["status"] == "finished"
-    assert "the_step_that_hangs" in path.read_text()
+    assert "hang_in_step_2" in path.read_text()
     line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
-    assert error_line(capsys) == line
+    assert read_error_line(capsys) == line
 
 
 def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_config, before_each_step):
-    seen, losses = [], []
-    before_each_step(lambda model, step: seen.append(torch.are_deterministic_algorithms_enabled()))
+    modes, losses = [], []
+    before_each_step(lambda model, step: modes.append(torch.are_deterministic_algorithms_enabled()))
     for name, deterministic in (("plain", False), ("deterministic", True)):
         config = changed(tiny_config, job={"name": name}, float8={"enable_float8_linear": True})
         run = run_to_end(changed(config, training={"steps": 2, "deterministic": deterministic}))
-        losses.append([r["loss"] for r in read_metrics(run.folder.metrics) if "loss" in r])
-    assert seen == [False] * 2 + [True] * 2
+        losses.append(read_losses(run.folder.metrics))
+    assert modes == [False] * 2 + [True] * 2
     assert not torch.are_deterministic_algorithms_enabled()
     assert losses[0] == losses[1]
 
@@ -212,19 +213,21 @@ def test_operations_without_a_deterministic_algorithm_are_refused():
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
 
-def closed_pipe() -> int:
+def open_closed_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
     return writer
 
 
-@pytest.mark.parametrize("open_bad", [closed_pipe, lambda: os.open("/dev/full", os.O_WRONLY)], ids=["pipe", "full"])
+@pytest.mark.parametrize(
+    "open_bad", [open_closed_pipe, lambda: os.open("/dev/full", os.O_WRONLY)], ids=["pipe", "full"]
+)
 def test_a_run_goes_on_without_its_stdout(tiny_config, monkeypatch, capsys, open_bad):
     with os.fdopen(open_bad(), "w") as bad:
         monkeypatch.setattr("sys.stdout", bad)
         run = run_to_end(changed(tiny_config, training={"steps": 2}))
-    assert checkpoints(run.folder.path) == ["step-00000002"]
-    assert "the run continues without display" in error_line(capsys)
+    assert list_checkpoints(run.folder.path) == ["step-00000002"]
+    assert "the run continues without display" in read_error_line(capsys)
 
 
 @pytest.mark.parametrize(("disposition", "last"), [(signal.SIG_DFL, 3), (signal.SIG_IGN, 4)], ids=["plain", "nohup"])
@@ -242,7 +245,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
         assert train(run)["status"] == ("interrupted" if last == 3 else "finished")
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert checkpoints(run.folder.path) == ["step-00000002", f"step-0000000{last}"]
+    assert list_checkpoints(run.folder.path) == ["step-00000002", f"step-0000000{last}"]
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, before_each_step):
@@ -273,15 +276,15 @@ def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
         with monkeypatch.context() as patch:
             patch.setattr("quaver.lab.trainer.training_run.begin_folder", fill_disk)
             assert resume(2) == 4
-        assert f"{folder / file}': No space left on device" in error_line(capsys)
-        assert checkpoints(folder)[0] == "step-00000001"
+        assert f"{folder / file}': No space left on device" in read_error_line(capsys)
+        assert list_checkpoints(folder)[0] == "step-00000001"
         (folder / "metrics.jsonl").unlink()
         kept.rename(folder / "metrics.jsonl")
     assert resume(3) == 0
-    assert checkpoints(folder)[-1] == "step-00000003"
+    assert list_checkpoints(folder)[-1] == "step-00000003"
     before_each_step(lambda model, step: shutil.rmtree(folder))
     assert resume(4) == 4
-    assert "was removed while the run trained" in error_line(capsys)
+    assert "was removed while the run trained" in read_error_line(capsys)
 
 
 def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
@@ -293,8 +296,8 @@ def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
                 warnings.warn("of every rank", stacklevel=1)
                 logging.getLogger("torch").warning("of every rank")
                 logging.getLogger("quaver").warning("of this rank")
-        assert [str(each.message) for each in shown] == ["of every rank"] * is_first
-        assert [each.name for each in caplog.records] == ["torch", "quaver"][not is_first :]
+        assert [str(warning.message) for warning in shown] == ["of every rank"] * is_first
+        assert [record.name for record in caplog.records] == ["torch", "quaver"][not is_first :]
 
 
 def wait_in_a_collective(rank: int, port: int, folder: Path) -> None:
@@ -316,6 +319,6 @@ def test_a_collective_raises_after_its_timeout(tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     ranks = [Forked(wait_in_a_collective, rank, port, tmp_path) for rank in range(2)]
-    done = [rank.finished() for rank in ranks]
-    assert [each.returncode for each in done] == [0, 0], done
+    processes = [rank.finished() for rank in ranks]
+    assert [process.returncode for process in processes] == [0, 0], processes
     assert (tmp_path / "raised").exists()

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8
@@ -14,13 +13,14 @@ from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
-from tests.lab.trainer.runs import changed, run_to_end
+from tests.lab.trainer.runs import changed, read_steps, run_to_end
+from tests.steps import assert_same
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def losses(run: TrainingRun, name: str | None = None) -> list[float]:
-    name = name or run.models[0].name
+def read_all_losses(run: TrainingRun, name: str) -> list[float]:
+    """Of training and of validation."""
     records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
     return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
 
@@ -67,27 +67,27 @@ def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
 
 def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
     run = prepare(tiny_float8_config)
-    assert [each.name for each in run.models] == ["tensorwise", "bfloat16"]
-    for (name, ours), (_, theirs) in zip(*(each.model.state_dict().items() for each in run.models), strict=True):
-        assert torch.equal(ours, theirs), name
-        assert ours.data_ptr() != theirs.data_ptr()
+    assert [model.name for model in run.models] == ["tensorwise", "bfloat16"]
+    float8_weights, weights = (model.model.state_dict() for model in run.models)
+    assert_same(float8_weights, weights)
+    assert all(weights[name].data_ptr() != weight.data_ptr() for name, weight in float8_weights.items())
     summary = train(run)
-    turns = [(r["step"], r["run"][0]) for r in read_metrics(run.folder.metrics) if "loss" in r]
+    turns = [(record["step"], record["run"][0]) for record in read_steps(run.folder.metrics)]
     assert turns == [(1, "t"), (1, "b"), (2, "b"), (2, "t"), (3, "t"), (3, "b"), (4, "b"), (4, "t")]
-    float8, baseline = losses(run), losses(run, "bfloat16")
+    float8, baseline = (read_all_losses(run, model.name) for model in run.models)
     assert float8 != baseline
     assert float8 == pytest.approx(baseline, rel=0.05)
 
     alone = changed(tiny_float8_config, job={"name": "alone", "compare": False})
     alone = replace(alone, float8=Float8(enable_float8_linear=False))
-    assert losses(run_to_end(alone)) == baseline  # the baseline is exactly the run without float8
+    assert read_all_losses(run_to_end(alone), "bfloat16") == baseline  # exactly the run without float8
 
     comparison = summary["comparison"]
-    ours, theirs = summary["runs"]["tensorwise"], summary["runs"]["bfloat16"]
-    assert comparison["loss_gap"] == pytest.approx(ours["validation_loss"] / theirs["validation_loss"] - 1)
-    faster = theirs["median_step_seconds"] / ours["median_step_seconds"]
-    assert comparison["tokens_per_s_ratio"] == pytest.approx(faster)
-    assert comparison["peak_memory_ratio"] == ours["peak_memory_bytes"] / theirs["peak_memory_bytes"]
+    tensorwise, bfloat16 = summary["runs"]["tensorwise"], summary["runs"]["bfloat16"]
+    assert comparison["loss_gap"] == pytest.approx(tensorwise["validation_loss"] / bfloat16["validation_loss"] - 1)
+    speedup = bfloat16["median_step_seconds"] / tensorwise["median_step_seconds"]
+    assert comparison["tokens_per_s_ratio"] == pytest.approx(speedup)
+    assert comparison["peak_memory_ratio"] == tensorwise["peak_memory_bytes"] / bfloat16["peak_memory_bytes"]
     report = json.loads((run.folder.path / "conversion_report.json").read_text())
     assert "lm_head" in json.dumps(report)
     assert {layer["backend"] for layer in report["layers"] if layer["converted"]} == {"exact"}
