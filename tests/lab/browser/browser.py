@@ -67,8 +67,7 @@ class Browser:
         """Show a page in a window of `width` x `height` CSS pixels, and wait until it is drawn."""
         self.show(width, height, dark=dark)
         self.driver.get(path.as_uri())
-        plots = "return [...document.querySelectorAll('.plot')]"
-        self.wait(lambda: self.run(f"{plots}.every((each) => each.querySelector('svg'))"))
+        self.wait(lambda: all(self.map(".plot", "Boolean(element.querySelector('svg'))")))
         self._let_sizes_settle()
 
     def _let_sizes_settle(self) -> None:
@@ -100,8 +99,11 @@ class Browser:
 
     def texts(self, selector: str) -> list[str]:
         """Their texts as they are shown, with single spaces."""
-        shown = "return [...document.querySelectorAll(arguments[0])].map((each) => each.innerText)"
-        return [" ".join(text.split()) for text in self.run(shown, selector)]
+        return [" ".join(text.split()) for text in self.map(selector, "element.innerText")]
+
+    def map(self, selector: str, expression: str) -> list:
+        """The values of an expression of JavaScript with `element`, for all elements that a CSS selector finds."""
+        return self.run(f"return [...document.querySelectorAll(arguments[0])].map((element) => {expression})", selector)
 
     def run(self, script: str, *arguments):
         """What the body of a function of JavaScript returns."""
@@ -128,8 +130,8 @@ class Browser:
         """The addresses that this page asked for since the last call, itself included; see `logged`."""
         page = self.driver.current_url
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        sent = [each["params"] for each in messages if each["method"] == "Network.requestWillBeSent"]
-        return [each["request"]["url"] for each in sent if each["documentURL"] == page]
+        sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return [params["request"]["url"] for params in sent if params["documentURL"] == page]
 
 
 def hover(browser, event, plot=".plot"):

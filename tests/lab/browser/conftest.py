@@ -8,8 +8,23 @@ import pytest
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
-from tests.lab.browser import reports as given
-from tests.lab.report.records import cast_apart, tensors_of, wide_record, write_run
+from tests.lab.browser.reports import (
+    ALARMS,
+    BAD_SAMPLE,
+    BAD_TENSOR,
+    HOSTILE,
+    LAYERS,
+    MIB,
+    TENSORS,
+    WIDE,
+    make_advice,
+    make_comparison,
+    make_report,
+    make_unseen,
+    make_wide,
+    predict_small_model,
+)
+from tests.lab.report.records import make_tensors, make_wide_record, split_casts, write_run
 
 
 @pytest.fixture(scope="session")
@@ -25,40 +40,41 @@ def pages(tmp_path_factory):
     """plain: one prediction; full: all that a page can have; real: a model's; wide: as much as there ever is; blind: of
     runs that could not be seen."""
     folder = tmp_path_factory.mktemp("pages")
-    more = {"other": _other(), "comparison": given.comparison(), "advice": given.advice(), "measured": _measured()}
+    more = {"other": make_other(), "comparison": make_comparison(), "measured": make_measured()}
+    more |= {"advice": make_advice()}
     for name, about in (
-        ("plain", {"prediction": given.make_report()}),
-        ("full", {"prediction": given.make_report()} | more),
-        ("real", {"prediction": given.predicted()}),
-        ("wide", {"prediction": given.wide(events=6_000, rows=120)}),
-        ("blind", {"prediction": given.unseen(), "other": given.unseen(), "measured": given.unseen()}),
+        ("plain", {"prediction": make_report()}),
+        ("full", {"prediction": make_report()} | more),
+        ("real", {"prediction": predict_small_model()}),
+        ("wide", {"prediction": make_wide(events=6_000, rows=120)}),
+        ("blind", {"prediction": make_unseen(), "other": make_unseen(), "measured": make_unseen()}),
     ):
-        write_html(folder / f"{name}.html", title=f"{name} {given.HOSTILE}", **about)
+        write_html(folder / f"{name}.html", title=f"{name} {HOSTILE}", **about)
     return folder
 
 
-def _other():
+def make_other():
     """Half of what `make_report` takes."""
-    other = given.make_report()
+    other = make_report()
     report = other["report"]
-    other["peak_bytes"] = report["peak_bytes"] = 50 * given.MIB
+    other["peak_bytes"] = report["peak_bytes"] = 50 * MIB
     other["by_category"] = {name: size // 2 for name, size in other["by_category"].items()}
     report["timeline"] = [[event, time, *(size // 2 for size in sizes)] for event, time, *sizes in report["timeline"]]
     return other
 
 
-def _measured():
-    measured = given.make_report()
-    measured["peak_bytes"] = 125 * given.MIB
-    measured["by_category"]["saved_activations"] = 105 * given.MIB
+def make_measured():
+    measured = make_report()
+    measured["peak_bytes"] = 125 * MIB
+    measured["by_category"]["saved_activations"] = 105 * MIB
     return measured
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    first = write_run(folder / "first", layers=given.LAYERS, alarms=given.ALARMS, models=("tensorwise", "bfloat16"))
-    second = write_run(folder / "second", layers=given.LAYERS, seed=1)
+    first = write_run(folder / "first", layers=LAYERS, alarms=ALARMS, models=("tensorwise", "bfloat16"))
+    second = write_run(folder / "second", layers=LAYERS, seed=1)
     start = json.loads((second / "provenance.jsonl").read_text())
     start["environment"]["torch"] = "2.14.1"
     (second / "provenance.jsonl").write_text(json.dumps(start) + "\n")
@@ -69,10 +85,10 @@ def runs(tmp_path_factory):
 def reports(runs, tmp_path_factory):
     """one, two: of runs with everything; large: 100 layers and 1000 samples, in which one cell is bad."""
     folder = tmp_path_factory.mktemp("reports")
-    record = wide_record(tensors_of([f"layers.{at}.ffn" for at in range(given.WIDE // 6)]), 1000)
-    record.statistics["sqnr_db"][:] = 30 + np.random.default_rng(0).normal(0, 1, (1000, given.WIDE))
-    record.statistics["sqnr_db"][given.BAD_SAMPLE, given.BAD_TENSOR] = -15.0
-    apart = write_run(folder / "apart", layers=given.LAYERS, tensors=cast_apart(given.TENSORS))
+    record = make_wide_record(make_tensors([f"layers.{at}.ffn" for at in range(WIDE // 6)]), 1000)
+    record.statistics["sqnr_db"][:] = 30 + np.random.default_rng(0).normal(0, 1, (1000, WIDE))
+    record.statistics["sqnr_db"][BAD_SAMPLE, BAD_TENSOR] = -15.0
+    apart = write_run(folder / "apart", layers=LAYERS, tensors=split_casts(TENSORS))
     recipes = [*runs[:1], *read_runs([apart])]
     for name, shown in (
         ("one", runs[:1]),

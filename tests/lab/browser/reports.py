@@ -8,18 +8,18 @@ import torch
 from quaver.lab.memory import explain
 from quaver.lab.recorder.recorder import CATEGORIES
 from tests.lab.memory.models import build_stack
-from tests.lab.report.records import alarm, layers_of, tensors_of
+from tests.lab.report.records import make_alarm, make_layers, make_tensors
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- &amp; \"'` {{data}} \u2028"
 """A name that is markup, ends a script, opens a comment, is a placeholder, and breaks a line of JavaScript."""
 MIB = 2**20
-LAYERS = [f"layers.0.{HOSTILE}", *layers_of(1)]
-TENSORS = tensors_of(LAYERS)
-ALARMS = [alarm(240, TENSORS[6]), alarm(300, TENSORS[20], rule="underflow")]
+LAYERS = [f"layers.0.{HOSTILE}", *make_layers(1)]
+TENSORS = make_tensors(LAYERS)
+ALARMS = [make_alarm(240, TENSORS[6]), make_alarm(300, TENSORS[20], rule="underflow")]
 WIDE, BAD_TENSOR, BAD_SAMPLE = 600, 411, 617
 
 
-def predicted(*, layers: int = 3, rows: int = 2048) -> dict:
+def predict_small_model(*, layers: int = 3, rows: int = 2048) -> dict:
     """A real prediction of a small model."""
     inputs = (torch.empty(rows, 256, device="meta"),)
     with torch.device("meta"):
@@ -27,7 +27,7 @@ def predicted(*, layers: int = 3, rows: int = 2048) -> dict:
     return explain(model, inputs, optimizer=torch.optim.AdamW).to_dict(timeline=True)
 
 
-def row(size_bytes: int, **what) -> dict:
+def make_row(size_bytes: int, **what) -> dict:
     """A row of a report with every field that one can have."""
     plain = {
         "category": "saved_activations",
@@ -53,13 +53,15 @@ def make_report() -> dict:
     Gradients are there after the peak only.
     """
     layer = "model.layers.1.mlp.gate_proj"
-    old = {name: row(6 * MIB)[name] for name in ("category", "bytes", "count", "operator", "phase", "shape", "dtype")}
+    names = ("category", "bytes", "count", "operator", "phase", "shape", "dtype")
+    old = {name: make_row(6 * MIB)[name] for name in names}
+    hostile = dict.fromkeys(("module", "dtype", "saved_by"), HOSTILE)
     at_peak = [
-        row(40 * MIB),
-        row(40 * MIB, module=layer, of=f"{layer}.weight", saved_in="model.layers.1.mlp", first_use=None),
-        row(10 * MIB, category="temporaries", operator=None, of="", module=HOSTILE, dtype=HOSTILE, saved_by=HOSTILE),
+        make_row(40 * MIB),
+        make_row(40 * MIB, module=layer, of=f"{layer}.weight", saved_in="model.layers.1.mlp", first_use=None),
+        make_row(10 * MIB, category="temporaries", operator=None, of="", **hostile),
         old | {"category": "parameters", "module": "", "operator": None},
-        row(4 * MIB, category="communication", module="model.norm", operator="c10d.all_gather", shape=[4, 2]),
+        make_row(4 * MIB, category="communication", module="model.norm", operator="c10d.all_gather", shape=[4, 2]),
     ]
     by_category = dict.fromkeys(CATEGORIES, 0)
     for tensor in at_peak:
@@ -95,7 +97,7 @@ def make_report() -> dict:
     }
 
 
-def unseen() -> dict:
+def make_unseen() -> dict:
     """A report of compiled code: what stays between steps, and nothing else."""
     peaks = dict.fromkeys(("peak_bytes", "step_peak_bytes", "saved_by_forward_bytes"))
     prediction = make_report() | peaks | {"by_category": {}}
@@ -105,7 +107,7 @@ def unseen() -> dict:
     return prediction
 
 
-def wide(events: int, rows: int) -> dict:
+def make_wide(events: int, rows: int) -> dict:
     """A prediction of a run with many events, one of them a peak among zeros, and many rows that are all different."""
     prediction = make_report()
     report = prediction["report"]
@@ -117,14 +119,14 @@ def wide(events: int, rows: int) -> dict:
     report["timeline"] = timeline
     report["spans"] = [["forward", 0, events // 2], ["backward", events // 2, events - 1]]
     names = [f"model.layers.{at}.mlp.gate_proj" for at in range(rows)]
-    table = [row(1000 + at, module=name, of=f"{name}.weight") for at, name in enumerate(names)]
+    table = [make_row(1000 + at, module=name, of=f"{name}.weight") for at, name in enumerate(names)]
     return prediction | {"report": report | {"at_peak": table, "saved_for_backward": copy.deepcopy(table)}}
 
 
-def comparison() -> dict:
+def make_comparison() -> dict:
     """What `make_report` and another run differ in: one row of more, one of less, one at the peak."""
     names = ("category", "operator", "of", "shape", "dtype", "source", "saved_by")
-    plain = {"count_a": 32, "count_b": 0, "layers": 32} | {name: row(0)[name] for name in names}
+    plain = {"count_a": 32, "count_b": 0, "layers": 32} | {name: make_row(0)[name] for name in names}
     more = {"module": "model.layers.*.more", "bytes_a": 0, "bytes_b": 3 * MIB, "difference_bytes": 3 * MIB}
     less = {"module": HOSTILE, "bytes_a": 8 * MIB, "bytes_b": 2 * MIB, "difference_bytes": -6 * MIB}
     rows = [
@@ -136,7 +138,7 @@ def comparison() -> dict:
     return {"label_a": f"first {HOSTILE}", "label_b": "second", **peaks, "rows": rows}
 
 
-def advice() -> dict:
+def make_advice() -> dict:
     """Two changes, of which the second fits."""
     plain = {"recomputed_flops": 0, "step_flops": 2 * 10**12, "note": "", "fits": False, "flags": ""}
     cheap = {"change": HOSTILE, "peak_bytes": 100 * MIB, "difference_bytes": 0}

@@ -26,24 +26,24 @@ function ground(element) {
   const color = getComputedStyle(element).backgroundColor;
   return numbers(color)[3] === undefined ? color : ground(element.parentElement);
 }
-const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), contrasts = [];
 while (walker.nextNode()) {
   const element = walker.currentNode.parentElement;
   if (!walker.currentNode.data.trim() || !element.getClientRects().length || element.closest('svg')) continue;
   const [a, b] = [luminance(getComputedStyle(element).color), luminance(ground(element))].sort((x, y) => y - x);
-  found.push([(a + .05) / (b + .05), walker.currentNode.data.trim().slice(0, 40)]);
+  contrasts.push([(a + .05) / (b + .05), walker.currentNode.data.trim().slice(0, 40)]);
 }
-return found;
+return contrasts;
 """
 WIDER = """
-return [...document.querySelectorAll('body *')].filter((each) => !each.closest('.scroll, .icicle, svg, .skip')
-  && each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.outerHTML.slice(0, 80))
+return [...document.querySelectorAll('body *')].filter((element) => !element.closest('.scroll, .icicle, svg, .skip')
+  && element.getBoundingClientRect().right > innerWidth + 1).map((element) => element.outerHTML.slice(0, 80))
 """
 NAMELESS = """
 const which = 'input, select, button, .plot, .scroll, nav, section, [role=tree]';
-return [...document.querySelectorAll(which)].filter((each) => !(each.getAttribute('aria-label')
-  || each.getAttribute('aria-labelledby') || each.textContent.trim()
-  || (each.labels && each.labels.length))).map((each) => each.outerHTML.slice(0, 80))
+return [...document.querySelectorAll(which)].filter((element) => !(element.getAttribute('aria-label')
+  || element.getAttribute('aria-labelledby') || element.textContent.trim()
+  || (element.labels && element.labels.length))).map((element) => element.outerHTML.slice(0, 80))
 """
 FOCUS = """
 const e = document.activeElement, s = getComputedStyle(e);
@@ -62,10 +62,10 @@ TITLES = {"one": "first", "two": "first and second"}
 
 
 @pytest.fixture
-def opened(browser, pages, reports):
+def open_page(browser, pages, reports):
     """Opens a page by its name, and what it hides until a pointer or a key asks for it."""
 
-    def opened(name, *, details=True, **window):
+    def open_page(name, *, details=True, **window):
         is_report = (reports / f"{name}.html").exists()
         path = (reports if is_report else pages) / f"{name}.html"
         browser.open(path, **window)
@@ -78,14 +78,15 @@ def opened(browser, pages, reports):
             hover(browser, 2)
         return path
 
-    return opened
+    return open_page
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_page_logs_nothing_and_requests_nothing(browser, opened, name):
+def test_a_page_logs_nothing_and_requests_nothing(browser, open_page, name):
     browser.forget_what_was_logged()
-    path = opened(name, details=False)
-    assert [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()] == SECTIONS[name]
+    path = open_page(name, details=False)
+    sections = browser.all("main > section")
+    assert [section.get_attribute("id") for section in sections if section.is_displayed()] == SECTIONS[name]
     assert browser.texts("#contents a") == browser.texts("main > section:not([hidden]) > h2")
     assert bool(browser.all(".icicle .cell")) == ("peak" in SECTIONS[name])
     assert browser.logged() == []
@@ -102,42 +103,40 @@ RAISED = [["ink", "raised"], ["bad", "ground"], ["bad", "raised"]]
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize(("name", "pairs", "at_least"), [("full", SHADES, 300), ("two", RAISED, 200)])
-def test_text_can_be_read(browser, opened, name, pairs, at_least, dark):
-    """All texts, and pairs of names of colors."""
-    opened(name, dark=dark)
+def test_text_can_be_read(browser, open_page, name, pairs, at_least, dark):
+    """Checks all texts of a page, and pairs of named colors."""
+    open_page(name, dark=dark)
     ground = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (ground == "rgb(255, 255, 255)") is not dark
     contrasts = browser.run(CONTRASTS, [*pairs, ["quiet", "ground"]])
     assert len(contrasts) > at_least
-    assert [each for each in contrasts if each[0] < READABLE] == []
+    assert [contrast for contrast in contrasts if contrast[0] < READABLE] == []
 
 
 WIDTHS = {"full": [400], "wide": [400], "one": [400], "two": [400, 1600]}
 
 
 @pytest.mark.parametrize(("name", "width"), [(name, width) for name, widths in WIDTHS.items() for width in widths])
-def test_nothing_is_wider_than_the_window(browser, opened, name, width):
-    opened(name, width=width)
+def test_nothing_is_wider_than_the_window(browser, open_page, name, width):
+    open_page(name, width=width)
     assert browser.run("return document.documentElement.scrollWidth") == width
     assert browser.run(WIDER) == []
     if width == 400:  # nor does a table have to be scrolled
-        scrolls = "[...document.querySelectorAll('.scroll')].every((each) => each.scrollWidth <= each.clientWidth)"
-        assert browser.run(f"return {scrolls}")
+        assert all(browser.map(".scroll", "element.scrollWidth <= element.clientWidth"))
 
 
 FOCUSED = {"A", "Askip", "DIVplot", "DIVscroll", "BUTTON", "INPUT"}
 
 
 @pytest.mark.parametrize(("name", "focused"), [("full", FOCUSED), ("two", FOCUSED | {"BUTTONlink", "SELECT"})])
-def test_everything_has_a_name_and_shows_its_focus(browser, opened, name, focused):
-    opened(name, details=False)
+def test_everything_has_a_name_and_shows_its_focus(browser, open_page, name, focused):
+    open_page(name, details=False)
     assert browser.run(NAMELESS) == []
-    ids = browser.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
+    ids = browser.map("[id]", "element.id")
     assert len(ids) == len(set(ids))
-    tables = "[...document.querySelectorAll('table:not(.tip table)')]"
-    named = "table.caption || table.getAttribute('aria-labelledby') || table.getAttribute('aria-label')"
-    assert browser.run(f"return {tables}.every((table) => {named})")
-    assert browser.run("return [...document.querySelectorAll('thead th')].every((th) => th.scope === 'col')")
+    named = "element.caption || element.getAttribute('aria-labelledby') || element.getAttribute('aria-label')"
+    assert all(browser.map("table:not(.tip table)", f"Boolean({named})"))
+    assert set(browser.map("thead th", "element.scope")) <= {"col"}
     visited = set()
     for _ in range(45):
         browser.press(Keys.TAB)
@@ -147,6 +146,6 @@ def test_everything_has_a_name_and_shows_its_focus(browser, opened, name, focuse
     assert focused <= visited
 
 
-def test_a_report_prints(browser, opened):
-    opened("one", details=False)
+def test_a_report_prints(browser, open_page):
+    open_page("one", details=False)
     assert len(browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]) > 20_000

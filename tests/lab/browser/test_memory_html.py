@@ -33,7 +33,7 @@ def test_the_headline(browser, pages):
     assert any("</script><script>" in note for note in browser.texts("#notes li"))
     browser.open(pages / "blind.html")
     assert browser.one("#headline").text == "No peak is known: compiled code: not attributed"
-    assert _column(browser, "categories-table", "what") == ["between steps"]
+    assert read_column(browser, "categories-table", "what") == ["between steps"]
 
 
 def test_hovering_over_the_timeline(browser, pages):
@@ -60,11 +60,11 @@ def test_the_timeline_by_keyboard(browser, pages):
     browser.open(pages / "plain.html")
     plot = browser.one(".plot")
     browser.run("arguments[0].focus()", plot)
-    said = []
+    values = []
     for key in (Keys.HOME, Keys.ARROW_RIGHT, "p", Keys.END, Keys.ARROW_RIGHT):
         plot.send_keys(key)
-        said.append((plot.get_attribute("aria-valuenow"), plot.get_attribute("aria-valuetext").split(":")[0]))
-    assert said == [
+        values.append((plot.get_attribute("aria-valuenow"), plot.get_attribute("aria-valuetext").split(":")[0]))
+    assert values == [
         ("0", "event 0, before"),
         ("1", "event 1, forward"),
         ("2", "event 2, the peak, backward"),
@@ -77,51 +77,52 @@ def test_the_timeline_by_keyboard(browser, pages):
 
 def test_areas_are_as_high_as_their_bytes(browser, pages):
     browser.open(pages / "plain.html")
-    areas = "[...document.querySelectorAll('.area')]"
-    colors = dict(browser.run(f"return {areas}.map((a) => [a.dataset.category, a.getAttribute('fill')])"))
+    colors = dict(browser.map(".area", "[element.dataset.category, element.getAttribute('fill')]"))
     assert list(colors) == ["parameters", "gradients", "saved_activations", "communication", "temporaries"]
     assert colors["saved_activations"] == "#ddcc77"
     tops = {"parameters": 6, "gradients": 7, "saved_activations": 86, "communication": 90, "temporaries": 100}
-    boxes = browser.run(f"return {areas}.map((a) => [a.dataset.category, a.getBBox().y])")
+    boxes = browser.map(".area", "[element.dataset.category, element.getBBox().y]")
     plot_px, bottom_px = 340 - 34 - 34, 340 - 34
-    assert {name: round(y) for name, y in boxes} == {
-        name: round(bottom_px - plot_px * top / 100) for name, top in tops.items()
-    }
+    expected = {name: round(bottom_px - plot_px * top / 100) for name, top in tops.items()}
+    assert {name: round(y) for name, y in boxes} == expected
 
 
 def test_a_short_peak_among_many_events_is_seen(browser, pages):
     """Of 6,000 events one has the peak: it is drawn at its height, in a window of any width."""
     for width in (400, 1600):
         browser.open(pages / "wide.html", width=width)
-        top = browser.run("return Math.min(...[...document.querySelectorAll('.area')].map((a) => a.getBBox().y))")
-        assert top == pytest.approx(34, abs=0.2)
+        assert min(browser.map(".area", "element.getBBox().y")) == pytest.approx(34, abs=0.2)
 
 
-def _cell(browser, name):
-    (cell,) = [each for each in browser.all(".cell") if each.get_attribute("aria-label").startswith(f"{name}, ")]
+def find_cell(browser, name):
+    (cell,) = [cell for cell in browser.all(".cell") if cell.get_attribute("aria-label").startswith(f"{name}, ")]
     return cell
 
 
-def _crumbs(browser):
+def read_attributes(browser, selector, name):
+    return browser.map(selector, f"element.getAttribute('{name}')")
+
+
+def read_crumbs(browser):
     return browser.texts(".crumbs li")
 
 
 def test_zooming_into_the_breakdown_and_back(browser, pages):
     browser.open(pages / "plain.html")
-    saved = _cell(browser, "saved activations")
+    saved = find_cell(browser, "saved activations")
     tree = browser.one(".icicle")
     assert saved.size["width"] == pytest.approx(0.8 * tree.size["width"], abs=2)
     saved.click()
-    assert _crumbs(browser) == ["all", "saved activations"]
-    assert _cell(browser, "saved activations").size["width"] == pytest.approx(tree.size["width"], abs=2)
-    assert not [each for each in browser.all(".cell") if "temporaries" in each.get_attribute("aria-label")]
-    _cell(browser, "mlp").click()
-    assert _crumbs(browser) == ["all", "saved activations", "model", "layers", "*", "mlp"]
-    _cell(browser, "mlp").click()  # of the uppermost one: out
-    assert _crumbs(browser)[-1] == "*"
+    assert read_crumbs(browser) == ["all", "saved activations"]
+    assert find_cell(browser, "saved activations").size["width"] == pytest.approx(tree.size["width"], abs=2)
+    assert not [label for label in read_attributes(browser, ".cell", "aria-label") if "temporaries" in label]
+    find_cell(browser, "mlp").click()
+    assert read_crumbs(browser) == ["all", "saved activations", "model", "layers", "*", "mlp"]
+    find_cell(browser, "mlp").click()  # of the uppermost one: out
+    assert read_crumbs(browser)[-1] == "*"
     browser.one(".crumbs button").click()
-    assert _crumbs(browser) == ["all"]
-    assert _cell(browser, "temporaries").get_attribute("aria-label") == "temporaries, 10.00 MiB, 10.0%"
+    assert read_crumbs(browser) == ["all"]
+    assert find_cell(browser, "temporaries").get_attribute("aria-label") == "temporaries, 10.00 MiB, 10.0%"
 
 
 def test_the_breakdown_by_keyboard(browser, pages):
@@ -132,62 +133,62 @@ def test_the_breakdown_by_keyboard(browser, pages):
             browser.driver.switch_to.active_element.send_keys(key)
         return browser.driver.switch_to.active_element.get_attribute("aria-label").partition(",")[0]
 
-    assert [each.get_attribute("tabindex") for each in browser.all(".cell")].count("0") == 1
+    assert read_attributes(browser, ".cell", "tabindex").count("0") == 1
     browser.run("document.querySelector('.cell[tabindex=\"0\"]').focus()")
     assert press(Keys.ARROW_DOWN) == "saved activations"
     assert press(Keys.ARROW_RIGHT) == "temporaries"
     assert press(Keys.ARROW_LEFT, Keys.ARROW_DOWN) == "model"
     assert press(Keys.ENTER) == "model"
-    assert _crumbs(browser) == ["all", "saved activations", "model"]
+    assert read_crumbs(browser) == ["all", "saved activations", "model"]
     assert press(Keys.ESCAPE) == "saved activations"
     assert press(Keys.ESCAPE, Keys.ESCAPE) == "all"
-    assert _crumbs(browser) == ["all"]
-    assert [each.get_attribute("tabindex") for each in browser.all(".cell")].count("0") == 1
+    assert read_crumbs(browser) == ["all"]
+    assert read_attributes(browser, ".cell", "tabindex").count("0") == 1
 
 
 def test_a_part_shows_all_its_fields_and_layers_unfold(browser, pages):
     browser.open(pages / "plain.html")
-    leaf = next(each for each in browser.all(".cell") if each.text.startswith("quaver.exact_float8_mm"))
+    leaf = next(cell for cell in browser.all(".cell") if cell.text.startswith("quaver.exact_float8_mm"))
     browser.pointer().move_to_element(leaf).perform()
     panel = dict(zip(browser.texts(".panel dt"), browser.texts(".panel dd"), strict=True))
-    wanted = {"operator": "quaver.exact_float8_mm", "bytes": "41,943,040 = 40.00 MiB", "shape": "2048 \u00d7 768"}
-    wanted |= {"source": "quaver/linear/gemm.py:106", "of": "model.layers.*.mlp.gate_proj.weight"}
-    assert wanted.items() <= panel.items()
-    assert any("</script>" in each.get_attribute("aria-label") for each in browser.all(".cell"))
-    assert [_cell(browser, "*").text] == ["*"]
+    expected = {"operator": "quaver.exact_float8_mm", "bytes": "41,943,040 = 40.00 MiB", "shape": "2048 \u00d7 768"}
+    expected |= {"source": "quaver/linear/gemm.py:106", "of": "model.layers.*.mlp.gate_proj.weight"}
+    assert expected.items() <= panel.items()
+    assert any("</script>" in label for label in read_attributes(browser, ".cell", "aria-label"))
+    assert [find_cell(browser, "*").text] == ["*"]
     browser.one("#peak-icicle input[type=checkbox]").click()
-    assert _cell(browser, "0").size["width"] == pytest.approx(_cell(browser, "1").size["width"], abs=1)
-    assert not [each for each in browser.all(".cell") if each.text == "*"]
+    assert find_cell(browser, "0").size["width"] == pytest.approx(find_cell(browser, "1").size["width"], abs=1)
+    assert "*" not in browser.texts(".cell")
 
 
-def _column(browser, table, label):
+def read_column(browser, table, label):
     labels = [text.split()[0] for text in browser.texts(f"#{table} th")]
     return browser.texts(f"#{table} tbody td:nth-child({labels.index(label) + 1})")
 
 
-def _pairs(browser, table, label):
-    return dict(zip(_column(browser, table, "what"), _column(browser, table, label), strict=True))
+def read_pairs(browser, table, label):
+    return dict(zip(read_column(browser, table, "what"), read_column(browser, table, label), strict=True))
 
 
 def test_sorting_and_filtering_a_table(browser, pages):
     browser.open(pages / "wide.html")
     table, section = "saved-table", "#saved-rows"
-    assert _column(browser, table, "count") == ["120"]  # layers that are alike are one row
+    assert read_column(browser, table, "count") == ["120"]  # layers that are alike are one row
     browser.one(f"{section} input[type=checkbox]").click()
     assert len(browser.all(f"#{table} tbody tr")) == 50
     assert browser.one(f"{section} .more").text == "Show all 120 rows"
-    heads = {each.text: each for each in browser.all(f"#{table} th button")}
+    heads = {button.text: button for button in browser.all(f"#{table} th button")}
     heads["size"].click()
-    assert _column(browser, table, "size")[:2] == ["1.093 KiB", "1.092 KiB"]
+    assert read_column(browser, table, "size")[:2] == ["1.093 KiB", "1.092 KiB"]
     assert browser.one(f"#{table} th[aria-sort]").get_attribute("aria-sort") == "descending"
     heads["size"].click()
-    assert _column(browser, table, "size")[:3] == ["1,000 bytes", "1,001 bytes", "1,002 bytes"]
+    assert read_column(browser, table, "size")[:3] == ["1,000 bytes", "1,001 bytes", "1,002 bytes"]
     assert browser.one(f"#{table} th[aria-sort]").get_attribute("aria-sort") == "ascending"
     heads["module"].click()
-    modules = _column(browser, table, "module")
+    modules = read_column(browser, table, "module")
     assert modules == sorted(modules)
     browser.one("#saved-filter").send_keys("S.119. BF")
-    assert _column(browser, table, "module") == ["model.layers.119.mlp.gate_proj"]
+    assert read_column(browser, table, "module") == ["model.layers.119.mlp.gate_proj"]
     assert browser.one(f"{section} .status").text == "1 of 120 rows, 1.093 KiB of 124.2 KiB"
     browser.one("#saved-filter").send_keys(" zz")
     assert browser.all(f"#{table} tbody tr") == []
@@ -200,23 +201,20 @@ def test_sorting_and_filtering_a_table(browser, pages):
 def test_the_difference(browser, pages):
     browser.open(pages / "full.html")
     assert len(browser.all(".plot")) == 2
-    ticks = browser.run(
-        "const say = (text) => `${text.textContent} at ${text.getAttribute('y')}`;"
-        "const ticks = (plot) => [...plot.querySelectorAll('.grid + text')].map(say);"
-        "return [...document.querySelectorAll('.plot')].map(ticks)"
-    )
+    place = "(text) => `${text.textContent} at ${text.getAttribute('y')}`"
+    ticks = browser.map(".plot", f"[...element.querySelectorAll('.grid + text')].map({place})")
     assert ticks[0] == ticks[1]  # one scale
     assert [tick.split()[0] for tick in ticks[0]] == ["0", "20", "40", "60", "80", "100"]
-    assert _column(browser, "compare-saved-table", "difference") == ["\u22126.000 MiB", "+3.000 MiB"]
-    assert _column(browser, "compare-peak-table", "difference") == ["+3.000 MiB"]
+    assert read_column(browser, "compare-saved-table", "difference") == ["\u22126.000 MiB", "+3.000 MiB"]
+    assert read_column(browser, "compare-peak-table", "difference") == ["+3.000 MiB"]
     less, more = browser.all("#compare-saved-table .bar")
     middle = browser.one("#compare-saved-table .bars").rect
     half = middle["x"] + middle["width"] / 2
     assert less.rect["x"] + less.rect["width"] == pytest.approx(half, abs=1)
     assert more.rect["x"] == pytest.approx(half, abs=1)
     assert less.rect["width"] == pytest.approx(2 * more.rect["width"], abs=1)
-    assert HOSTILE.split()[0] in _column(browser, "compare-saved-table", "in")[0]
-    sums = _pairs(browser, "categories-table", "difference")
+    assert HOSTILE.split()[0] in read_column(browser, "compare-saved-table", "in")[0]
+    sums = read_pairs(browser, "categories-table", "difference")
     assert sums["saved activations"] == "\u221240.00 MiB"
     assert sums["sum at the peak"] == "\u221250.00 MiB"
     browser.all("#saved-rows input[type=radio]")[1].click()
@@ -225,12 +223,12 @@ def test_the_difference(browser, pages):
 
 def test_advice_and_measurement(browser, pages):
     browser.open(pages / "full.html")
-    said = "It is to fit into 64.00 MiB. Best is the marked row: full checkpointing."
-    assert browser.one("#advice-about").text == said
+    text = "It is to fit into 64.00 MiB. Best is the marked row: full checkpointing."
+    assert browser.one("#advice-about").text == text
     (marked,) = browser.all("#advice-table tr.marked")
     assert "500 GFLOP (+25.0%)" in marked.text
     assert marked.find_element("css selector", "code").text == "--activation_checkpoint.mode full"
-    ratios = _pairs(browser, "measured-table", "ratio")
+    ratios = read_pairs(browser, "measured-table", "ratio")
     assert ratios["parameters"] == "1.000"
     assert ratios["saved activations"] == f"{80 / 105:.3f}"
     assert ratios["sum at the peak"] == "0.800"
@@ -238,13 +236,11 @@ def test_advice_and_measurement(browser, pages):
 
 def test_the_page_prints(browser, pages):
     browser.open(pages / "full.html")
-
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     try:
         assert not browser.one("#saved-filter").is_displayed()
         assert browser.one("#saved-table").is_displayed()
-        too_wide = "[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth)"
         browser.show(720)  # about the width of A4 within its margins
-        assert browser.run(f"return {too_wide}.length") == 0
+        assert all(browser.map(".scroll", "element.scrollWidth <= element.clientWidth"))
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})

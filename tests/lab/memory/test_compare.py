@@ -73,7 +73,7 @@ def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu,
 
 
 def test_equal_reports_have_no_differences(relu):
-    """Nothing; another operator whose result is saved as well; of two operands of one size, which a row names."""
+    """Nor have reports of two operators that save their results, or of rows that name either of two operands."""
     same = compare_two(relu, explain_stack())
     assert same.rows == ()
     assert same.peak_a == same.peak_b == relu.peak_bytes

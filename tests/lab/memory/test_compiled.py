@@ -81,7 +81,7 @@ def test_a_prediction_is_what_was_measured(ranks, module, precision, checkpointi
 
 
 def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted():
-    """Before a prediction, after it and from a cache a model has kernels; and so it has if it was compiled before."""
+    """The model has real kernels before a prediction, after it, and where they come from a cache."""
     torch.manual_seed(0)
     model, rows = _Squaring(), torch.randn(ROWS, 64)
     expected = model(rows).detach()
@@ -113,7 +113,7 @@ FUSED = "fused_pow_silu (aten.pow.Tensor_Scalar)"
 
 
 def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
-    """The graph keeps its input, the first product, for silu, and the square, for the second weight's gradient."""
+    """A graph saves its input, the first matmul's result for silu, and the square for the second weight's gradient."""
     model = nn.Sequential(build_compiled(fullgraph=True), build_compiled(fullgraph=True))
     prediction = explain(model, (torch.empty(ROWS, 64),), optimizer=torch.optim.AdamW)
     saved = [row for row in prediction.saved_for_backward if row["category"] == "saved_activations"]

@@ -47,7 +47,7 @@ def predict_block(recipe, checkpointing, ranks=1):
     ],
 )
 def test_a_recomputation_calls_no_operation_that_its_forward_did_not(recipe, checkpointing, ranks):
-    """A policy of torch 2.13 refuses one: casts are single operations to it, and transposes none of them."""
+    """A policy of torch 2.13 refuses such an operation. A cast is one operation to it, and a transpose none."""
     assert predict_block(recipe, checkpointing, ranks).peak_bytes > 0
 
 
@@ -107,11 +107,8 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
         matmuls.update(name for name in map(str, (node.target for node in called)) if "mm" in name)
         copies.extend(node for node in called if node.target in (aten.copy.default, aten.full.default))
         converted = [node for node in called if "convert" in str(node.target) and node.meta["val"].dtype in FLOAT8]
-        layouts = [
-            {aten.clone.default in {user.target for user in reader.users} for reader in node.users}
-            for node in converted
-        ]
-        assert {True, False} not in layouts
+        for node in converted:
+            assert len({aten.clone.default in {user.target for user in reader.users} for reader in node.users}) < 2
         buffers.extend((buffer.get_dtype(), buffer.get_numel()) for buffer in list_stored_buffers(graph))
         return result
 
@@ -171,7 +168,7 @@ def predict_run(words, ranks, device="cuda"):
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_compiled_code_saves_no_copy_of_a_gathered_weight(recipe):
-    """Its codes are laid out anew for grad_input: not before there is a gradient, else the forward would keep them."""
+    """grad_input reads the codes in another layout. Copied before the backward, they would be saved."""
     float8 = f"--float8.recipe_name {recipe} --float8.enable_fsdp_float8_all_gather true"
     rows = predict_run(f"{float8} --training.compile true --activation_checkpoint.mode selective", 2).saved_for_backward
     weights = {(768, 256), (256, 768), (256, 256), (128, 256)}

@@ -16,7 +16,16 @@ from quaver.lab.memory.reports.html import write_html
 from quaver.lab.page import embed_json
 from quaver.lab.recorder.draw import COLORS, MOST_COLUMNS, draw_timeline, reduce_columns
 from quaver.lab.recorder.recorder import CATEGORIES
-from tests.lab.browser.reports import HOSTILE, MIB, advice, comparison, make_report, predicted, unseen, wide
+from tests.lab.browser.reports import (
+    HOSTILE,
+    MIB,
+    make_advice,
+    make_comparison,
+    make_report,
+    make_unseen,
+    make_wide,
+    predict_small_model,
+)
 
 ROOT = Path(__file__).parents[3]
 PAGES = {
@@ -65,7 +74,7 @@ def read_data(text):
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """A page with all that a page can have, and hostile names all over it."""
-    more = {"other": make_report(), "comparison": comparison(), "advice": advice(), "measured": make_report()}
+    more = {"other": make_report(), "comparison": make_comparison(), "advice": make_advice(), "measured": make_report()}
     return write_page(tmp_path_factory.mktemp("page"), title=f"title {HOSTILE}", **more)
 
 
@@ -97,7 +106,7 @@ def test_hostile_names_stay_text(everything):
     data = read_data(everything)
     assert data["title"] == f"title {HOSTILE}"
     assert (data["runs"][0]["notes"], data["runs"][0]["label"]) == ([HOSTILE], f"first {HOSTILE}")
-    assert (data["comparison"], data["advice"]) == (comparison(), advice())
+    assert (data["comparison"], data["advice"]) == (make_comparison(), make_advice())
 
 
 def test_any_names_read_back_from_a_page():
@@ -109,7 +118,7 @@ def test_any_names_read_back_from_a_page():
 
 
 def test_what_a_page_says_is_what_was_predicted(tmp_path):
-    prediction = predicted()
+    prediction = predict_small_model()
     (run,) = read_data(write_page(tmp_path, prediction=prediction))["runs"]
     report = prediction.pop("report")
     assert {name: run[name] for name in prediction} == prediction
@@ -125,14 +134,14 @@ def test_what_a_page_says_is_what_was_predicted(tmp_path):
 
 
 def test_a_page_of_a_run_that_could_not_be_seen(tmp_path):
-    (run,) = read_data(write_page(tmp_path, prediction=unseen()))["runs"]
+    (run,) = read_data(write_page(tmp_path, prediction=make_unseen()))["runs"]
     assert (run["timeline"], run["note"]) == (None, "compiled code: not attributed")
     assert run["at_peak"] == {"columns": [], "rows": []}
 
 
 def test_many_events_and_rows(tmp_path):
     """More events than any run of today has, and as many rows as a model of 126 layers."""
-    text = write_page(tmp_path, prediction=wide(events=100_000, rows=4000))
+    text = write_page(tmp_path, prediction=make_wide(events=100_000, rows=4000))
     assert len(text.encode()) < 3_000_000
     (run,) = read_data(text)["runs"]
     timeline = run["timeline"]
@@ -183,7 +192,7 @@ def test_the_parts_of_the_page_are_packaged_and_used():
 
 
 def test_pictures_are_drawn_and_their_legend_names_what_there_is(tmp_path, monkeypatch):
-    for prediction in (unseen(), make_report()):
+    for prediction in (make_unseen(), make_report()):
         image = tmp_path / "timeline.png"
         draw_timeline(prediction["report"], image, title="a $title that is no formula")
         assert image.read_bytes().startswith(b"\x89PNG")

@@ -104,7 +104,7 @@ def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
 
 
 def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
-    """Whatever compiled it: test_compiled.py measures generated code."""
+    """The backend does not matter here: test_compiled.py measures the code of Inductor."""
     monkeypatch.setattr(Block, "compile", compile_quickly)
     config = changed(tiny_config, model={"n_layers": 1})
     eager, measured = measure_memory(config), measure_memory(changed(config, training={"compile": True}))
@@ -170,7 +170,7 @@ def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_confi
 
 @on_ranks
 def test_a_prediction_is_the_same_again(tiny_config):
-    """DTensor, which remembers shapes that it has seen, allocates nothing for those that it sees first."""
+    """DTensor caches what it derives from a shape; for a new shape, too, it allocates nothing that is counted."""
     unseen = {"vocab_size": 2 * 331, "n_layers": 1}
     config = changed(tiny_config, model=unseen, parallelism={"tensor_parallel_degree": 2})
     first, second = (predict_memory(config, 2).prediction.report["timeline"] for _ in range(2))

@@ -15,7 +15,7 @@ LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.
 BINS, LOW = 40, -30
 
 
-def tensors_of(layers):
+def make_tensors(layers):
     """Three operands and three results of each layer, as a header has them."""
     plain = {"granularity": "tensorwise", "block": None, "recipe": "tensorwise"}
     return [
@@ -27,28 +27,28 @@ def tensors_of(layers):
     ]
 
 
-def cast_apart(tensors):
+def split_casts(tensors):
     """`tensors` as row-wise scaling has them: two casts of each operand."""
-    casts = lambda each: ("result",) if each["cast"] == "result" else ("row", "column")  # noqa: E731
-    return [each | {"cast": cast} for each in tensors for cast in casts(each)]
+    casts = {"result": ("result",), "both": ("row", "column")}
+    return [tensor | {"cast": cast} for tensor in tensors for cast in casts[tensor["cast"]]]
 
 
-def header(tensors, **fields):
+def make_header(tensors, **fields):
     about = {"quaver": "0.1.0", "torch": "2.13.0", "recipe": "tensorwise", "every": 10, "step": 10, "ranks": 1}
     return {"kind": "header", "schema": 1, **about, "statistics": list(STATISTICS), "tensors": tensors, **fields}
 
 
-def sample(step, values, **more):
+def make_sample(step, values, **more):
     """A sample of `values`: a list of one number per tensor by statistic; a record spells what is not finite."""
-    plain = lambda value: value is None or math.isfinite(value)  # noqa: E731
-    columns = {name: [each if plain(each) else str(float(each)) for each in values[name]] for name in STATISTICS}
+    spell = lambda value: value if value is None or math.isfinite(value) else str(float(value))  # noqa: E731
+    columns = {name: list(map(spell, values[name])) for name in STATISTICS}
     return {"kind": "sample", "step": step, **columns, **more}
 
 
-def drawn(tensors, samples, *, seed=0, every=10, histograms=4):
+def draw_samples(tensors, samples, *, seed=0, every=10, histograms=4):
     """Samples of a plausible run: each layer has its own level, amaxes grow, one operand gets worse in the middle."""
     numbers, count = np.random.default_rng(seed), len(tensors)
-    isresult = np.array([each["cast"] == "result" for each in tensors])
+    is_result = np.array([tensor["cast"] == "result" for tensor in tensors])
     level, drift = numbers.uniform(24, 31, count), numbers.normal(0, 1.5, count)
     for at in range(samples):
         part = at / max(1, samples - 1)
@@ -61,37 +61,34 @@ def drawn(tensors, samples, *, seed=0, every=10, histograms=4):
         underflow = 10 ** numbers.uniform(-5, -2, count)
         values = {"amax": 2.0 ** (numbers.normal(2, 1, count) + 3 * part), "underflow": underflow}
         values |= {"saturated": saturated, "sqnr_db": sqnr, "nonfinite": np.zeros(count)}
-        values = {name: [round(float(value), 9) for value in each] for name, each in values.items()}
+        values = {name: column.round(9).tolist() for name, column in values.items()}
         for name in ("underflow", "saturated"):
-            values[name] = [None if is_it else value for is_it, value in zip(isresult, values[name], strict=True)]
-        wanted = histograms and at % max(1, samples // histograms) == 0
+            values[name] = np.where(is_result, None, values[name]).tolist()
         more = {}
-        if wanted:
-            trial = [None if is_it else value + 1.5 for is_it, value in zip(isresult, values["sqnr_db"], strict=True)]
-            more = {"histogram": histogram(count, part), "whatif": {"rowwise": trial}}
-        yield sample((at + 1) * every, values, **more)
+        if histograms and at % max(1, samples // histograms) == 0:
+            trial = np.where(is_result, None, np.array(values["sqnr_db"]) + 1.5).tolist()
+            more = {"histogram": make_histogram(count, part), "whatif": {"rowwise": trial}}
+        yield make_sample((at + 1) * every, values, **more)
 
 
-def histogram(count, shift=0.0):
+def make_histogram(count, shift=0.0):
     """Bell-shaped counts before the cast; the cast empties the lowest bins."""
     bins = np.arange(BINS)
     counts = 1e6 * np.exp(-(((bins - 24 - 4 * shift) / 4) ** 2))
     before = np.round(8 * np.log2(1 + counts)).astype(np.uint8)
     after = np.where(bins < 16, 0, before).astype(np.uint8)
-    before, after = (base64.b64encode(each.tobytes()).decode() for each in (before, after))
+    before, after = (base64.b64encode(counts.tobytes()).decode() for counts in (before, after))
     return {"low": LOW, "bins": BINS, "before": [before] * count, "after": [after] * count}
 
 
-def alarm(step, tensor, **fields):
+def make_alarm(step, tensor, **fields):
     about = {"since": step - 20, "rule": "saturation", "rank": None, "value": 0.01, "threshold": 0.001}
-    remedies = [
-        {"recipe": "rowwise", "sqnr_db": 27.1, "gain_db": 14.0},
-        {"recipe": "high precision", "flops_share": 0.008},
-    ]
+    remedies = [{"recipe": "rowwise", "sqnr_db": 27.1, "gain_db": 14.0}]
+    remedies += [{"recipe": "high precision", "flops_share": 0.008}]
     message = f"{tensor['layer']} {tensor['operand']}: 1% of the elements saturate since step {step - 20}"
     where = {"layer": tensor["layer"], "operand": tensor["operand"]}
-    made = {"kind": "alarm", "step": step, **about, **where, "message": message, "remedies": remedies, "action": "log"}
-    return made | fields
+    event = {"kind": "alarm", "step": step, **about, **where, "message": message, "remedies": remedies, "action": "log"}
+    return event | fields
 
 
 def write_lines(path, lines):
@@ -99,7 +96,7 @@ def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def metrics(steps, models=("tensorwise",), *, seed=0):
+def make_metrics(steps, models=("tensorwise",), *, seed=0):
     """A falling loss, a gradient norm, tokens/s and resident memory."""
     numbers = np.random.default_rng(seed)
     for step in range(1, steps + 1):
@@ -116,11 +113,9 @@ def metrics(steps, models=("tensorwise",), *, seed=0):
                 yield {"step": step, "run": model, "validation_loss": loss + 0.1}
 
 
-def conversion(layers):
-    rows = [
-        {"name": name, "in_features": 64, "out_features": 64, "converted": True, "reason": "", "backend": "exact"}
-        for name in layers
-    ]
+def make_conversion(layers):
+    row = {"in_features": 64, "out_features": 64, "converted": True, "reason": "", "backend": "exact"}
+    rows = [{"name": name, **row} for name in layers]
     rows.append({"name": "lm_head", "in_features": 64, "out_features": 256, "converted": False, "reason": "filtered"})
     about = {"config": "output: tensorwise", "notes": [], "convolutions": 0, "float8_flops_fraction": 0.9}
     return about | {"layers": rows}
@@ -139,21 +134,21 @@ START = {
 }
 
 
-def layers_of(blocks):
+def make_layers(blocks):
     return [f"layers.{block}.{linear}" for block in range(blocks) for linear in LINEARS]
 
 
 def write_run(folder, *, layers, samples=40, alarms=(), models=("tensorwise",), steps=400, seed=0, tensors=None):
     """A run folder with everything."""
-    tensors = tensors or tensors_of(layers)
-    write_lines(folder / "metrics.jsonl", metrics(steps, models, seed=seed))
+    tensors = tensors or make_tensors(layers)
+    write_lines(folder / "metrics.jsonl", make_metrics(steps, models, seed=seed))
     write_lines(folder / "provenance.jsonl", [START])
-    (folder / "conversion_report.json").write_text(json.dumps(conversion(layers)))
-    write_lines(folder / "numerics.jsonl", [header(tensors), *drawn(tensors, samples, seed=seed), *alarms])
+    (folder / "conversion_report.json").write_text(json.dumps(make_conversion(layers)))
+    write_lines(folder / "numerics.jsonl", [make_header(tensors), *draw_samples(tensors, samples, seed=seed), *alarms])
     return folder
 
 
-def wide_record(tensors, samples):
+def make_wide_record(tensors, samples):
     """A record with random statistics and histograms, without its file, which takes seconds to write and read."""
     numbers = np.random.default_rng(0)
     shape = samples, len(tensors)
@@ -161,4 +156,4 @@ def wide_record(tensors, samples):
     values |= {name: 10 ** numbers.uniform(-7, 0, shape) for name in ("underflow", "saturated")}
     counts = numbers.integers(0, 2**20, (len(tensors), BINS)).astype(np.float64)
     histograms = {at: Histogram(LOW, counts, counts) for at in range(0, samples, 50)}
-    return Record(header(tensors), np.arange(1, samples + 1) * 10, values, histograms=histograms)
+    return Record(make_header(tensors), np.arange(1, samples + 1) * 10, values, histograms=histograms)

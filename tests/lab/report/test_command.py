@@ -7,26 +7,25 @@ import pytest
 from quaver.lab.cli import main
 from quaver.lab.cli.report import ReportOptions
 from tests.command_line import TEXT, TINY
-from tests.lab.report.records import alarm, header, layers_of, tensors_of, write_lines, write_run
+from tests.lab.report.records import make_alarm, make_header, make_layers, make_tensors, write_lines, write_run
 
-TENSORS = tensors_of(layers_of(1))
+TENSORS = make_tensors(make_layers(1))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "plain"
-    alarms = [alarm(240, TENSORS[3]), alarm(300, TENSORS[8], rule="underflow")]
-    return write_run(folder, layers=layers_of(1), alarms=alarms, models=("tensorwise", "bfloat16"))
+    alarms = [make_alarm(240, TENSORS[3]), make_alarm(300, TENSORS[8], rule="underflow")]
+    return write_run(folder, layers=make_layers(1), alarms=alarms, models=("tensorwise", "bfloat16"))
 
 
-def test_a_report_is_printed_and_written(run, tmp_path, capsys):
-    """Of two runs with statistics and of a baseline without, which stands first."""
-    other = write_run(tmp_path / "other", layers=layers_of(1), seed=1)
-    baseline = write_run(tmp_path / "baseline", layers=layers_of(1))
+def test_a_report_is_printed_and_written(run, tmp_path, run_quaver):
+    """The runs are a baseline without statistics, which stands first, and two with them."""
+    other = write_run(tmp_path / "other", layers=make_layers(1), seed=1)
+    baseline = write_run(tmp_path / "baseline", layers=make_layers(1))
     (baseline / "numerics.jsonl").unlink()
     page = tmp_path / "new" / "page.html"
-    assert main(["report", str(baseline), str(run), str(other), "--html", str(page), "--top", "1"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(run_quaver("report", baseline, run, other, "--html", page, "--top", 1).split())
     assert "plain: 2 alarms in 40 samples of 42 tensors, up to step 400; the first at step 240: " in text
     assert "other: no alarm in 40 samples of 42 tensors, up to step 400" in text
     assert "2 alarms of plain, the first 1" in text
@@ -37,22 +36,21 @@ def test_a_report_is_printed_and_written(run, tmp_path, capsys):
     assert "baseline and plain and other" in page.read_text()
 
 
-def test_a_run_of_the_trainer(tmp_path, capsys):
+def test_a_run_of_the_trainer(tmp_path, run_quaver):
     (tmp_path / "text.txt").write_text(TEXT)
-    data = ["--data.path", str(tmp_path / "text.txt"), "--job.dump_folder", str(tmp_path), "--job.name", "run"]
-    assert main(["train", *TINY, "--training.steps=4", "--numerics.every=2", *data]) == 0
-    assert main(["report", str(tmp_path / "run")]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    words = ["--data.path", tmp_path / "text.txt", "--job.dump_folder", tmp_path, "--job.name", "run"]
+    run_quaver("train", *TINY, "--training.steps=4", "--numerics.every=2", *words)
+    text = " ".join(run_quaver("report", tmp_path / "run").split())
     assert "run: no alarm in 3 samples of " in text
     assert "peak resident memory" in text
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_a_record_alone_with_a_torn_line(run, tmp_path, capsys):
+def test_a_record_alone_with_a_torn_line(run, tmp_path, run_quaver):
     record = tmp_path / "some.jsonl"
     record.write_bytes((run / "numerics.jsonl").read_bytes()[:-20])
-    assert main(["report", str(record), "--html", str(tmp_path / "page.html")]) == 0
-    assert "some.jsonl: the last line of the record was incomplete" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(run_quaver("report", record, "--html", tmp_path / "page.html").split())
+    assert "some.jsonl: the last line of the record was incomplete" in text
     assert not list(tmp_path.glob("report.html"))
 
 
@@ -74,7 +72,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
-    folder = write_run(tmp_path / "run", layers=["a"], samples=3, steps=10, alarms=[alarm(20, tensors_of(["a"])[0])])
+    alarms = [make_alarm(20, make_tensors(["a"])[0])]
+    folder = write_run(tmp_path / "run", layers=["a"], samples=3, steps=10, alarms=alarms)
     name, change, expected = DAMAGE[case]
     (folder / name).write_bytes(change((folder / name).read_bytes()))
     assert expected in refused("report", folder)
@@ -98,10 +97,10 @@ def test_bad_words(run, tmp_path, refused, words, expected):
     assert expected in refused("report", *(word.format(folder=tmp_path, run=run) for word in words))
 
 
-def test_a_run_without_statistics_has_a_page(tmp_path, capsys):
+def test_a_run_without_statistics_has_a_page(tmp_path, run_quaver):
     write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": 1, "run": "a", "loss": 1.0}])
-    assert main(["report", str(tmp_path / "a")]) == 0
-    assert "a: no statistics of float8 matmuls; --numerics.every 100 records them" in capsys.readouterr().out
+    printed = run_quaver("report", tmp_path / "a")
+    assert "a: no statistics of float8 matmuls; --numerics.every 100 records them" in printed
     assert (tmp_path / "a" / "report.html").is_file()
 
 
@@ -115,8 +114,8 @@ def test_a_disk_that_is_full(run, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "quaver: error: cannot write /dev/full: No space left on device"
 
 
-def test_headers_with_statistics_that_the_report_does_not_know(tmp_path, capsys):
-    lines = [header(TENSORS[:1]) | {"statistics": ["rms"]}, {"kind": "sample", "step": 1, "rms": [2.0]}]
+def test_headers_with_statistics_that_the_report_does_not_know(tmp_path, run_quaver):
+    lines = [make_header(TENSORS[:1]) | {"statistics": ["rms"]}, {"kind": "sample", "step": 1, "rms": [2.0]}]
     write_lines(tmp_path / "numerics.jsonl", lines)
-    assert main(["report", str(tmp_path)]) == 0
+    run_quaver("report", tmp_path)
     assert json.loads((tmp_path / "numerics.jsonl").open().readline())["statistics"] == ["rms"]

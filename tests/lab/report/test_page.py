@@ -18,31 +18,30 @@ from quaver.lab.report.statistics import BEST, INFINITE, MISSING, NOT_A_NUMBER, 
 from quaver.numerics.record import Record
 from tests.lab.browser.reports import HOSTILE
 from tests.lab.report.records import (
-    alarm,
-    conversion,
-    header,
-    layers_of,
-    sample,
-    tensors_of,
-    wide_record,
+    make_alarm,
+    make_conversion,
+    make_header,
+    make_layers,
+    make_sample,
+    make_tensors,
+    make_wide_record,
     write_lines,
     write_run,
 )
 
-BY_NAME = {each.name: each for each in STATISTICS}
+BY_NAME = {statistic.name: statistic for statistic in STATISTICS}
 
 
-def _data(page):
+def read_data(page):
     text = page.read_text(encoding="utf-8")
     return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[0])
 
 
-def _bytes(run, name):
+def read_bytes(run, name):
     """The bytes of a map, [tensors, columns], 0 where it has no row."""
-    found = run["maps"][name]
-    columns = len(run["columns"][0])
+    heat_map, columns = run["maps"][name], len(run["columns"][0])
     cells = np.zeros((len(run["tensors"]["rows"]), columns), dtype=np.uint8)
-    cells[found["rows"]] = np.frombuffer(b64decode(found["bytes"]), dtype=np.uint8).reshape(-1, columns)
+    cells[heat_map["rows"]] = np.frombuffer(b64decode(heat_map["bytes"]), dtype=np.uint8).reshape(-1, columns)
     return cells
 
 
@@ -61,14 +60,14 @@ def test_a_worse_value_has_a_larger_byte(name, values, codes):
 
 
 def test_cells_are_the_values_of_the_record(tmp_path):
-    folder = write_run(tmp_path / "run", layers=layers_of(2), samples=30)
+    folder = write_run(tmp_path / "run", layers=make_layers(2), samples=30)
     (run,) = read_runs([folder])
     write_report(tmp_path / "page.html", [run])
-    data = _data(tmp_path / "page.html")
+    data = read_data(tmp_path / "page.html")
     for about in data["statistics"]:
         statistic, (low, high) = BY_NAME[about["name"]], about["limits"]
         values = run.numerics.statistics[about["name"]].T
-        codes = _bytes(data["runs"][0]["numerics"], about["name"]).astype(float)
+        codes = read_bytes(data["runs"][0]["numerics"], about["name"]).astype(float)
         assert np.array_equal(codes == MISSING, np.isnan(values))
         is_zero = values == 0
         assert (codes[is_zero] == BEST).all()
@@ -84,41 +83,41 @@ def test_cells_are_the_values_of_the_record(tmp_path):
 
 
 def test_operands_that_are_not_finite_are_marked_and_others_that_lack_a_value_are_not(tmp_path):
-    tensors = tensors_of(["a"])[:3]
+    tensors = make_tensors(["a"])[:3]
     fine = {"amax": [1.0, 1.0, 1.0], "underflow": [0.1, 0.1, None], "saturated": [0.0, 0.0, None]}
     fine |= {"sqnr_db": [30.0, 30.0, 30.0], "nonfinite": [0, 0, 0]}
     bad = fine | {"amax": [2.0, 1.0, 1.0], "sqnr_db": [float("nan"), float("-inf"), 30.0], "nonfinite": [3, 0, 0]}
-    write_lines(tmp_path / "numerics.jsonl", [header(tensors), sample(10, fine), sample(20, bad)])
+    write_lines(tmp_path / "numerics.jsonl", [make_header(tensors), make_sample(10, fine), make_sample(20, bad)])
     (run,) = read_runs([tmp_path])
     maps = make_maps(run.numerics, [], find_limits([run.numerics]))
-    assert _bytes(maps, "sqnr_db")[:, 1].tolist() == [NOT_A_NUMBER, INFINITE, 2 + (WORST - 2) // 2 + 1]
-    assert _bytes(maps, "amax")[:, 1].tolist()[0] == NOT_A_NUMBER
-    assert _bytes(maps, "underflow")[2].tolist() == [MISSING, MISSING]
+    assert read_bytes(maps, "sqnr_db")[:, 1].tolist() == [NOT_A_NUMBER, INFINITE, 2 + (WORST - 2) // 2 + 1]
+    assert read_bytes(maps, "amax")[:, 1].tolist()[0] == NOT_A_NUMBER
+    assert read_bytes(maps, "underflow")[2].tolist() == [MISSING, MISSING]
     assert describe_health(run).endswith("; but NaN or infinities since step 20, in a input")
     assert not is_healthy(run)
 
 
 def test_the_first_operand_that_is_not_finite_is_that_which_the_step_computed_first(tmp_path):
-    tensors = tensors_of(["a", "b"])
+    tensors = make_tensors(["a", "b"])
     values = {name: [0.0] * len(tensors) for name in ("amax", "underflow", "saturated", "sqnr_db")}
-    values["nonfinite"] = [int(each["operand"].startswith("grad")) for each in tensors]
-    write_lines(tmp_path / "numerics.jsonl", [header(tensors), sample(10, values)])
+    values["nonfinite"] = [int(tensor["operand"].startswith("grad")) for tensor in tensors]
+    write_lines(tmp_path / "numerics.jsonl", [make_header(tensors), make_sample(10, values)])
     (run,) = read_runs([tmp_path])
     assert "since step 10, in b grad output and " in describe_health(run)
 
 
 def test_two_runs_share_a_scale(tmp_path):
-    runs = read_runs([write_run(tmp_path / name, layers=layers_of(1), seed=at) for at, name in enumerate("ab")])
+    runs = read_runs([write_run(tmp_path / name, layers=make_layers(1), seed=at) for at, name in enumerate("ab")])
     write_report(tmp_path / "page.html", runs)
-    data = _data(tmp_path / "page.html")
-    assert [each["label"] for each in data["runs"]] == ["a", "b"]
+    data = read_data(tmp_path / "page.html")
+    assert [run["label"] for run in data["runs"]] == ["a", "b"]
     values = np.concatenate([run.numerics.statistics["sqnr_db"] for run in runs])
     assert data["statistics"][0]["limits"] == [values.min(), values.max()]
 
 
-@pytest.mark.parametrize(("layers", "runs"), [([f"layers.{at}.ffn" for at in range(100)], 2), (layers_of(100), 1)])
+@pytest.mark.parametrize(("layers", "runs"), [([f"layers.{at}.ffn" for at in range(100)], 2), (make_layers(100), 1)])
 def test_a_page_of_100_layers_and_1000_samples_is_below_5_mb(tmp_path, layers, runs):
-    record = wide_record(tensors_of(layers), 1000)
+    record = make_wide_record(make_tensors(layers), 1000)
     write_report(tmp_path / "page.html", [RunData(f"run {at}", tmp_path, numerics=record) for at in range(runs)])
     assert 2_000_000 < (tmp_path / "page.html").stat().st_size < 5_000_000
 
@@ -152,8 +151,8 @@ def test_curves_keep_their_extremes_and_no_value_that_is_not_finite():
 
 
 def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
-    tensors = tensors_of(layers_of(1))
-    folder = write_run(tmp_path / "run", layers=layers_of(1), alarms=[alarm(240, tensors[8])])
+    tensors = make_tensors(make_layers(1))
+    folder = write_run(tmp_path / "run", layers=make_layers(1), alarms=[make_alarm(240, tensors[8])])
     (run,) = read_runs([folder])
     limits = find_limits([run.numerics])
     everything = make_maps(run.numerics, run.alarms, limits)["histograms"]
@@ -166,21 +165,20 @@ def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
             part = low - stored[step]["low"]
             assert b64decode(stored[step][name][tensor])[part:][: len(b64decode(text))] == b64decode(text)
     few = make_maps(run.numerics, run.alarms, limits, share=0.0005)["histograms"]["kept"]
-    (of_alarm,) = {step for tensor, step, *_ in few if tensor == 8}
-    assert of_alarm == min(step for step in stored if step >= 220)
+    assert {step for tensor, step, *_ in few if tensor == 8} == {min(step for step in stored if step >= 220)}
     assert len(few) < 6
 
 
 def test_trials_of_other_recipes_are_those_of_the_last_sample_that_has_them(tmp_path):
-    tensors = tensors_of(["a"])[:3]
+    tensors = make_tensors(["a"])[:3]
     values = {"amax": [1.0] * 3, "underflow": [0.0] * 3, "saturated": [0.0] * 3, "nonfinite": [0] * 3}
     trials = [{"rowwise": [10.0, 20.0, None]}, {"rowwise": [None, 21.0, 31.0], "mxfp8": [None, "inf", 4.0]}]
     lines = [
-        sample(10, values | {"sqnr_db": [1.0, 2.0, 3.0]}, whatif=trials[0]),
-        sample(20, values | {"sqnr_db": [9.0, 8.0, float("nan")]}, whatif=trials[1]),
-        sample(30, values | {"sqnr_db": [0.0, 0.0, 0.0]}),
+        make_sample(10, values | {"sqnr_db": [1.0, 2.0, 3.0]}, whatif=trials[0]),
+        make_sample(20, values | {"sqnr_db": [9.0, 8.0, float("nan")]}, whatif=trials[1]),
+        make_sample(30, values | {"sqnr_db": [0.0, 0.0, 0.0]}),
     ]
-    write_lines(tmp_path / "numerics.jsonl", [header(tensors), *lines])
+    write_lines(tmp_path / "numerics.jsonl", [make_header(tensors), *lines])
     (run,) = read_runs([tmp_path])
     assert make_maps(run.numerics, [], find_limits([run.numerics]))["whatif"] == {
         "recipes": ["rowwise", "mxfp8"],
@@ -189,27 +187,27 @@ def test_trials_of_other_recipes_are_those_of_the_last_sample_that_has_them(tmp_
 
 
 def test_alarms_end_where_their_cause_does(tmp_path):
-    tensors = tensors_of(["a"])
-    first, other = alarm(30, tensors[0]), alarm(30, tensors[1], value=float("inf"), remedies=[])
+    tensors = make_tensors(["a"])
+    first, other = make_alarm(30, tensors[0]), make_alarm(30, tensors[1], value=float("inf"), remedies=[])
     end = {"kind": "cleared", "step": 70, **{name: first[name] for name in ("rule", "layer", "operand")}}
     run = write_run(tmp_path / "run", layers=["a"], alarms=[first, other | {"value": "inf"}, end, first | {"step": 90}])
-    found = read_alarms(Record.read(run), "it")
-    assert [each["until"] for each in found] == [70, None, None]
-    assert found[0]["remedies"] == ["rowwise: 27.1 dB, +14.0 dB", "high precision: 0.8% of the FLOPs"]
-    assert (found[1]["value"], found[1]["remedies"]) == ("inf", [])
+    alarms = read_alarms(Record.read(run), "it")
+    assert [alarm["until"] for alarm in alarms] == [70, None, None]
+    assert alarms[0]["remedies"] == ["rowwise: 27.1 dB, +14.0 dB", "high precision: 0.8% of the FLOPs"]
+    assert (alarms[1]["value"], alarms[1]["remedies"]) == ("inf", [])
 
 
 def test_names_stay_text(tmp_path):
     layer = f"layers.0.{HOSTILE}"
-    tensors = tensors_of([layer])
-    folder = write_run(tmp_path / "run", layers=[layer], alarms=[alarm(20, tensors[0])], models=(HOSTILE,))
-    (folder / "conversion_report.json").write_text(json.dumps(conversion([layer]) | {"notes": [HOSTILE]}))
+    tensors = make_tensors([layer])
+    folder = write_run(tmp_path / "run", layers=[layer], alarms=[make_alarm(20, tensors[0])], models=(HOSTILE,))
+    (folder / "conversion_report.json").write_text(json.dumps(make_conversion([layer]) | {"notes": [HOSTILE]}))
     runs = read_runs([folder])
     write_report(tmp_path / "page.html", runs)
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert len(re.findall(r"<script\b", text)) == len(re.findall(r"</script>", text)) == 2
     assert not re.search(r"https?:|@import|url\(|\bfetch\(|innerHTML|\beval\(", text)
-    (run,) = _data(tmp_path / "page.html")["runs"]
+    (run,) = read_data(tmp_path / "page.html")["runs"]
     assert run["numerics"]["tensors"]["names"][0] == layer
     assert run["conversion"]["notes"] == [HOSTILE]
     assert HOSTILE in run["alarms"][0]["message"]
