@@ -290,5 +290,4 @@ def _check_once(model: nn.Module, states: list[ScaleState], group: ProcessGroup)
         lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]
         return lines + [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
 
-    device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
-    check_ranks_agree_once(model, states, describe, group, device, what="the tensors with persistent scales")
+    check_ranks_agree_once(model, states, describe, group, what="the tensors with persistent scales")

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
@@ -148,7 +147,7 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
     own = get_current_shard(weight)
     computed = _group_by_collective(unknown)[_make_collective_key(weight, own)]
     if own.ranks[0] not in siblings.checked:
-        _check_ranks_agree([(name, sibling) for name, sibling, _ in computed], own.fsdp_group, own.device)
+        check_ranks_agree(_describe([(name, sibling) for name, sibling, _ in computed]), own.fsdp_group, what=_GATHERED)
         siblings.checked.add(own.ranks[0])
     _compute_and_remember(computed)
     return typing.cast(WholeScales, _get_all_gather_weight(weight).scales(weight.parameter))
@@ -176,10 +175,6 @@ def _compute_and_remember(named: NamedShards) -> None:
         scales = compute_whole_scales(shards, weights)
     for weight, weight_scales in zip(weights, scales, strict=True):
         _get_all_gather_weight(weight).remember(weight_scales, weight.parameter)
-
-
-def _check_ranks_agree(named: NamedWeights, group: ProcessGroup, device: torch.device) -> None:
-    check_ranks_agree(_describe(named), group, device, what=_GATHERED)
 
 
 def _describe(named: NamedWeights) -> list[str]:
@@ -227,7 +222,6 @@ def _check_once(module: nn.Module, named: NamedWeights) -> None:
     if sharded is None:
         return
     axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)
-    mesh = sharded.device_mesh
-    group, device = mesh.get_group(axis), torch.device(mesh.device_type)
+    group = sharded.device_mesh.get_group(axis)
     weights = [(weakref.ref(weight.module), weight.name) for _, weight in named]
-    check_ranks_agree_once(module, weights, lambda: _describe(named), group, device, what=_GATHERED)
+    check_ranks_agree_once(module, weights, lambda: _describe(named), group, what=_GATHERED)

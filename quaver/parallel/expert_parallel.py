@@ -160,7 +160,7 @@ class ExpertDispatcher:
         counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest
         sent, received, differs = self._read(torch.stack([own_counts.sum(1), counts.sum(1), differences]), pairs)
         if any(differs):
-            check_ranks_agree([call], group, ends.device, what="the tokens that they send to experts")
+            check_ranks_agree([call], group, what="the tokens that they send to experts")
         return TokenDispatch(pairs, ends, counts, sent, received, group, self.grad_weight_from_codes)
 
     def _read(self, numbers: Tensor, pairs: int) -> list[list[int]]:
@@ -222,9 +222,8 @@ class Float8ExpertParallel(ParallelStyle):
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
         precision = getattr(experts, "float8_config", "high precision")
         line = f"{precision}, {shapes}, grad_weight_from_codes={self.grad_weight_from_codes}"
-        device = torch.device(device_mesh.device_type)
-        check_ranks_agree([line], device_mesh.get_group(), device, what="experts")
-        check_backend(device_mesh, device)
+        check_ranks_agree([line], device_mesh.get_group(), what="experts")
+        check_backend(device_mesh, torch.device(device_mesh.device_type))
         for name, parameter in parameters.items():
             shard = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
             experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))

@@ -27,29 +27,39 @@ _DIGEST_WORDS = 2
 _T = TypeVar("_T")
 
 
-def check_ranks_agree(lines: Sequence[str], group: ProcessGroup, device: torch.device, *, what: str) -> None:
-    """Raise on every rank of `group` unless all have the same `lines`.
+def check_ranks_agree(lines: Sequence[str], group: ProcessGroup | None, *, what: str) -> None:
+    """Raise on every rank of `group`, by default the world, unless all have the same `lines`.
 
     Args:
         lines: a description, one line for each thing that must be the same.
-        device: the device of the tensors that the group's collectives accept.
         what: what the lines describe, for the error message.
     Raises:
         RuntimeError: the lines differ. The message quotes the first differing line of rank 0 and of another rank.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") >> 1 for i in range(_DIGEST_WORDS)]
-    low_and_high = torch.tensor([[-word for word in words], words], dtype=torch.int32, device=device)
+    low_and_high = torch.tensor(
+        [[-word for word in words], words], dtype=torch.int32, device=find_collective_device(group)
+    )
     dist.all_reduce(low_and_high, dist.ReduceOp.MAX, group)
     if (low_and_high[0] == -low_and_high[1]).all():
         return
-    gathered: list[list[str]] = [[]] * group.size()
+    gathered: list[list[str]] = [[]] * dist.get_world_size(group)
     dist.all_gather_object(gathered, list(lines), group)
     for rank, theirs in enumerate(gathered):
         for first_line, line in itertools.zip_longest(gathered[0], theirs, fillvalue="nothing"):
             if first_line != line:
                 raise RuntimeError(f"ranks disagree about {what}: rank 0 has {first_line!r}, rank {rank} has {line!r}")
     raise RuntimeError(f"ranks disagree about {what}")
+
+
+def find_collective_device(group: ProcessGroup | None) -> torch.device:
+    """Return a device whose tensors the collectives of `group` accept: the CPU if they do, else their first device.
+
+    All ranks get the same type, whatever their models hold. `group`: None for all ranks.
+    """
+    types = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in types else types[0])
 
 
 _agreed: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
@@ -61,7 +71,6 @@ def check_ranks_agree_once(
     subjects: list[Any],
     describe: Callable[[], Sequence[str]],
     group: ProcessGroup,
-    device: torch.device,
     *,
     what: str,
 ) -> None:
@@ -73,7 +82,7 @@ def check_ranks_agree_once(
     """
     if _agreed.get(module, {}).get(what) == subjects:
         return
-    check_ranks_agree(describe(), group, device, what=what)
+    check_ranks_agree(describe(), group, what=what)
     _agreed.setdefault(module, {})[what] = subjects
 
 
