@@ -49,10 +49,10 @@ from quaver.numerics.record import SCHEMA, RecordWriter, Sink
 from quaver.numerics.statistics import STATISTICS, new_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
+from quaver.runtime.agreement import check_ranks_agree, find_collective_device
 from quaver.runtime.names import strip_wrappers
 from quaver.torch_private.autograd import runs_in_backward
 
-CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)
 
 
@@ -87,7 +87,8 @@ class Monitor:
         ValueError: `every` or `extras_every` is out of range, `hardware` is unknown or is given without `extras_every`,
             or the model has no float8 linears.
         TypeError: `sink` is not one of the above.
-        RuntimeError: another monitor watches this model; or another rank raised one of these errors.
+        RuntimeError: another monitor watches this model; another rank raised one of these errors; or the options or
+            the float8 layers of the ranks differ.
         Exception: what `sink` raises for the header.
     """
 
@@ -104,13 +105,6 @@ class Monitor:
         steps_by_hand: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
-        if not isinstance(extras_every, int) or isinstance(extras_every, bool) or extras_every < 0:
-            raise ValueError(f"extras_every: expected a number of samples, or 0 for never, got {extras_every!r}")
-        rule = None if hardware is None else get_accumulation(hardware)
-        if rule is not None and not extras_every:
-            raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
         self.samples: deque[dict[str, Any]] = deque(maxlen=history_len)
         """The last samples, on the first rank only."""
@@ -122,15 +116,20 @@ class Monitor:
         self._is_in_hook = False
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        parameters = [weight.parameter for _, weight in weights_under(model)] or list(model.parameters())
-        self._device = parameters[0].device if parameters else CPU
         self._sink: Sink | None = None
-        self._sampling = Sampling(rule)
+        self._sampling = Sampling()
         self._is_open = True
         error = self._start(model, sink)
-        if self._on_any_rank(error is not None):
+        try:
+            if self._on_any_rank(error is not None):
+                raise error or RuntimeError("the monitor did not start: another rank raised an error")
+            if self._ranks > 1:
+                options = f"{every=}, {extras_every=}, {completed_steps=}, {hardware=}, {steps_by_hand=}"
+                names = [f"{row.name} {row.site.name}" for row in self._rows]
+                check_ranks_agree([options, *names], group, what="what they monitor")
+        except BaseException:
             self.close()
-            raise error or RuntimeError("the monitor did not start: another rank raised an error")
+            raise
         self._plan_next()
         self._ends = StepEnds(model, self._on_any_rank)
         if not steps_by_hand:
@@ -139,6 +138,7 @@ class Monitor:
     def _start(self, model: nn.Module, sink: Any) -> BaseException | None:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
+            self._check_options()
             weights = {strip_wrappers(name): weight for name, weight in weights_under(model)}
             if not weights:
                 raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
@@ -153,6 +153,17 @@ class Monitor:
         except BaseException as error:  # noqa: BLE001 - raised by the caller
             return error
         return None
+
+    def _check_options(self) -> None:
+        every, extras_every = self.every, self.extras_every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
+        if not isinstance(extras_every, int) or isinstance(extras_every, bool) or extras_every < 0:
+            raise ValueError(f"extras_every: expected a number of samples, or 0 for never, got {extras_every!r}")
+        if self._hardware is not None:
+            self._sampling.hardware = get_accumulation(self._hardware)
+            if not extras_every:
+                raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
 
     def _attach_probes(self) -> list[_MonitoredTensor]:
         rows = []
@@ -219,7 +230,7 @@ class Monitor:
     def _max_over_ranks(self, number: int) -> int:
         if self._ranks == 1:
             return number
-        largest = torch.tensor(number, dtype=torch.int32, device=self._device)
+        largest = torch.tensor(number, dtype=torch.int32, device=find_collective_device(self._group))
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
         return int(largest)
 
@@ -320,7 +331,7 @@ class Monitor:
         """
         is_writing = False
         try:
-            if not gathered.slots.equal(new_slots(len(self._rows), CPU)):
+            if not gathered.slots.equal(new_slots(len(self._rows), torch.device("cpu"))):
                 sample = self._make_sample(gathered)
                 if self._sink is not None:
                     is_writing = True

@@ -1,6 +1,7 @@
 """The monitor over ranks: the statistics of the whole tensors, in one collective per sampled step; unlike replicas."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from quaver import convert_to_float8_training
+from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.watch import AlarmSink
+from quaver.runtime.agreement import find_collective_device
 from tests.library.distributed.models import config_of
 from tests.library.distributed.test_experts_dispatch import converted, parallel, step, tokens_of
 from tests.library.distributed.test_fsdp import part_of, world_mesh
@@ -182,16 +184,21 @@ def test_a_sink_that_fails_on_the_first_rank_ends_the_monitor_on_all():
     assert run(2, of_ranks_with_a_sink_that_fails) == [([], 2, [1, 1], True), ([], 2, [], True)]
 
 
-@pytest.mark.parametrize("case", ["sink", "model"])
+@pytest.mark.parametrize("case", ["sink", "model", "every"])
 @on_ranks(2)
 def test_what_one_rank_refuses_is_raised_on_all(case):
     rank = dist.get_rank()
     model = nn.Linear(32, 32) if case == "model" and rank == 1 else make("tensorwise")
     sink = 5 if case == "sink" and rank == 0 else None
+    every = 0 if case == "every" and rank == 1 else 1
     expected = "RuntimeError: the monitor did not start"
-    if rank == (1 if case == "model" else 0):
-        expected = "TypeError: sink: expected a path" if case == "sink" else "ValueError: expected a model with float8"
-    assert refusal(lambda: monitor(model, sink=sink)).startswith(expected)
+    if rank == (0 if case == "sink" else 1):
+        expected = {
+            "sink": "TypeError: sink: expected a path",
+            "model": "ValueError: expected a model with float8",
+            "every": "ValueError: every: expected a number of steps",
+        }[case]
+    assert refusal(lambda: monitor(model, sink=sink, every=every)).startswith(expected)
     with monitor(make("tensorwise")):  # the ranks are still in step
         pass
 
@@ -241,3 +248,30 @@ def test_experts_of_two_ranks():
             assert got["scale_max"] == expected["scale_max"], name
         else:
             assert got["amax"] == expected["amax"], name
+
+
+@pytest.mark.parametrize("differing", ["every", "layers"])
+@on_ranks(2)
+def test_ranks_that_monitor_different_things_are_refused(differing):
+    is_second = dist.get_rank() == 1
+    model = make("tensorwise")
+    if is_second and differing == "layers":
+        model[0] = nn.Linear(32, 48)
+    message = refusal(lambda: monitor(model, every=2 if is_second and differing == "every" else 1))
+    assert message.startswith("RuntimeError: ranks disagree about what they monitor: rank 0 has ")
+    with monitor(make("tensorwise")):  # the ranks are still in step, and no probe stays
+        assert model[2].probe is None
+
+
+@on_ranks(2)
+def test_a_rank_without_parameters_reduces_on_a_device_of_the_group():
+    assert find_collective_device(dist.new_group(backend="cuda:gloo")) == torch.device("cuda")
+    assert find_collective_device(None) == torch.device("cpu")
+    devices = []
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="meta:gloo"),
+        mock.patch.object(dist, "all_reduce", lambda tensor, *_: devices.append(tensor.device.type)),
+    ):
+        for collective in (monitor, sync_float8_amax_and_scale_history):
+            refusal(collective, nn.Identity())  # no value of a meta tensor is known
+    assert devices == ["meta", "meta"]
