@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training, decide, serving_filter
+from quaver.experts.module import is_experts
 from quaver.recipes.config import Float8LinearConfig, resolve_config
 from quaver.recipes.recipe_name import canonicalize_recipe
 
@@ -105,20 +106,24 @@ def convert_layers(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """Call `convert_to_float8_training` with a recipe for each layer; returns `module`.
+    """Call `convert_to_float8_training` once for each recipe, with a filter that admits its layers.
 
     Args:
+        module, serving, include_subclasses: as for `convert_to_float8_training`.
+        recipes: the recipe of each layer. All of its `layers` must be linears or experts of `module`.
         config_of: returns the config for the name of a recipe.
-        serving: as for `convert_to_float8_training`, for all recipes.
         module_filter_fn: false leaves a layer in high precision, regardless of its recipe.
+    Returns:
+        `module`.
     Raises:
-        ValueError: `module` lacks a layer of `recipes`, or `convert_to_float8_training` raises. In the second case the
-            layers of earlier recipes stay converted.
+        ValueError: `module` lacks a layer of `recipes`, and is then unchanged; or as `convert_to_float8_training`, and
+            the layers of earlier recipes then stay converted.
+        TypeError, RuntimeError: as `convert_to_float8_training`.
     """
-    names = {name for name, _ in module.named_modules()}
+    modules = dict(module.named_modules())
     for name in recipes.layers:
-        if name not in names:
-            raise ValueError(f"layer_recipes: {name!r} is not a module of this {type(module).__name__}")
+        if not isinstance(modules.get(name), nn.Linear) and not (name in modules and is_experts(modules[name])):
+            raise ValueError(f"layer_recipes: {name!r} is not a linear, or experts, of this {type(module).__name__}")
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
     decide_unlisted = module_filter_fn if serving is None else serving_filter(module, serving, module_filter_fn)

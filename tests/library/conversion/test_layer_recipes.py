@@ -59,8 +59,9 @@ def test_bad_entries_are_refused(entries, message):
         LayerRecipes.parse("tensorwise", entries)
 
 
-def test_a_layer_that_is_not_there_is_refused_before_any_is_converted():
-    plain = build_model()
-    with pytest.raises(ValueError, match="layer_recipes: '7' is not a module of this Sequential"):
-        convert_layers(plain, LayerRecipes("tensorwise", {"7": "rowwise"}))
+@pytest.mark.parametrize("name", ["7", "0"])
+def test_a_name_that_is_no_layer_is_refused_before_any_is_converted(name):
+    plain = nn.Sequential(nn.Sequential(*build_model()), nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=f"layer_recipes: '{name}' is not a linear, or experts, of this Sequential"):
+        convert_layers(plain, LayerRecipes("tensorwise", {name: "high_precision"}))
     assert set(get_recipes(plain).values()) == {"high_precision"}
