@@ -395,9 +395,10 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     accepted = from_torchao(from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
     if accepted is not config:
         return resolve_config(accepted)
-    other = "; prepare_model_for_float8 takes LayerRecipes" if type(config).__name__ == "LayerRecipes" else ""
-    expected = "a Float8LinearConfig, a recipe's name such as 'rowwise' or None"
-    raise TypeError(f"config: expected {expected}, got {config!r}{other}")
+    raise TypeError(
+        "config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None "
+        f"(prepare_model_for_float8 also takes LayerRecipes), got {config!r}"
+    )
 
 
 def _resolve(
