@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quaver.conversion.high_precision import float8_modules
 from quaver.conversion.report import NOT_CONVERTED, conversion_report, explain_unfinished
 from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
@@ -35,15 +36,15 @@ def assert_float8_training(
         optimizer: its optimizer; None to check the model alone.
         allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. Some parameter of the
             model must still require a gradient.
-        require_native: whether each float8 linear must have run all matmuls so far on float8 units
-            (`Float8Linear.backend`). A CPU has no float8 units and always multiplies exactly.
+        require_native: whether all float8 linears and experts must have multiplied on float8 units in their last
+            forward (`Float8Linear.backend`). A CPU has no float8 units and always multiplies exactly.
     Raises:
-        RuntimeError: with one line for each problem. Torchao has converted linears. No linear is in float8. A float8
-            linear has an unfinished conversion, has no weight, did not run while others trained, or has not run since
-            its forward was replaced. Its weight requires no gradient or is not in the optimizer. The optimizer holds a
-            parameter twice, or parameters of another model instead of this one's. Weights changed between forwards
+        RuntimeError: with one line for each problem. Torchao converted linears. No linear is in float8. The conversion
+            of a float8 linear, or of experts, is unfinished; its weight was deleted, requires no gradient or is not in
+            the optimizer; it did not run while others trained, or after its forward was replaced. The optimizer holds
+            a parameter twice, or parameters of another model instead of this one's. Weights changed between forwards
             without a sync of the delayed scales (weights that FSDP2 gathers are not checked). With `require_native`, a
-            float8 linear multiplied exactly or did not run.
+            float8 linear, or experts, multiplied exactly or did not run.
 
     A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Compiled
     code is not checked.
@@ -81,16 +82,18 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
             yield f"no linear is in float8 ({report.explain_nothing()})"
         return
     yield from _problems_of_the_run(model)
-    for name, linear in _float8_linears(model):
-        for obstacle in filter(None, [explain_inference_only(linear.weight), *explain_unfinished(linear)]):
+    for name, module in float8_modules(model):
+        quantized = explain_inference_only(getattr(module, "weight", None))
+        for obstacle in filter(None, [quantized, *explain_unfinished(module)]):
             yield f"{name}: {obstacle}"
-    scalings = [linear.scaling for _, linear in _float8_linears(model)]
+    scalings = [getattr(module, "scaling", None) for _, module in float8_modules(model)]
     if any(isinstance(scaling, LinearScales) and scaling.state.is_sync_forgotten for scaling in scalings):
         yield (
             "weights changed between forwards without a sync, so delayed scales are out of date: call "
             "sync_float8_amax_and_scale_history(model) once a step, after the backward"
         )
-    frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
+    weights = [named for name, module in float8_modules(model) for named in _list_weights(name, module)]
+    frozen = [name for name, weight in weights if not weight.requires_grad]
     if frozen and not allow_frozen:
         yield f"weights that require no gradient: {join_names(frozen)}"
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -102,10 +105,8 @@ def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
     for reason in dict.fromkeys(idle.values()):
         names = [name for name, its_reason in idle.items() if its_reason == reason]
         yield f"{join_names(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
-    for name, module in model.named_modules():
-        if not isinstance(module, Float8Linear | Float8Grouped):
-            continue
-        if isinstance(module, Float8Linear) and (deleted := find_missing_weight(module)):
+    for name, module in float8_modules(model):
+        if deleted := find_missing_weight(module):
             yield f"{name}: {deleted}"
         elif (replaced := find_replaced_forward(module)) and module.backend != "not run yet":
             yield f"{name}: {replaced}"
@@ -117,26 +118,28 @@ def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
     on_cpu: list[str] = []
     exact: list[str] = []
     idle: list[str] = []
-    for name, linear in _float8_linears(model):
-        ran_on: torch.device | None = linear._last_run.device
-        if ran_on is None or (ran_on.type == "cpu" != linear.weight.device.type):  # it ran on the CPU, then moved
+    for name, module in float8_modules(model):
+        if not (weights := _list_weights(name, module)):
+            continue
+        ran_on: torch.device | None = module._last_run.device
+        if ran_on is None or (ran_on.type == "cpu" != weights[0][1].device.type):  # it ran on the CPU, then moved
             idle.append(name)
-        elif "exact" in linear.backend:
+        elif "exact" in module.backend:
             (on_cpu if ran_on.type == "cpu" else exact).append(name)
     if on_cpu:
-        yield f"float8 linears that multiply exactly, because a CPU has no float8 units: {join_names(on_cpu)}"
+        yield f"float8 layers that multiply exactly, because a CPU has no float8 units: {join_names(on_cpu)}"
     if exact:
         yield "; ".join(
-            [f"float8 linears that multiply exactly, not on float8 units: {join_names(exact)}", *list_slow_paths()]
+            [f"float8 layers that multiply exactly, not on float8 units: {join_names(exact)}", *list_slow_paths()]
         )
     if idle:
-        yield f"float8 linears that have not run yet, so the backends of their matmuls are unknown: {join_names(idle)}"
+        yield f"float8 layers that have not run yet, so the backends of their matmuls are unknown: {join_names(idle)}"
 
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    trained = [(name, linear.weight) for name, linear in _float8_linears(model) if linear.weight.requires_grad]
-    missing = [name for name, weight in trained if id(weight) not in held]
+    weights = [named for name, module in float8_modules(model) for named in _list_weights(name, module)]
+    missing = [name for name, weight in weights if weight.requires_grad and id(weight) not in held]
     if missing:
         yield (
             f"float8 weights that the optimizer does not hold: {join_names(missing)}; make the optimizer after the "
@@ -153,6 +156,9 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
         yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
 
 
-def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
-    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
-    return ((name, linear) for name, linear in linears if not find_missing_weight(linear))
+def _list_weights(name: str, module: Float8Linear | Float8Grouped) -> list[tuple[str, Tensor]]:
+    """List the weight of a linear by the linear's name, or the 3-D weights of experts by their own names."""
+    if isinstance(module, Float8Linear):
+        return [] if find_missing_weight(module) else [(name, module.weight)]
+    weights = [(leaf, weight) for leaf, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
+    return [(f"{name}.{leaf}".lstrip("."), weight) for leaf, weight in weights]

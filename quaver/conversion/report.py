@@ -228,23 +228,13 @@ def _describe_frozen(weight: Tensor) -> str:
     return f"frozen, stored in {weight.granularity} {FLOAT8_FORMATS[weight.data_fp8.dtype].name}{written}"
 
 
-def explain_unfinished(linear: Float8Linear) -> Iterator[str]:
-    """Yield the reasons why a Float8Linear does not run as its config says."""
-    yield from _unprepared(linear)
-    if linear.config.has_persistent_scales and linear.scaling is None:
-        yield "cannot run until convert_to_float8_training has made the state of its scales"
-
-
-def explain_unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
-    """Yield the reasons why converted experts do not run as their config says."""
-    if isinstance(experts, Float8Experts):
-        yield from _unprepared(experts)
-
-
-def _unprepared(module: Float8Linear | Float8Experts) -> Iterator[str]:
-    weights = list(weights_of_module(module))
-    if weights[0].config.enable_fsdp_float8_all_gather and not all(map(is_all_gather_weight, weights)):
+def explain_unfinished(module: Float8Linear | Float8Grouped) -> Iterator[str]:
+    """Yield the reasons why a float8 linear, or experts, do not run as their config says."""
+    weights = weights_of_module(module)
+    if any(w.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(w) for w in weights):
         yield "gathered in high precision until convert_to_float8_training has prepared its weight"
+    if isinstance(module, Float8Linear) and module.config.has_persistent_scales and module.scaling is None:
+        yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
 def _notes(config: Float8LinearConfig) -> Iterator[str]:
@@ -301,7 +291,7 @@ def _other_matmul_weights(
                 float8, reason = False, idle
             elif isinstance(module, Float8Grouped):
                 frozen = _describe_frozen(get_local_tensor(parameter))
-                reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished_experts(module)]
+                reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
                 reason, backend = "; ".join(filter(None, reasons)), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0

@@ -50,9 +50,9 @@ def find_replaced_forward(module: Float8Linear | Float8Grouped) -> str:
     )
 
 
-def find_missing_weight(linear: nn.Linear) -> str:
-    """Return an error if `linear` is a Float8Linear without a weight, else ""."""
-    if not isinstance(linear, Float8Linear) or getattr(linear, "weight", None) is not None:
+def find_missing_weight(module: nn.Module) -> str:
+    """Return an error if `module` is a Float8Linear without a weight, else ""."""
+    if not isinstance(module, Float8Linear) or getattr(module, "weight", None) is not None:
         return ""
     return (
         "converted, but its weight was deleted: the code that removed it (for example, a LyCORIS adapter) multiplies "

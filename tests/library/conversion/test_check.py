@@ -166,6 +166,22 @@ def test_experts_are_judged_by_what_ran():
     assert conversion_report(model.to(torch.float64).float()).layers[1].backend == "exact"
 
 
+def test_weights_of_experts_are_checked():
+    model = nn.Sequential(nn.Linear(16, 16), to_float8_grouped_mm(GroupedExperts(), resolve_config("rowwise")))
+    convert_to_float8_training(model)
+    weights = [name for name, parameter in model[1].named_parameters(prefix="1") if parameter.dim() == 3]
+    step(model)
+    exact = "multiply exactly, because a CPU has no float8 units: 0, 1$"
+    with pytest.raises(RuntimeError, match=exact):
+        assert_float8_training(model, require_native=True)
+    with pytest.raises(RuntimeError, match=f"the optimizer does not hold: {', '.join(weights)}; make"):
+        assert_float8_training(model, torch.optim.SGD(model[0].parameters()))
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    refused(model, f"weights that require no gradient: {', '.join(weights)}$")
+    assert_float8_training(model, torch.optim.SGD(model[0].parameters()), allow_frozen=True)
+
+
 def test_a_linear_remembers_what_it_ran_on_wherever_it_moves():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     step(model)
