@@ -19,7 +19,7 @@ from benchmarks.record import ROOT, markdown, run_quaver, show
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.roofline.matmul import MATMUL_SHARES
-from quaver.roofline.scaled_matmul import share_of_scales
+from quaver.roofline.scaled_matmul import get_scales_share
 
 DOCS = ROOT / "docs" / "performance.md"
 LAB = ROOT / "docs" / "lab" / "performance.md"
@@ -71,7 +71,7 @@ def _devices_table() -> str:
         shares = MATMUL_SHARES[spec.name]
         float8 = ("none", "") if spec.float8_tflops is None else (f"{spec.float8_tflops:g}", f"{shares.float8:.1%}")
         bfloat16 = (f"{spec.bfloat16_tflops:g}", f"{shares.bfloat16:.1%}")
-        rows = "" if spec.float8_tflops is None else f"{share_of_scales(ScaleKind.ROWWISE, spec):.2f}"
+        rows = "" if spec.float8_tflops is None else f"{get_scales_share(ScaleKind.ROWWISE, spec):.2f}"
         lines.append([spec.name, *bfloat16, *float8, rows, f"{spec.memory_gb_per_s:g}"])
     heads = ["device", "bfloat16 TFLOP/s", "reached", "float8 TFLOP/s", "reached", "row-wise", "GB/s"]
     return markdown(heads, lines)

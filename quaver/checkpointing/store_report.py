@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quaver.checkpointing.hooks import StoredCodes, StoredTensor, observer, skip_conversion
-from quaver.recipes.sqnr import compute_sqnr_db, decibels
+from quaver.recipes.sqnr import compute_sqnr_db, to_decibels
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 from quaver.torch_private.memory import storage_key
 
@@ -155,7 +155,7 @@ def _compare_by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> di
     signal = {name: _compute_norm(gradient) for name, gradient in exact.items()}
     noise = {name: _compute_norm(gradient.double() - stored[name].double()) for name, gradient in exact.items()}
     return {
-        block: decibels(*(math.hypot(*(norms[name] for name in names)) for norms in (signal, noise)))
+        block: to_decibels(*(math.hypot(*(norms[name] for name in names)) for norms in (signal, noise)))
         for block, names in names_by_block.items()
     }
 

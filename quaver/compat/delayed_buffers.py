@@ -39,7 +39,9 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     rest = {key: value for key, value in state_dict.items() if not _BUFFER.fullmatch(key)}
     if len(rest) == len(state_dict):
         return dict(state_dict)
-    entries = _entries(model, {strip_wrappers(key): value for key, value in state_dict.items() if key not in rest})
+    entries = _convert_buffers(
+        model, {strip_wrappers(key): value for key, value in state_dict.items() if key not in rest}
+    )
     if entries:
         float8_scaling_state(model).load_state_dict(entries)
     else:
@@ -47,7 +49,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     return rest
 
 
-def _entries(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _convert_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the buffers as entries of `Float8ScalingState.load_state_dict`."""
     entries: dict[str, Tensor] = {}
     for name, state, slot in named_slots(model):

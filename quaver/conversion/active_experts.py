@@ -48,7 +48,7 @@ class ActiveExperts:
             _ROUTER.search(leaf) or _EXPERTS.search(f"{leaf} {kind}") for leaf, kind in leaves
         ) or any(
             type(getattr(config, count, None)) is int
-            for config in _configs(getattr(model, "config", None))
+            for config in _iter_configs(getattr(model, "config", None))
             for count in _COUNTS
         )
         for name, module in model.named_modules():
@@ -56,7 +56,7 @@ class ActiveExperts:
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
             if is_list and _EXPERTS.search(leaf) and not _SHARED.search(leaf):
                 experts = len(module)
-                self._in_lists[name] = self._active(name, name, experts) / experts
+                self._in_lists[name] = self._find_active(name, name, experts) / experts
 
     def count_linear(self, name: str) -> float:
         """Return 1, or the mean k / E for a linear in one of E experts with k active."""
@@ -74,13 +74,13 @@ class ActiveExperts:
                 return float(matrices)
             self.unknown.append(name)
             return 1.0
-        return self._active(name, owner, matrices)
+        return self._find_active(name, owner, matrices)
 
-    def _active(self, name: str, path: str, experts: int) -> float:
+    def _find_active(self, name: str, path: str, experts: int) -> float:
         parts = path.split(".") if path else []
         for length in range(len(parts), -1, -1):
             module = self._model.get_submodule(".".join(parts[:length]))
-            for source, names in _sources(module):
+            for source, names in _iter_sources(module):
                 for count in (getattr(source, attribute, None) for attribute in names):
                     if type(count) is int and 0 < count <= experts:
                         return float(count)
@@ -88,22 +88,22 @@ class ActiveExperts:
         return 1.0
 
 
-def _sources(module: nn.Module) -> Iterator[tuple[object, tuple[str, ...]]]:
+def _iter_sources(module: nn.Module) -> Iterator[tuple[object, tuple[str, ...]]]:
     with_top_k = (*_COUNTS, "top_k")
     yield module, with_top_k
     for name, child in module.named_children():
         if _ROUTER.search(name):
             yield child, with_top_k
-    for config in _configs(getattr(module, "config", None)):
+    for config in _iter_configs(getattr(module, "config", None)):
         # `top_k` in a config of transformers is a setting of generation (50 by default before release 5).
         yield config, (_COUNTS if hasattr(config, "model_type") else with_top_k)
 
 
-def _configs(config: Any) -> Iterator[object]:
+def _iter_configs(config: Any) -> Iterator[object]:
     """Yield `config` and the configs inside, such as `text_config`."""
     if config is None or not hasattr(config, "__dict__"):
         return
     yield config
     for held in vars(config).values():
         if type(held).__name__.endswith("Config"):
-            yield from _configs(held)
+            yield from _iter_configs(held)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.conversion.high_precision import float8_modules
+from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.report import NOT_CONVERTED, conversion_report, explain_unfinished
 from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
@@ -49,11 +49,11 @@ def assert_float8_training(
     A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Compiled
     code is not checked.
     """
-    problems = [*_problems_of_the_model(model, allow_frozen)]
+    problems = [*_find_model_problems(model, allow_frozen)]
     if require_native:
-        problems += _problems_of_the_backend(model)
+        problems += _find_backend_problems(model)
     if optimizer is not None:
-        problems += _problems_of_the_optimizer(model, optimizer)
+        problems += _find_optimizer_problems(model, optimizer)
     if problems:
         raise RuntimeError("the model does not train in float8 as asked:\n" + "\n".join(f"  {p}" for p in problems))
 
@@ -63,7 +63,7 @@ def is_torchao_linear(module: nn.Module) -> bool:
     return any(cls.__module__ == "torchao.float8.float8_linear" for cls in type(module).__mro__)
 
 
-def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
+def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
     replaced = [name for name, module in model.named_modules() if is_torchao_linear(module)]
     if replaced:
         yield (
@@ -81,18 +81,18 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         else:
             yield f"no linear is in float8 ({report.explain_nothing()})"
         return
-    yield from _problems_of_the_run(model)
-    for name, module in float8_modules(model):
+    yield from _find_run_problems(model)
+    for name, module in iter_float8_modules(model):
         quantized = explain_inference_only(getattr(module, "weight", None))
         for obstacle in filter(None, [quantized, *explain_unfinished(module)]):
             yield f"{name}: {obstacle}"
-    scalings = [getattr(module, "scaling", None) for _, module in float8_modules(model)]
+    scalings = [getattr(module, "scaling", None) for _, module in iter_float8_modules(model)]
     if any(isinstance(scaling, LinearScales) and scaling.state.is_sync_forgotten for scaling in scalings):
         yield (
             "weights changed between forwards without a sync, so delayed scales are out of date: call "
             "sync_float8_amax_and_scale_history(model) once a step, after the backward"
         )
-    weights = [named for name, module in float8_modules(model) for named in _list_weights(name, module)]
+    weights = [named for name, module in iter_float8_modules(model) for named in _list_weights(name, module)]
     frozen = [name for name, weight in weights if not weight.requires_grad]
     if frozen and not allow_frozen:
         yield f"weights that require no gradient: {join_names(frozen)}"
@@ -100,12 +100,12 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         yield "no parameter of the model requires a gradient"
 
 
-def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
+def _find_run_problems(model: nn.Module) -> Iterator[str]:
     idle = find_idle_modules(model)
     for reason in dict.fromkeys(idle.values()):
         names = [name for name, its_reason in idle.items() if its_reason == reason]
         yield f"{join_names(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
-    for name, module in float8_modules(model):
+    for name, module in iter_float8_modules(model):
         if deleted := find_missing_weight(module):
             yield f"{name}: {deleted}"
         elif (replaced := find_replaced_forward(module)) and module.backend != "not run yet":
@@ -114,11 +114,11 @@ def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
             logger.warning("%s: %s", name, replaced)
 
 
-def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
+def _find_backend_problems(model: nn.Module) -> Iterator[str]:
     on_cpu: list[str] = []
     exact: list[str] = []
     idle: list[str] = []
-    for name, module in float8_modules(model):
+    for name, module in iter_float8_modules(model):
         if not (weights := _list_weights(name, module)):
             continue
         ran_on: torch.device | None = module._last_run.device
@@ -136,9 +136,9 @@ def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
         yield f"float8 layers that have not run yet, so the backends of their matmuls are unknown: {join_names(idle)}"
 
 
-def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+def _find_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    weights = [named for name, module in float8_modules(model) for named in _list_weights(name, module)]
+    weights = [named for name, module in iter_float8_modules(model) for named in _list_weights(name, module)]
     missing = [name for name, weight in weights if weight.requires_grad and id(weight) not in held]
     if missing:
         yield (

@@ -110,7 +110,7 @@ def convert_to_float8_training(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     if serving is not None:
-        module_filter_fn = serving_filter(module, serving, module_filter_fn)
+        module_filter_fn = make_serving_filter(module, serving, module_filter_fn)
     chosen = _choose(module, config, module_filter_fn, include_subclasses)
     if serving is not None:
         _check_fused(chosen.linears, serving, config)
@@ -189,7 +189,7 @@ def _choose(
             chosen.missed.setdefault(obstacle, []).append(name or "the module")
         elif decision:
             tied = [owner for owner in owners.get(id(getattr(child, "weight", None)), []) if owner != name]
-            tied += [] if is_linear else _other_owners(module, child, name)
+            tied += [] if is_linear else _find_other_owners(module, child, name)
             _check_can_convert(child, name, config, tied)
             if isinstance(child, nn.Linear):
                 chosen.linears.append((name, child))
@@ -233,7 +233,7 @@ def _takes(function: Callable[..., object], *arguments: object) -> bool:
     return True
 
 
-def serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+def make_serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
     """Return a filter that leaves out heads and routers, which engines keep in high precision."""
 
     def decide_served(module: nn.Module, name: str) -> FilterDecision:
@@ -264,7 +264,7 @@ def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Flo
             )
 
 
-def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:
+def _find_other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:
     weights = set(map(id, get_expert_weights(experts).values()))
     parameters = root.named_parameters(remove_duplicate=False)
     names = [parameter_name for parameter_name, parameter in parameters if id(parameter) in weights]

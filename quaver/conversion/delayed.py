@@ -97,8 +97,8 @@ def sync_float8_amax_and_scale_history(
     Runs one all-reduce of 8 bytes per tensor, and a number of kernels that does not depend on the number of tensors.
     The first eager call checks in a collective of 16 bytes that the ranks agree; compiled code does not check.
     """
-    states = _states(model.modules() if fp8_layers is None else fp8_layers)
-    group = group or _every_rank()
+    states = _list_states(model.modules() if fp8_layers is None else fp8_layers)
+    group = group or _get_world()
     if group is not None and not torch.compiler.is_compiling():
         _check_once(model, states, group)
     with torch.no_grad():
@@ -121,8 +121,8 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
         RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not cast,
             was all zeros, or was not finite. The scales then stay unchanged.
     """
-    states = _states(model.modules())
-    group = group or _every_rank()
+    states = _list_states(model.modules())
+    group = group or _get_world()
     if group is not None:
         _check_once(model, states, group)
     named = [(name, state, slot) for name, state, slot in named_slots(model) if slot in state.calibrated_slots]
@@ -184,7 +184,7 @@ class Float8ScalingState:
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = named_slots(model)
-        self._states = _states(model.modules())
+        self._states = _list_states(model.modules())
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -229,7 +229,7 @@ class Float8ScalingState:
         """Compare each scale with its amax in the last synced step. Waits for the device."""
         steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
         values = {key: step.tolist() for key, step in steps.items()}
-        return [_scaling_of(name, *values[id(state)][slot]) for name, state, slot in self._slots]
+        return [_describe_scaling(name, *values[id(state)][slot]) for name, state, slot in self._slots]
 
 
 def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
@@ -244,7 +244,7 @@ def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
     return Float8ScalingState(model)
 
 
-def _scaling_of(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
+def _describe_scaling(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
     is_dynamic = not scale > 0
     if amax < 0:
         return TensorScaling(name, scale, is_dynamic, amax, float("nan"), 0)
@@ -270,7 +270,7 @@ def named_slots(model: nn.Module) -> list[NamedSlot]:
     return list(slots.values())
 
 
-def _states(modules: Iterable[nn.Module]) -> list[ScaleState]:
+def _list_states(modules: Iterable[nn.Module]) -> list[ScaleState]:
     states = {}
     for module in modules:
         if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
@@ -278,7 +278,7 @@ def _states(modules: Iterable[nn.Module]) -> list[ScaleState]:
     return list(states.values())
 
 
-def _every_rank() -> ProcessGroup | None:
+def _get_world() -> ProcessGroup | None:
     has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.group.WORLD if has_ranks else None
 

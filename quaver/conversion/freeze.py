@@ -45,7 +45,7 @@ from quaver.runtime.names import find_parameter_names
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
 
 
-def blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
+def make_blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
     """Return the config of the recipe `blockwise` with or without scales that are powers of two.
 
     `power_of_2`: round scales to powers of two, so that the exact matmul runs on bfloat16 units. False for the float32
@@ -94,7 +94,7 @@ def freeze_to_float8(
         for name, child in modules.items()
         if decisions[name] and not _is_left_alone(child, config, include_subclasses)
     }
-    problem = next(_problems(chosen, find_parameter_names(module)), None)
+    problem = next(_find_problems(chosen, find_parameter_names(module)), None)
     if problem is not None:
         raise ValueError(problem)
     convert_to_float8_training(
@@ -198,7 +198,7 @@ def resolve_frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | 
     return replace(config, enable_fsdp_float8_all_gather=False)
 
 
-def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Iterator[str]:
+def _find_problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Iterator[str]:
     """Yield the reasons why weights cannot be frozen."""
     weights: dict[str, Tensor] = {}
     for name, module in chosen.items():

@@ -47,9 +47,9 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
     """
     of_all = () if callable(matmuls) else _check_names(matmuls)
     configs: dict[Float8Linear | Float8Grouped, Float8LinearConfig] = {}
-    for name, module in float8_modules(model):
+    for name, module in iter_float8_modules(model):
         names = _check_names(matmuls(name)) if callable(matmuls) else of_all
-        config = _config_with(get_config(module), names)
+        config = _make_config(get_config(module), names)
         if config is not get_config(module):
             _check_stored(name, module, config)
             configs[module] = config
@@ -73,7 +73,7 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
                 follow()
 
 
-def float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float8Grouped]]:
+def iter_float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float8Grouped]]:
     """Yield the float8 linears and experts, by name."""
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear | Float8Grouped):
@@ -91,7 +91,7 @@ def _check_names(matmuls: Iterable[str]) -> tuple[str, ...]:
     return tuple(matmuls)
 
 
-def _config_with(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8LinearConfig:
+def _make_config(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8LinearConfig:
     if set(matmuls) == set(config.high_precision_matmuls):  # the fast path of every step without a change
         return config
     changed = replace(config, high_precision_matmuls=matmuls)

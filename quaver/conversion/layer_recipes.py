@@ -17,7 +17,13 @@ from pathlib import Path
 
 from torch import nn
 
-from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training, decide, serving_filter
+from quaver.conversion.convert import (
+    FilterDecision,
+    ModuleFilter,
+    convert_to_float8_training,
+    decide,
+    make_serving_filter,
+)
 from quaver.experts.module import is_experts
 from quaver.recipes.config import Float8LinearConfig, resolve_config
 from quaver.recipes.recipe_name import canonicalize_recipe
@@ -126,16 +132,16 @@ def convert_layers(
             raise ValueError(f"layer_recipes: {name!r} is not a linear, or experts, of this {type(module).__name__}")
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
-    decide_unlisted = module_filter_fn if serving is None else serving_filter(module, serving, module_filter_fn)
+    decide_unlisted = module_filter_fn if serving is None else make_serving_filter(module, serving, module_filter_fn)
     for recipe, config in configs.items():
-        admits = _filter_for(recipes, recipe, module_filter_fn, decide_unlisted)
+        admits = _make_filter(recipes, recipe, module_filter_fn, decide_unlisted)
         convert_to_float8_training(
             module, config=config, serving=serving, module_filter_fn=admits, include_subclasses=include_subclasses
         )
     return module
 
 
-def _filter_for(
+def _make_filter(
     recipes: LayerRecipes, recipe: str, decide_listed: ModuleFilter | None, decide_unlisted: ModuleFilter | None
 ) -> ModuleFilter:
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:

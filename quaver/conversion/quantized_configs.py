@@ -31,7 +31,7 @@ def drop_false_quantization(model: nn.Module) -> None:
             continue
         configs = [
             config
-            for config in configs_of(getattr(module, "config", None))
+            for config in iter_model_configs(getattr(module, "config", None))
             if any(vars(config).get(key) for key in QUANTIZATION_KEYS)
         ]
         configs = [config for config in configs if not getattr(config, "_is_quantized", False)]
@@ -46,7 +46,7 @@ def drop_false_quantization(model: nn.Module) -> None:
         )
 
 
-def configs_of(config: object) -> Iterator[Any]:
+def iter_model_configs(config: object) -> Iterator[Any]:
     """Yield the config of a transformers model and of its parts (text, vision and so on); nothing for other models."""
     if hasattr(config, "__dict__"):
         yield config

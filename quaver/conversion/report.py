@@ -145,10 +145,10 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         if not isinstance(child, nn.Linear):
             if isinstance(child, Float8Grouped):
                 configs[str(child.float8_config)] = None
-                notes.update(dict.fromkeys(_notes(child.float8_config)))
+                notes.update(dict.fromkeys(_iter_notes(child.float8_config)))
                 if isinstance(child, Float8Experts) and child.dispatcher is not None:
                     notes[child.dispatcher.note(child)] = None
-            layers += _other_matmul_weights(child, name, owners, experts, idle.get(name, ""))
+            layers += _report_other_weights(child, name, owners, experts, idle.get(name, ""))
             continue
         quantized = explain_inference_only(child._parameters.get("weight"))
         obstacle = quantized or find_missing_weight(child) or idle.get(name, "")
@@ -157,10 +157,10 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             reason = obstacle
         elif isinstance(child, Float8Linear):
             configs[str(child.config)] = None
-            notes.update(dict.fromkeys(_notes(child.config)))
+            notes.update(dict.fromkeys(_iter_notes(child.config)))
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
-            shares = _shared_input_scale(child, name, scale_owners)
+            shares = _describe_shared_scale(child, name, scale_owners)
             frozen = _describe_frozen(get_local_tensor(child.weight))
             reasons = [filtered, ties, shares, frozen, find_replaced_forward(child), *explain_unfinished(child)]
             reason = "; ".join(filter(None, reasons))
@@ -237,7 +237,7 @@ def explain_unfinished(module: Float8Linear | Float8Grouped) -> Iterator[str]:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
-def _notes(config: Float8LinearConfig) -> Iterator[str]:
+def _iter_notes(config: Float8LinearConfig) -> Iterator[str]:
     weight = config.casts.weight
     has_two = not weight.is_dequantized and any(cast.depends_on_direction for cast in weight[:2])
     if config.enable_fsdp_float8_all_gather and has_two:
@@ -255,7 +255,7 @@ def _notes_on_guesses(experts: ActiveExperts) -> Iterator[str]:
         )
 
 
-def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
+def _describe_shared_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
     if not isinstance(linear.scaling, LinearScales) or linear.scaling.slots[0] is None:
         return ""
     owner = owners.setdefault((id(linear.scaling.state), linear.scaling.slots[0]), name)
@@ -267,7 +267,7 @@ _NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS, parametrize.Parame
 _NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
 
 
-def _other_matmul_weights(
+def _report_other_weights(
     module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str
 ) -> Iterator[LayerReport]:
     """Yield the matmul weights of a module other than nn.Linear, judged by their shape and name.

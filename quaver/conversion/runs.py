@@ -23,13 +23,13 @@ def find_idle_modules(model: nn.Module) -> dict[str, str]:
         return {}
     experts = ActiveExperts(model)
     return {
-        name: f"converted, but it did not run while others trained: {_why_idle(module)}"
+        name: f"converted, but it did not run while others trained: {_explain_idle(module)}"
         for name, module in idle.items()
         if experts.count_linear(name) == 1
     }
 
 
-def _why_idle(module: Float8Linear | Float8Grouped) -> str:
+def _explain_idle(module: Float8Linear | Float8Grouped) -> str:
     if "forward" in vars(module):
         return "the forward that replaced its own does not call the original"
     return "nothing called it; its parent may read its weight instead, for example in F.linear"

@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"quaver.parallel.{file}"), name)
 
 
-def _sharding_of_dtensor(linear: Any, input: Tensor) -> LinearSharding | None:
+def _derive_sharding(linear: Any, input: Tensor) -> LinearSharding | None:
     if not is_dtensor(linear.weight):
         return None
     from quaver.parallel.linear_sharding import derived_sharding
@@ -48,4 +48,4 @@ def _sharding_of_dtensor(linear: Any, input: Tensor) -> LinearSharding | None:
     return derived_sharding(linear, input)
 
 
-Float8Linear.derived_sharding = _sharding_of_dtensor  # type: ignore[assignment]
+Float8Linear.derived_sharding = _derive_sharding  # type: ignore[assignment]

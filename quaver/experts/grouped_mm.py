@@ -97,7 +97,7 @@ def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp
         a, weight, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed
     )
     if args.probe is not None:
-        args.probe.output(output, None if args.dispatch else a_hp, weight_hp, None, args.groups(ends))
+        args.probe.observe_output(output, None if args.dispatch else a_hp, weight_hp, None, args.groups(ends))
     return output if args.combine is None else args.combine.combine(output)
 
 
@@ -118,7 +118,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             column, tokens, ends, ExpertMatmul.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
         if args.probe is not None:
-            args.probe.grad_weight(grad_weight, local_grad, tokens, args.groups(ends))
+            args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.groups(ends))
     if needs_grad_a:
         row, weight, weight_hp = expect(grad_operands.row), expect(saved_weight), None
         if not args.keeps_codes:
@@ -131,7 +131,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
         if args.probe is not None:
-            args.probe.grad_input(grad_a, local_grad, weight_hp, weight, args.groups(ends))
+            args.probe.observe_grad_input(grad_a, local_grad, weight_hp, weight, args.groups(ends))
         grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
     return grad_a, grad_weight
 
@@ -160,7 +160,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool
     else:
         operands = quantize_groups(hp, casts, ends, ends.shape[0], row, column)
     if args.probe is not None:
-        args.probe.operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)
+        args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)
     return operands
 
 
@@ -169,7 +169,7 @@ def _get_weight_operands(weight: Tensor, args: _Args, column: bool) -> Operands:
         return _quantize_weight(weight, args, True, column)
     if args.probe is not None:
         hp = None if isinstance(weight, Float8Tensor) else weight.view(-1, weight.shape[2])
-        args.probe.operands("weight", hp, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
+        args.probe.observe_operands("weight", hp, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
     return args.weight_operands
 
 
@@ -177,7 +177,7 @@ def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Op
     operands = quantize_weight(weight, args.config, args.transposed, row, column)
     if args.probe is not None:
         stored = weight.view(-1, weight.shape[2])
-        args.probe.operands("weight", stored, operands, Groups(weight.shape[0], None, args.transposed))
+        args.probe.observe_operands("weight", stored, operands, Groups(weight.shape[0], None, args.transposed))
     return operands
 
 
@@ -191,7 +191,7 @@ def get_stored_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[Sc
     """Return the layouts of the row and column codes of stored weights."""
     casts = get_stored_casts(config, transposed)[:2]
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
-    column = column.column_layout()
+    column = column.get_column_layout()
     if config.casts.weight.is_dequantized:
         row = column = column if transposed else row
     return row, column

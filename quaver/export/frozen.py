@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
-from quaver.conversion.freeze import blockwise_config, find_storing_obstacle, store_float8_weight
+from quaver.conversion.freeze import find_storing_obstacle, make_blockwise_config, store_float8_weight
 from quaver.conversion.report import find_conversion_obstacle
 from quaver.experts.module import Float8Experts, find_experts_obstacle, get_expert_weights, is_experts, is_transposed
 from quaver.export.checkpoint_names import PartNames
@@ -279,7 +279,7 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
     power_of_2 = all(bool((torch.frexp(values)[0].eq(0.5) | values.eq(0)).all()) for values in scales)
     layout = _GRANULARITIES[granularity]
     if layout == SQUARE_BLOCKS:
-        return blockwise_config(power_of_2=power_of_2)
+        return make_blockwise_config(power_of_2=power_of_2)
     if layout.is_blockwise:
         mx = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.MXFP8)
         return mx if power_of_2 else _with_float32_scales(mx)

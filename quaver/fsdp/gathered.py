@@ -245,7 +245,7 @@ class Float8AllGatherWeight(WrapperWeight):
         payloads: Sequence[Tensor] = all_gather_outputs
         if len(payloads) < len(scales):
             payloads = all_gather_outputs[0].chunk(len(scales))
-        shapes = [layout.shape_of_codes(size) for layout in layouts]
+        shapes = [layout.get_codes_shape(size) for layout in layouts]
         codes = [
             payload.view(-1)[: math.prod(shape)].view(shape).view(float8_dtype)  # without padding
             for payload, shape in zip(payloads, shapes, strict=True)
@@ -344,7 +344,7 @@ def _pad_to_chunk(shard: WeightShard, payload: Tensor, layout: ScaleLayout | Non
     """
     chunk = list(shard.size)
     chunk[shard.dim] = -(-shard.size[shard.dim] // shard.fsdp_group.size())
-    missing = (chunk if layout is None else layout.shape_of_codes(chunk))[shard.dim] - payload.shape[shard.dim]
+    missing = (chunk if layout is None else layout.get_codes_shape(chunk))[shard.dim] - payload.shape[shard.dim]
     payload = payload.contiguous()
     return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 

@@ -59,7 +59,7 @@ def list_layouts(weight: ModuleWeight) -> list[ScaleLayout]:
         row = casts.row.known_layout("float8 all-gather", allows_packed=True)
         column = row
         if not casts.is_dequantized:
-            column = casts.column.known_layout("float8 all-gather", allows_packed=True).column_layout()
+            column = casts.column.known_layout("float8 all-gather", allows_packed=True).get_column_layout()
     return [row] if row == column else [row, column]
 
 

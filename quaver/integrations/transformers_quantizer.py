@@ -37,7 +37,7 @@ from quaver.conversion.convert import (
 )
 from quaver.conversion.freeze import resolve_frozen_config
 from quaver.conversion.layer_recipes import LayerRecipes
-from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, configs_of
+from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, iter_model_configs
 from quaver.experts.module import is_experts
 from quaver.export.files import CONFIG, SUFFIX, read_config
 from quaver.export.frozen import StoredWeights, find_frozen_obstacle
@@ -338,7 +338,7 @@ def _parameter(model: nn.Module, name: str) -> Any:
 
 
 def _drop_quantization(config: Any) -> None:
-    for part in configs_of(config):
+    for part in iter_model_configs(config):
         for key in (*QUANTIZATION_KEYS, "_is_quantized"):
             vars(part).pop(key, None)
 

@@ -213,7 +213,7 @@ def _fake_blockwise(
     def cast(layout: ScaleLayout) -> Operand:
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
         quant, dequant = empty_block_scales(hp, layout, by_columns)
-        codes, outer = hp.new_empty(layout.shape_of_codes(hp.shape), dtype=float8_dtype), None
+        codes, outer = hp.new_empty(layout.get_codes_shape(hp.shape), dtype=float8_dtype), None
         if layout.is_packed:
             dequant, outer = dequant.to(E4M3.dtype), hp.new_empty((), dtype=torch.float32)
         return Operand(codes, dequant, layout, quant, outer)

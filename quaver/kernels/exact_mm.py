@@ -260,7 +260,7 @@ def _cpu_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tens
 
 def _fake_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     _, _, _, out_dtype, _, a_layout, b_layout, *_ = rest
-    rows, columns = ScaleLayout(*a_layout).size_of(a)[0], ScaleLayout(*b_layout).size_of(b)[1]
+    rows, columns = ScaleLayout(*a_layout).get_matrix_size(a)[0], ScaleLayout(*b_layout).get_matrix_size(b)[1]
     return a.new_empty(rows, columns, dtype=out_dtype)
 
 

@@ -27,7 +27,7 @@ class Operand(NamedTuple):
     @property
     def size(self) -> tuple[int, int]:
         """The rows and columns of the matrix."""
-        return self.layout.size_of(self.data)
+        return self.layout.get_matrix_size(self.data)
 
     def varies_along(self, dim: int) -> bool:
         """Return `ScaleLayout.varies_along`; always True with an outer_scale."""
@@ -104,7 +104,7 @@ def cast_by_layout(cast: Callable[[ScaleLayout], Operand], row: bool, column: bo
     """
     if layout.rows == layout.columns:
         return select_directions(cast(layout), row, column)
-    return Operands(cast(layout) if row else None, cast(layout.column_layout()) if column else None)
+    return Operands(cast(layout) if row else None, cast(layout.get_column_layout()) if column else None)
 
 
 def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
@@ -160,5 +160,5 @@ def unflatten_operands(flat: Sequence[Any], row: bool, column: bool, layout: Sca
     if not column:
         return Operands(row_operand, None)
     if row_operand is None or flat[4].shape != (0,):
-        return Operands(row_operand, Operand(flat[3], flat[5], layout.column_layout(), flat[4], outers[1]))
+        return Operands(row_operand, Operand(flat[3], flat[5], layout.get_column_layout(), flat[4], outers[1]))
     return Operands(row_operand, row_operand if flat[3].shape == (0,) else row_operand._replace(data=flat[3]))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quaver.recipes.formats import HP_DTYPES, get_format
 from quaver.recipes.scale_rules import RULES, get_rule, has_kernel, round_to_float32
-from quaver.recipes.scaling import EPS, PLAIN_TYPES, bits_of
+from quaver.recipes.scaling import EPS, PLAIN_TYPES, get_float32_bits
 from quaver.runtime.devices import compute_capability
 
 UNAVAILABLE_BECAUSE: str | None = None
@@ -191,7 +191,7 @@ def make_cast_target(float8_dtype: torch.dtype, power_of_2: bool = False, mode: 
     statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
     conversion = "\n".join(("{", *statements, "}"))
     limits = fmt.max, fmt.max / EPS, fmt.saturates_above
-    exponents = bits_of(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
+    exponents = get_float32_bits(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
     rule = get_rule(mode)
     quant_of_zero, dequant_of_zero = rule.zero_scales or (0.0, 0.0)
     return CastTarget(
@@ -263,7 +263,7 @@ def as_bits(amax_ptr: tl.tensor) -> tl.tensor:
 @jit
 def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
     """Compute `quaver.recipes.scaling.amax_to_quant_scale` of float32 numbers."""
-    if CAST.power_of_2:  # see `_power_of_2_below` in scaling.py
+    if CAST.power_of_2:  # see `_compute_power_of_2_scale` in scaling.py
         bits = amax.to(tl.int32, bitcast=True)
         exponent = tl.minimum((CAST.max_bits - bits) >> 23, CAST.largest_exponent)
         quant = ((exponent + 127) << 23).to(tl.float32, bitcast=True)

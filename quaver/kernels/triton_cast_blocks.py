@@ -42,7 +42,7 @@ from quaver.kernels.triton_blocks import (
 )
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scale_rules import RULES
-from quaver.recipes.scaling import e8m0_offset
+from quaver.recipes.scaling import compute_e8m0_offset
 
 try:
     import triton.language as tl
@@ -57,12 +57,12 @@ class BlockRule(NamedTuple):
     columns: int
     is_e8m0: bool
     offset: int
-    """`scaling.e8m0_offset`, for E8M0 scales."""
+    """`scaling.compute_e8m0_offset`, for E8M0 scales."""
 
 
 def _block_rule(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> BlockRule:
     is_e8m0 = bool(mode) and mode not in RULES
-    return BlockRule(rows, columns, is_e8m0, e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
+    return BlockRule(rows, columns, is_e8m0, compute_e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
 
 
 @accepts(supports)

@@ -49,7 +49,7 @@ from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import compute_amax, dequantize, dynamic_cast, dynamic_cast_blocks
-from quaver.recipes.sqnr import decibels
+from quaver.recipes.sqnr import to_decibels
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor
@@ -234,7 +234,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             own.data.copy_(cast[0])
             scale.copy_(cast[2])
             norms.append(dequantize(own.data, scale, layout=layout).sub_(matrix).norm().item())
-        self.requantized_sqnr_db = decibels(hp.float().norm().item(), math.hypot(*norms))
+        self.requantized_sqnr_db = to_decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
         warn_of_merges()
 

@@ -101,7 +101,7 @@ def _compute_output(
     """Multiply, then reduce under tensor parallelism, where the output may be [*leading, N] and sharded."""
     output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
     if args.probe is not None:
-        args.probe.output(output, input_hp, weight_hp, bias)
+        args.probe.observe_output(output, input_hp, weight_hp, bias)
     return output if args.sharding is None else args.sharding.reduce_output(output, input_hp.shape[:-1])
 
 
@@ -127,7 +127,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     one_by_one = is_cpu(grad_output) and cast.column.depends_on_direction and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not one_by_one, column=needs_grad_weight)
     if args.probe is not None:
-        args.probe.operands("grad_output", grad_output, Operands(row, column))
+        args.probe.observe_operands("grad_output", grad_output, Operands(row, column))
     if row is not None and row.dequant_scale is not None:
         materialize(grad_output, row.dequant_scale)
         if saved_input is not None and saved_input.dequant_scale is not None:
@@ -139,12 +139,12 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         saved_input = expect(saved_input)
         grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
         if args.probe is not None:
-            args.probe.grad_weight(grad_weight, grad_output, saved_input)
+            args.probe.observe_grad_weight(grad_weight, grad_output, saved_input)
     del saved_input, column
     if needs_grad_input and one_by_one:
         row = quantizer(grad_output, row=True, column=False).row
         if args.probe is not None:
-            args.probe.operands("grad_output", grad_output, Operands(row, None))
+            args.probe.observe_operands("grad_output", grad_output, Operands(row, None))
     if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
@@ -153,7 +153,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
         if args.probe is not None:
             weight_hp = None if args.keeps_codes else saved_weight.data
-            args.probe.grad_input(grad_input, grad_output, weight_hp, weight)
+            args.probe.observe_grad_input(grad_input, grad_output, weight_hp, weight)
     return grad_input, grad_weight, grad_bias
 
 
@@ -177,7 +177,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         if row.dequant_scale is not None:
             materialize(row.data, row.dequant_scale)  # stored once for q, k and v
     if args.probe is not None:
-        args.probe.operands("input", input, operands)
+        args.probe.observe_operands("input", input, operands)
     return operands
 
 
@@ -190,7 +190,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
     if operands is None:
         operands = quantizer(weight, row=True, column=needs_grad_input and args.keeps_codes)
     if args.probe is not None:
-        args.probe.operands("weight", weight, operands)
+        args.probe.observe_operands("weight", weight, operands)
     row = expect(operands.row)
     if not needs_grad_input:
         return row, None
@@ -219,7 +219,7 @@ def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -
         add_dependency(grad_output.dequant_scale, weight)
     operands = _make_weight_quantizer(args)(weight, row=False, column=True, scales=scales)
     if args.probe is not None:
-        args.probe.operands("weight", weight, operands)
+        args.probe.observe_operands("weight", weight, operands)
     return expect(operands.column)
 
 

@@ -481,7 +481,7 @@ def _append_zeros(operand: Operand, rows: int, columns: int) -> Operand:
     codes, scale, layout, _, outer_scale = operand
     padded = pad_codes(codes, rows // layout.rows_of_byte, columns // layout.columns_of_byte)
     if scale is not None and not layout.is_tensorwise:
-        down, across = layout.get_scale_shape(*layout.size_of(padded))
+        down, across = layout.get_scale_shape(*layout.get_matrix_size(padded))
         more = (0, across - scale.shape[1], 0, down - scale.shape[0])
         scale = F.pad(scale, more, value=1.0) if any(more) else scale
     return Operand(padded, scale, layout, None, outer_scale)

@@ -78,22 +78,22 @@ class MatmulProbe(Protocol):
     def clear(self) -> None:
         """Forget what was observed."""
 
-    def operands(
+    def observe_operands(
         self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = ..., *, moved: bool = ...
     ) -> None:
         """Observe a cast of `hp`: the "input", "weight" or "grad_output". A `Float8Tensor` was quantized before."""
 
-    def output(
+    def observe_output(
         self, output: Tensor, input: Tensor | None, weight: Tensor, bias: Tensor | None = ..., groups: Groups = ...
     ) -> None:
         """Observe the output [M, N], and the high-precision matrices whose product it approximates."""
 
-    def grad_weight(
+    def observe_grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = ...
     ) -> None:
         """Observe grad_weight; `input` is the saved operand."""
 
-    def grad_input(
+    def observe_grad_input(
         self,
         grad_input: Tensor,
         grad_output: Tensor | None,

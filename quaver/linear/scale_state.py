@@ -54,7 +54,7 @@ from quaver.kernels.persistent_cast import record_observed
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FLOAT8_FORMATS
-from quaver.recipes.scale_rules import round_as_stored
+from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.devices import is_capturing
@@ -119,11 +119,11 @@ class ScaleState:
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
 
     def round_by_rules(self, quant_scale: Tensor) -> Tensor:
-        """Round scales that follow a scale rule as inference engines store them (`scale_rules.round_as_stored`)."""
+        """Round scales that follow a scale rule as inference engines store them (`scale_rules.invert_twice`)."""
         by_rule = [cast.scale_rule is not None for cast in self.casts]
         if not any(by_rule):
             return quant_scale
-        return torch.where(torch.tensor(by_rule, device=quant_scale.device), round_as_stored(quant_scale), quant_scale)
+        return torch.where(torch.tensor(by_rule, device=quant_scale.device), invert_twice(quant_scale), quant_scale)
 
     def _reset_views(self) -> None:
         self.views: list[LinearScales] = []

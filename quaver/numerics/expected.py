@@ -5,14 +5,14 @@ subnormal value by at most h, half of the smallest subnormal. Without saturation
 
     noise <= u^2 * signal + numel * (h * dequant_scale)^2                                               (1)
 
-- `rounding_bound_db`: the first term only, 20 log10(2^(m+1)): 24.1 dB for e4m3, 18.1 dB for e5m2. Gaussian tensors
-  have 31.5 and 25.6. Rounding of normal values never gets below it; subnormals or saturation do.
-- `cast_bound_db`: both terms. Codes below it are not a rounding of their tensor at this scale: the layout is wrong, or
-  the scale or the codes belong to another tensor.
-- `underflow_at`: an outlier has most of the signal, so the SQNR hides what its scale does to the other elements. The
-  share of elements that become zero shows it. If their density is flat around zero, like a Gaussian's, with standard
-  deviation s, a share p = 0.8 h / s underflows. Their SQNR on the subnormals' grid is s^2 / (h^2 / 3) = 1.92 / p^2. It
-  reaches `rounding_bound_db`, the format's guarantee, at p = 8.7% for e4m3 and 17% for e5m2.
+- `compute_rounding_bound_db`: the first term only, 20 log10(2^(m+1)): 24.1 dB for e4m3, 18.1 dB for e5m2. Gaussian
+  tensors have 31.5 and 25.6. Rounding of normal values never gets below it; subnormals or saturation do.
+- `compute_cast_bound_db`: both terms. Codes below it are not a rounding of their tensor at this scale: the layout is
+  wrong, or the scale or the codes belong to another tensor.
+- `compute_underflow`: an outlier has most of the signal, so the SQNR hides what its scale does to the other elements.
+  The share of elements that become zero shows it. If their density is flat around zero, like a Gaussian's, with
+  standard deviation s, a share p = 0.8 h / s underflows. Their SQNR on the subnormals' grid is s^2 / (h^2 / 3) =
+  1.92 / p^2. It reaches `compute_rounding_bound_db`, the format's guarantee, at p = 8.7% for e4m3 and 17% for e5m2.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def parse_format(dtype: str | None) -> Float8Format | None:
     return get_format(getattr(torch, dtype))
 
 
-def rounding_bound_db(fmt: Float8Format) -> float:
+def compute_rounding_bound_db(fmt: Float8Format) -> float:
     """Compute the lowest SQNR of rounding, if all values are in the normal range."""
     return -20 * math.log10(fmt.max_relative_error)
 
 
-def cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -> float:
+def compute_cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -> float:
     """Compute the lowest SQNR of a correct cast without saturation, by (1) above.
 
     `rms` is the tensor's, and `dequant_scale` is the largest of its scales.
@@ -47,17 +47,17 @@ def cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -> float:
     return -10 * math.log10(fmt.max_relative_error**2 + subnormal**2) if math.isfinite(subnormal) else -math.inf
 
 
-def underflow_at(sqnr_db: float) -> float:
+def compute_underflow(sqnr_db: float) -> float:
     """Compute the share of elements that underflow if the elements besides outliers have this SQNR."""
     return math.sqrt(1.92) * 10 ** (-sqnr_db / 20)
 
 
-def bulk_db(underflow: float) -> float:
-    """Compute the SQNR of the elements besides outliers if this share underflows: the inverse of `underflow_at`."""
+def compute_bulk_db(underflow: float) -> float:
+    """Compute the SQNR of the elements besides outliers if this share underflows: inverts `compute_underflow`."""
     return 10 * math.log10(1.92) - 20 * math.log10(underflow) if underflow > 0 else math.inf
 
 
-def result_db(left: float, right: float, cancelled: float) -> float:
+def compute_result_db(left: float, right: float, cancelled: float) -> float:
     """Compute the SQNR of a matmul whose operands have SQNRs `left` and `right` and independent errors.
 
     `cancelled` is the mean square of the result, divided by its value if the products added at random: a sum that

@@ -21,11 +21,11 @@ from torch import Tensor
 from quaver.kernels.operands import Operand, expect
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
-from quaver.numerics.expected import bulk_db
+from quaver.numerics.expected import compute_bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.record import Values, encode_counts
-from quaver.numerics.statistics import SlotIndex, observe_matrix, power_ratio_db, spread_indices
+from quaver.numerics.statistics import SlotIndex, compute_ratio_db, observe_matrix, spread_indices
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
@@ -83,10 +83,8 @@ def what_if(
     if not matrix.any():
         return dict.fromkeys(names)
     measured = [_measure_noises(matrix, operand, matmul, names) for matmul in directions]
-    decibels = [
-        [float(power_ratio_db(np.array(signal), np.array(noise))) for noise in noises] for signal, noises in measured
-    ]
-    return dict(zip(names, map(min, zip(*decibels, strict=True)), strict=True))
+    decibels = [compute_ratio_db(np.array(signal), np.array(noises)) for signal, noises in measured]
+    return dict(zip(names, np.min(decibels, axis=0).tolist(), strict=True))
 
 
 def _measure_noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> tuple[float, list[float]]:
@@ -112,7 +110,7 @@ def _get_noise(slot: Tensor) -> float:
     """Return the larger of a cast's noise and the noise that its underflow implies; see `what_if`."""
     nonzero = slot[SlotIndex.NUMEL] - slot[SlotIndex.NONFINITE] - slot[SlotIndex.ZEROS]
     underflow = (slot[SlotIndex.UNDERFLOW] / nonzero.clamp(min=1)).item()
-    return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))
+    return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-compute_bulk_db(underflow) / 10))
 
 
 def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> Tensor:
@@ -155,7 +153,7 @@ def describe_extras(extras: Values) -> dict[str, Any]:
     )
     signal, noises = extras[:, _SIGNAL], extras[:, _NOISES:_SUMS]
     has_signal: list[bool] = np.greater(signal, 0).tolist()
-    decibels = {name: power_ratio_db(signal, noises[:, column]) for column, name in enumerate(RECIPES)}
+    decibels = {name: compute_ratio_db(signal, noises[:, column]) for column, name in enumerate(RECIPES)}
     return {
         "histogram": {"low": first - _BIAS, "bins": last - first, "before": before, "after": after},
         "whatif": {

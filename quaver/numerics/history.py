@@ -35,7 +35,7 @@ ROLLOUT = TensorKey("rollout", "output", "result")
 _NAMES = frozenset((*STATISTICS, *(figure.name for figure in fields(Mismatch))))
 
 
-def step_order(layer: int, operand: str) -> tuple[int, int, int]:
+def make_order_key(layer: int, operand: str) -> tuple[int, int, int]:
     """Return a sort key for when a step computes an operand: weights first, then the forward, then the backward.
 
     `layer` is the index of the layer in the forward.
@@ -70,15 +70,15 @@ class TensorStatistics:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The tensor's place in a step; see `step_order`."""
-        return step_order(self.layer, self.key.operand)
+        """The tensor's place in a step; see `make_order_key`."""
+        return make_order_key(self.layer, self.key.operand)
 
     @cached_property
     def peers(self) -> tuple[str, str, str]:
         """A key that the same tensors of other blocks share."""
         return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", self.key.layer), self.key.operand, self.key.cast
 
-    def log2(self, statistic: str) -> float | None:
+    def get_log2(self, statistic: str) -> float | None:
         """Return the logarithm of a statistic, or None if it is not positive and finite."""
         value = getattr(self, statistic)
         return math.log2(value) if value is not None and 0 < value < math.inf else None
@@ -113,7 +113,7 @@ class Sample:
             layers[tensor.key.layer][tensor.key.operand].append(tensor)
         return {layer: dict(operands) for layer, operands in layers.items()}
 
-    def before(self, now: TensorStatistics) -> Sequence[TensorStatistics]:
+    def list_earlier(self, now: TensorStatistics) -> Sequence[TensorStatistics]:
         return list(self.past.get(now.key, ()))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quaver.kernels.operands import Operand, expect
 from quaver.numerics.accumulation import Accumulation, accumulate, accumulate_chains
-from quaver.numerics.statistics import power_ratio_db, signal_and_noise, spread_indices
+from quaver.numerics.statistics import compute_ratio_db, spread_indices, sum_signal_and_noise
 from quaver.recipes.formats import E5M2
 from quaver.recipes.scaling import multiply_scale_
 
@@ -68,11 +68,11 @@ class Sums(NamedTuple):
     fast: float
     exact: float
 
-    def used(self, use_fast_accum: bool) -> float:
+    def get_used(self, use_fast_accum: bool) -> float:
         """Return the SQNR of the GPU's sums with this setting of `use_fast_accum`."""
         return self.fast if use_fast_accum else self.exact
 
-    def bound(self) -> float:
+    def compute_bound(self) -> float:
         """Return the lowest acceptable SQNR of sums: the lower one of the casts and of rounding to bfloat16."""
         return min(self.casts, BFLOAT16_DB)
 
@@ -83,7 +83,7 @@ class Sums(NamedTuple):
         if not hp_signal or not codes_signal:
             return None
         signal, noise = np.array([hp_signal, codes_signal, codes_signal]), np.array([casts_noise, *sums_noise])
-        return cls(*power_ratio_db(signal, noise).tolist())
+        return cls(*compute_ratio_db(signal, noise).tolist())
 
 
 @torch.no_grad()
@@ -94,9 +94,9 @@ def observe_sums(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
     if sums is not None:
         a, b = (multiply_scale_(rows.codes.double(), rows.dequant_scale, rows.cast.layout) for rows in (left, right))
         exact = a @ b.t()
-        values[0], values[1] = signal_and_noise(left.hp.double() @ right.hp.double().t(), exact)
-        values[2], values[3] = signal_and_noise(exact, sums[0])
-        values[4] = signal_and_noise(exact, sums[1])[1]
+        values[0], values[1] = sum_signal_and_noise(left.hp.double() @ right.hp.double().t(), exact)
+        values[2], values[3] = sum_signal_and_noise(exact, sums[0])
+        values[4] = sum_signal_and_noise(exact, sums[1])[1]
     return values
 
 

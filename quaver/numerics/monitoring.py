@@ -46,7 +46,7 @@ from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
 from quaver.numerics.ranks import Gathered, find_disagreements, gather_slots
 from quaver.numerics.record import SCHEMA, RecordWriter, Sink
-from quaver.numerics.statistics import STATISTICS, new_slots, summarize_slots
+from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
@@ -331,7 +331,7 @@ class Monitor:
         """
         is_writing = False
         try:
-            if not gathered.slots.equal(new_slots(len(self._rows), torch.device("cpu"))):
+            if not gathered.slots.equal(make_slots(len(self._rows), torch.device("cpu"))):
                 sample = self._make_sample(gathered)
                 if self._sink is not None:
                     is_writing = True

@@ -48,8 +48,8 @@ from quaver.numerics.matmul_sums import Rows, sample_rows
 from quaver.numerics.statistics import (
     Compared,
     SlotIndex,
-    merge,
-    new_slots,
+    make_slots,
+    merge_slots,
     observe_matrix,
     observe_result,
     observe_scales,
@@ -205,7 +205,7 @@ def _observe_operand(
     fits = same_rows is not None and (groups > 0 or dequant_scale.shape == scale_shape)
     is_repeated = is_forward and runs_in_backward()
     if matrix is not None and not fits and not is_repeated:
-        merge(slot, observe_matrix(matrix, None))
+        merge_slots(slot, observe_matrix(matrix, None))
     for group, start, stop in _find_groups(ends, groups, codes.shape[0]):
         group_hp = None if same_rows is None else same_rows[start:stop]
         group_cast = select_group(cast, group, start, stop) if groups else cast
@@ -214,14 +214,14 @@ def _observe_operand(
         if is_repeated:
             continue
         if group_hp is None or not fits:
-            observed = new_slots(1, slot.device)[0]
+            observed = make_slots(1, slot.device)[0]
             observe_scales(observed, expect(group_cast.dequant_scale))
         else:
             observed = observe_matrix(group_hp, group_cast)
         if groups:
             scales_per_row = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
             observed[SlotIndex.WORST_INDEX] += find_first_scale(cast.layout.rows, group, start) * scales_per_row
-        merge(slot, observed)
+        merge_slots(slot, observed)
 
 
 def _keep_for_matmuls(
@@ -304,14 +304,14 @@ def _observe_grad_input(
 
     Experts have weights [E, N, K].
     """
-    stored = sampling.weights.get(number) if weight is None else weight
+    weight_hp = sampling.weights.get(number) if weight is None else weight
     matrix, result = None if grad_output is None else flatten_to_matrix(grad_output), flatten_to_matrix(grad_input)
 
     def compare(group: int, start: int, stop: int) -> Compared | None:
-        if stored is None or not has_memory(stored) or matrix is None or matrix.shape[0] != result.shape[0]:
+        if weight_hp is None or not has_memory(weight_hp) or matrix is None or matrix.shape[0] != result.shape[0]:
             return None
         rows = start + spread_indices(stop - start, COMPARED, result.device)
-        chunks = _split_rows(stored[group] if groups else stored)
+        chunks = _split_rows(weight_hp[group] if groups else weight_hp)
         lefts = _widen(matrix[rows]).split([len(chunk) for chunk in chunks], 1)
         products = (left @ _widen(chunk) for left, chunk in zip(lefts, chunks, strict=True))
         return result[rows], sum(products, start=lefts[0].new_zeros(()))
@@ -382,7 +382,7 @@ def _observe_result(
                 site = number, f"{name}.result"
                 extras = compute_result_extras(left, right, sampling.hardware)
                 sampling.extras[site] = extras + sampling.extras.get(site, 0)
-    merge(slot, observe_result(result, [pair for pair in pairs if pair is not None]))
+    merge_slots(slot, observe_result(result, [pair for pair in pairs if pair is not None]))
 
 
 def _widen(matrix: Tensor) -> Tensor:

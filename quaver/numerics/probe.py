@@ -16,7 +16,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.protocols import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
-from quaver.numerics.statistics import clear, merge, new_slots
+from quaver.numerics.statistics import clear_slots, make_slots, merge_slots
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 
@@ -87,7 +87,7 @@ class Probe:
     """
 
     def __init__(self, number: int, config: Float8LinearConfig, device: torch.device) -> None:
-        self.forward, self.backward = (new_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
+        self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
         self._shared = {name: casts.shares_codes for name, casts in config.casts._asdict().items()}
@@ -99,15 +99,15 @@ class Probe:
         slot = self.backward[BACKWARD.index(site)]
         if site in FORWARD:
             slot, backward = self.forward[FORWARD.index(site)].clone(), slot
-            merge(slot, backward)
+            merge_slots(slot, backward)
         return slot
 
     def clear(self) -> None:
         """Empty all slots."""
-        clear(self.forward)
-        clear(self.backward)
+        clear_slots(self.forward)
+        clear_slots(self.backward)
 
-    def operands(
+    def observe_operands(
         self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = _ONE_MATRIX, *, moved: bool = False
     ) -> None:
         if not self._observes():
@@ -139,7 +139,7 @@ class Probe:
                     is_forward,
                 )
 
-    def output(
+    def observe_output(
         self,
         output: Tensor,
         input: Tensor | None,
@@ -148,19 +148,19 @@ class Probe:
         groups: Groups = _ONE_MATRIX,
     ) -> None:
         if self._observes():
-            hps = _unless_float8(input), _transpose_stored(_unless_float8(weight), groups)
+            hps = _unless_float8(input), _to_matmul_shape(_unless_float8(weight), groups)
             number, ends, experts = self.number, groups.ends, groups.experts
             observe.observe_output(self.forward, FORWARD.index(OUTPUT), number, output, *hps, bias, ends, experts)
 
-    def grad_weight(
+    def observe_grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
     ) -> None:
         if self._observes():
             saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
-            tensors = _transpose_stored(grad_weight, groups), grad_output, *saved, groups.ends, groups.experts
+            tensors = _to_matmul_shape(grad_weight, groups), grad_output, *saved, groups.ends, groups.experts
             observe.observe_grad_weight(self.backward, BACKWARD.index(GRAD_WEIGHT), self.number, *tensors)
 
-    def grad_input(
+    def observe_grad_input(
         self,
         grad_input: Tensor,
         grad_output: Tensor | None,
@@ -171,7 +171,7 @@ class Probe:
         if self._observes():
             if operand.dequant_scale is None and not groups.experts:
                 weight = operand.data
-            tensors = grad_input, grad_output, _transpose_stored(weight, groups), groups.ends, groups.experts
+            tensors = grad_input, grad_output, _to_matmul_shape(weight, groups), groups.ends, groups.experts
             observe.observe_grad_input(self.backward, BACKWARD.index(GRAD_INPUT), self.number, *tensors)
 
     def _observes(self) -> bool:
@@ -183,6 +183,6 @@ def _unless_float8(tensor: Tensor | None) -> Tensor | None:
     return None if isinstance(tensor, Float8Tensor) else tensor
 
 
-def _transpose_stored(weight: Tensor | None, groups: Groups) -> Tensor | None:
+def _to_matmul_shape(weight: Tensor | None, groups: Groups) -> Tensor | None:
     """Return a weight of experts, or its gradient, as [E, N, K]."""
     return weight.transpose(1, 2) if weight is not None and groups.transposed else weight

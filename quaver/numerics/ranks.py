@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quaver.numerics.record import Values
-from quaver.numerics.statistics import merge, normalize
+from quaver.numerics.statistics import merge_slots, normalize_slot
 
 CLOSE = 1e-9
 """The relative tolerance between sums: ranks may have run different numbers of micro-batches."""
@@ -50,7 +50,7 @@ def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup 
     parts, width = [part.cpu() for part in parts], slots.shape[1]
     merged = parts[0].clone()
     for part in parts[1:]:
-        merge(merged[:, :width], part[:, :width])
+        merge_slots(merged[:, :width], part[:, :width])
         merged[:, width:] += part[:, width:]
     return Gathered(merged[:, :width], None if extras is None else merged[:, width:], [p[:, :width] for p in parts])
 
@@ -62,7 +62,7 @@ def find_disagreements(by_rank: Sequence[Tensor], rows: Iterable[int]) -> dict[i
     """
     outliers = {}
     for row in rows if len(by_rank) > 1 else ():
-        slots = {rank: values for rank, part in enumerate(by_rank) if (values := normalize(part[row])) is not None}
+        slots = {rank: values for rank, part in enumerate(by_rank) if (values := normalize_slot(part[row])) is not None}
         outlier = _find_outlier(slots)
         if outlier is not None:
             outliers[row] = outlier

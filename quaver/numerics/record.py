@@ -314,14 +314,14 @@ class _RecordBuilder:
             self.histograms[self._index] = self._parse_histogram(line["histogram"], columns)
         self._index += 1
 
-    def _parse_histogram(self, stored: dict[str, Any], columns: list[int]) -> Histogram:
+    def _parse_histogram(self, histogram: dict[str, Any], columns: list[int]) -> Histogram:
         counts = {}
         for name in ("before", "after"):
-            counts[name] = np.full((self.shape[1], stored["bins"]), np.nan)
-            for column, text in zip(columns, stored[name], strict=True):
+            counts[name] = np.full((self.shape[1], histogram["bins"]), np.nan)
+            for column, text in zip(columns, histogram[name], strict=True):
                 if text is not None:
                     counts[name][column] = decode_counts(text)
-        return Histogram(stored["low"], counts["before"], counts["after"])
+        return Histogram(histogram["low"], counts["before"], counts["after"])
 
 
 def _parse_numbers(values: list[Any], count: int) -> Values:

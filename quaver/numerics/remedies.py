@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quaver.numerics.expected import bulk_db
+from quaver.numerics.expected import compute_bulk_db
 from quaver.numerics.history import Sample, TensorStatistics
 
 EXACT_ACCUMULATION = "use_fast_accum=False"
@@ -21,7 +21,7 @@ WORTH_DB = 1.0
 
 def suggest_recipes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
     """Suggest the recipes that gain `WORTH_DB` or more, best first, then high precision with its cost."""
-    now = None if tensor.sqnr_db is None else min(tensor.sqnr_db, bulk_db(tensor.underflow or 0.0))
+    now = None if tensor.sqnr_db is None else min(tensor.sqnr_db, compute_bulk_db(tensor.underflow or 0.0))
     tried = {recipe: values[tensor.position] for recipe, values in sample.recipes.items()}
     remedies: list[dict[str, Any]] = [
         {"recipe": recipe, "sqnr_db": round(value, 2), "gain_db": round(value - now, 2)}
@@ -44,7 +44,7 @@ def suggest_accumulation(tensor: TensorStatistics, sample: Sample) -> tuple[dict
     remedies: list[dict[str, Any]] = []
     if tensor.about.get("use_fast_accum") and gain >= WORTH_DB:
         remedies.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
-    if not remedies or sums.exact < sums.bound():
+    if not remedies or sums.exact < sums.compute_bound():
         remedies.append(_suggest_high_precision(tensor.key.layer, sample))
     return tuple(remedies)
 
@@ -55,11 +55,11 @@ def suggest_same_codes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[s
 
 
 def _suggest_high_precision(layer: str, sample: Sample) -> dict[str, Any]:
-    share = flops_share(layer, sample)
+    share = compute_flops_share(layer, sample)
     return {"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)})
 
 
-def flops_share(layer: str, sample: Sample) -> float | None:
+def compute_flops_share(layer: str, sample: Sample) -> float | None:
     """Return a layer's share of the FLOPs. A matmul of M x K by K x N has (MK * KN * MN) ** 0.5 products."""
     products = {name: _count_products(operands) for name, operands in sample.by_layer.items()}
     own, total = products.get(layer), sum(value or 0.0 for value in products.values())

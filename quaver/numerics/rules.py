@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quaver.numerics.expected import (
-    cast_bound_db,
+    compute_cast_bound_db,
+    compute_result_db,
+    compute_rounding_bound_db,
+    compute_underflow,
     parse_format,
-    result_db,
-    rounding_bound_db,
-    underflow_at,
 )
 from quaver.numerics.history import Sample, TensorStatistics
 from quaver.numerics.logprob_mismatch import HEALTHY
@@ -121,7 +121,7 @@ def _measure_codes(now: TensorStatistics, sample: Sample) -> Measure | None:
     cast = _get_cast(now)
     if cast is None or now.saturated or now.scale_max is None or not now.rms:
         return None
-    bound = cast_bound_db(cast[0], now.rms, now.scale_max) - 0.1  # sums in float32
+    bound = compute_cast_bound_db(cast[0], now.rms, now.scale_max) - 0.1  # sums in float32
     return Measure(cast[1], bound, bound, above=False)
 
 
@@ -137,7 +137,7 @@ def _measure_clipping(now: TensorStatistics, sample: Sample) -> Measure | None:
     cast = _get_cast(now)
     if cast is None or now.saturated is None or not _is_persistent(now):
         return None
-    harms = cast[1] < rounding_bound_db(cast[0])
+    harms = cast[1] < compute_rounding_bound_db(cast[0])
     return Measure(now.saturated if harms else 0.0, 0, 0)
 
 
@@ -152,7 +152,7 @@ def _measure_underflow(now: TensorStatistics, sample: Sample) -> Measure | None:
         return None
     # Gradients are judged by e5m2's bound, which recipes accept for them: they are distributed wider than a Gaussian.
     fmt = E5M2 if now.key.operand == "grad_output" else cast[0]
-    at = underflow_at(rounding_bound_db(fmt))
+    at = compute_underflow(compute_rounding_bound_db(fmt))
     return Measure(now.underflow, at, at / 2)
 
 
@@ -160,7 +160,7 @@ def _measure_sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
     cast = _get_cast(now)
     if cast is None or now.saturated:
         return None
-    bound = rounding_bound_db(cast[0])
+    bound = compute_rounding_bound_db(cast[0])
     return Measure(cast[1], bound - 0.1, bound + BIT_DB / 2, above=False)
 
 
@@ -181,7 +181,7 @@ def _measure_dead(now: TensorStatistics, sample: Sample) -> Measure | None:
     Linears whose operands usually have exact zeros, as after ReLU or dropout, are not judged, because their units idle
     by chance.
     """
-    zeros, before = now.zeros, sample.before(now)
+    zeros, before = now.zeros, sample.list_earlier(now)
     if now.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
         return None
     if not now.about.get("experts") and any(
@@ -193,7 +193,7 @@ def _measure_dead(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 def _get_usual_zeros(now: TensorStatistics, sample: Sample) -> float:
     """Return the largest share of zeros in the older half of the earlier samples."""
-    before = sample.before(now)
+    before = sample.list_earlier(now)
     return max((earlier.zeros or 0.0 for earlier in before[: len(before) // 2 + 1]), default=0.0)
 
 
@@ -212,8 +212,8 @@ def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
     with those and jumps by `GROWTH_BITS`: a learning rate that is far too high acts in the first step.
     """
     is_gradient = now.key.operand.startswith("grad")
-    before = sample.before(now)
-    levels = [tensor.log2("rms" if is_gradient else "amax") for tensor in [*before[-8:], now]]
+    before = sample.list_earlier(now)
+    levels = [tensor.get_log2("rms" if is_gradient else "amax") for tensor in [*before[-8:], now]]
     recent, past = (levels[-2:], levels[:-2]) if is_gradient else (levels[-1:], levels[:-1])
     usual = [level for level in past if level is not None]
     is_early = len(usual) < 3
@@ -237,7 +237,7 @@ def _measure_growth(now: TensorStatistics, sample: Sample) -> Measure | None:
     """
     if now.key.operand not in ("weight", "input") or now.nonfinite:
         return None
-    levels = [tensor.log2("rms") for tensor in [*sample.before(now), now]]
+    levels = [tensor.get_log2("rms") for tensor in [*sample.list_earlier(now), now]]
     grown = max((_sum_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
     return None if grown is None else Measure(grown, GROWTH_BITS, GROWTH_BITS / 2)
 
@@ -258,8 +258,8 @@ def _sum_steady_growth(levels: list[float | None]) -> float:
 
 def _measure_peers(now: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the powers of two between an rms and the median rms of the same tensor in other blocks."""
-    at, level = PEER_BITS.get(now.key.operand), now.log2("rms")
-    levels = [peer.log2("rms") for peer in sample.by_peers[now.peers] if peer is not now]
+    at, level = PEER_BITS.get(now.key.operand), now.get_log2("rms")
+    levels = [peer.get_log2("rms") for peer in sample.by_peers[now.peers] if peer is not now]
     known = [peer_level for peer_level in levels if peer_level is not None]
     if at is None or level is None or now.nonfinite or len(known) < 3:
         return None
@@ -275,7 +275,7 @@ def _measure_result(now: TensorStatistics, sample: Sample) -> Measure | None:
         return None
     contracted = math.sqrt(left.numel * right.numel / now.numel)
     cancelled = min(now.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
-    expected = result_db(_get_db(left), _get_db(right), cancelled)
+    expected = compute_result_db(_get_db(left), _get_db(right), cancelled)
     at = min(expected, 40.0) - 3 * BIT_DB
     return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
 
@@ -285,8 +285,8 @@ def _measure_sums(now: TensorStatistics, sample: Sample) -> Measure | None:
     sums = sample.sums.get(now.position)
     if sums is None:
         return None
-    bound = sums.bound()
-    return Measure(sums.used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
+    bound = sums.compute_bound()
+    return Measure(sums.get_used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
 
 
 def _find_worst_cast(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
@@ -307,7 +307,7 @@ def _measure_vanishing(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 def _measure_unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure whether a weight with a gradient stays bit-identical while others change: no optimizer holds it."""
-    before = sample.before(now)
+    before = sample.list_earlier(now)
     if now.key.operand != "weight" or not before or not _has_gradient(now, sample):
         return None
     weights = [
@@ -318,7 +318,7 @@ def _measure_unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 
 def _is_same(now: TensorStatistics, sample: Sample) -> bool:
-    before = sample.before(now)
+    before = sample.list_earlier(now)
     return bool(before) and all(before[-1].values.get(k) == now.values.get(k) for k in ("amax", "rms", "smallest"))
 
 

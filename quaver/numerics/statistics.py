@@ -103,21 +103,21 @@ _CHUNK = 1 << 16
 """Elements that the oracle widens to float64 at a time."""
 
 
-def new_slots(count: int, device: torch.device) -> Tensor:
+def make_slots(count: int, device: torch.device) -> Tensor:
     """Return `count` empty slots, float64 [count, WIDTH]."""
     slots = torch.zeros(count, WIDTH, dtype=torch.float64, device=device)
-    clear(slots)
+    clear_slots(slots)
     return slots
 
 
-def clear(slots: Tensor) -> None:
+def clear_slots(slots: Tensor) -> None:
     """Empty slots [..., WIDTH] in place."""
     slots.zero_()
     slots[..., _MINIMA] = math.inf
     slots[..., SlotIndex.WORST] = -1
 
 
-def merge(slots: Tensor, observed: Tensor) -> None:
+def merge_slots(slots: Tensor, observed: Tensor) -> None:
     """Add observations to slots, both [..., WIDTH], in place."""
     is_worse = observed[..., _WORST] > slots[..., SlotIndex.WORST, None]
     is_worse = is_worse[..., :1].expand_as(is_worse)
@@ -140,7 +140,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
         hp: float32, bfloat16 or float16, any strides.
         cast: codes [R, C] and scales. If it has no quant_scale, that is the reciprocal of dequant_scale.
     """
-    slot = new_slots(1, hp.device)[0]
+    slot = make_slots(1, hp.device)[0]
     if hp.numel() == 0:
         return slot
     slot[SlotIndex.NUMEL] = hp.numel()
@@ -260,13 +260,13 @@ def observe_result(result: Tensor, compared: Sequence[Compared]) -> Tensor:
     """Return the slot of a result [M, N]."""
     slot = observe_matrix(result, None)
     for actual, reference in compared:
-        signal, noise = signal_and_noise(reference, actual)
+        signal, noise = sum_signal_and_noise(reference, actual)
         slot[SlotIndex.REFERENCE] += signal
         slot[SlotIndex.NOISE] += noise
     return slot
 
 
-def signal_and_noise(reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
+def sum_signal_and_noise(reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the squares of a reference and of the differences from it, float64 (), where the reference is finite."""
     wide = reference.double()
     noise = (wide - actual.double()).square_().nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -280,7 +280,7 @@ def spread_indices(length: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * length // max(count, 1)
 
 
-def normalize(slot: Tensor) -> Values | None:
+def normalize_slot(slot: Tensor) -> Values | None:
     """Return a slot's sums per scale and its extremes, which do not depend on how often equal casts were made.
 
     Returns None for a slot without scales.
@@ -307,26 +307,25 @@ def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[s
             table[row, _SUMS] *= share
             at["FOURTH"][row] *= share
     with np.errstate(all="ignore"):
+        has_elements, has_codes, has_scales = (at[name] > 0 for name in ("NUMEL", "CAST", "SCALES"))
         finite = at["NUMEL"] - at["NONFINITE"]
-        nonzero = finite - at["ZEROS"]
+        nonzero, has_worst = finite - at["ZEROS"], has_scales & (at["WORST"] >= 0)
+        has_sqnr = (at["REFERENCE"] > 0) | (at["NOISE"] > 0)
         values = {
-            "numel": (at["NUMEL"], at["NUMEL"] > 0),
+            "numel": (at["NUMEL"], has_elements),
             "amax": (at["AMAX"], finite > 0),
             "rms": (np.sqrt(at["SIGNAL"] / finite), finite > 0),
             "smallest": (at["SMALLEST"], nonzero > 0),
-            "underflow": (np.where(nonzero > 0, at["UNDERFLOW"] / nonzero, 0), at["CAST"] > 0),
-            "saturated": (at["SATURATED"] / at["CAST"], at["CAST"] > 0),
-            "sqnr_db": (power_ratio_db(at["REFERENCE"], at["NOISE"]), (at["REFERENCE"] > 0) | (at["NOISE"] > 0)),
-            "scale_min": (at["SCALE_MIN"], at["SCALES"] > 0),
-            "scale_median": (_find_medians(table[:, EXPONENTS], at["SCALE_MIN"], at["SCALE_MAX"]), at["SCALES"] > 0),
-            "scale_max": (at["SCALE_MAX"], at["SCALES"] > 0),
-            "scale_worst": (at["WORST_INDEX"], (at["SCALES"] > 0) & (at["WORST"] >= 0)),
-            "scale_worst_sqnr_db": (
-                power_ratio_db(np.ones(len(table)), at["WORST"]),
-                (at["SCALES"] > 0) & (at["WORST"] >= 0),
-            ),
-            "nonfinite": (at["NONFINITE"], at["NUMEL"] > 0),
-            "zeros": (at["ZEROS"] / at["NUMEL"], at["NUMEL"] > 0),
+            "underflow": (np.where(nonzero > 0, at["UNDERFLOW"] / nonzero, 0), has_codes),
+            "saturated": (at["SATURATED"] / at["CAST"], has_codes),
+            "sqnr_db": (compute_ratio_db(at["REFERENCE"], at["NOISE"]), has_sqnr),
+            "scale_min": (at["SCALE_MIN"], has_scales),
+            "scale_median": (_find_medians(table[:, EXPONENTS], at["SCALE_MIN"], at["SCALE_MAX"]), has_scales),
+            "scale_max": (at["SCALE_MAX"], has_scales),
+            "scale_worst": (at["WORST_INDEX"], has_worst),
+            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), at["WORST"]), has_worst),
+            "nonfinite": (at["NONFINITE"], has_elements),
+            "zeros": (at["ZEROS"] / at["NUMEL"], has_elements),
             "kurtosis": (at["FOURTH"] * finite / at["SIGNAL"] ** 2, nonzero > 0),
         }
     return {name: _round_column(name, *values[name]) for name in STATISTICS}
@@ -341,7 +340,7 @@ def _round_column(name: str, values: Values, applies: NDArray[np.bool_]) -> list
     return [value if is_valid else None for value, is_valid in zip(column, applies.tolist(), strict=True)]
 
 
-def power_ratio_db(signal: Values, noise: Values) -> Values:
+def compute_ratio_db(signal: Values, noise: Values) -> Values:
     """Compute 10 log10(signal / noise): inf without noise, -inf without signal or if the noise is not finite."""
     with np.errstate(all="ignore"):
         decibels = np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)

@@ -89,11 +89,11 @@ def check_type(config: object, name: str, expected: type) -> None:
         value = expected(**value)
     object.__setattr__(config, name, value)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        hint = _member_called(expected, value) if issubclass(expected, enum.Enum) else ""
+        hint = _suggest_member(expected, value) if issubclass(expected, enum.Enum) else ""
         raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}{hint}")
 
 
-def _member_called(kind: type[enum.Enum], name: object) -> str:
+def _suggest_member(kind: type[enum.Enum], name: object) -> str:
     members = [member for member in kind if name in (member.name, member.name.lower(), member.value)]
     return f"; write {members[0]}" if members else ""
 
@@ -227,7 +227,7 @@ class CastConfig:
         check(isinstance(rule, str) and rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
         mode, scaling, dtype = self.scale_calculation_mode, self.scaling_type, self.target_dtype
         check(mode is None, "scale_calculation_mode", "None next to scale_rule", mode)
-        is_static = scaling is ScalingType.STATIC and RULES[rule].takes_stored_scales
+        is_static = scaling is ScalingType.STATIC and RULES[rule].takes_dequant_scales
         is_known = scaling is ScalingType.DYNAMIC or is_static
         check(is_known, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
         check(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)

@@ -166,7 +166,7 @@ class Float8LinearConfig:
         self._resolve_options(force_recompute_fp8_weight_in_bwd)
         casts = self._resolve_casts()
         if self.backward != "float8":
-            casts = casts.in_high_precision(BACKWARD_MATMULS, dequantized=self.backward == "dequantized")
+            casts = casts.disable_matmuls(BACKWARD_MATMULS, dequantized=self.backward == "dequantized")
         for matmul, (left, right) in MATMULS.items():
             _check_matmul(matmul, casts, left, right)
         _check_blocks(casts, self.round_scales_to_power_of_2)
@@ -174,9 +174,9 @@ class Float8LinearConfig:
             _check_powers_of_2(casts)
         if self.enable_fsdp_float8_all_gather:
             _check_all_gather(casts.weight, self.backward)
-        persistent = any(cast.is_persistent for cast in casts.all_casts())
+        persistent = any(cast.is_persistent for cast in casts.list_casts())
         object.__setattr__(self, "has_persistent_scales", persistent)
-        object.__setattr__(self, "casts", casts.in_high_precision(self.high_precision_matmuls))
+        object.__setattr__(self, "casts", casts.disable_matmuls(self.high_precision_matmuls))
         object.__setattr__(self, "matmuls", self._resolve_matmuls(casts))
 
     def _check_types(self) -> None:
@@ -209,7 +209,7 @@ class Float8LinearConfig:
     def _resolve_matmuls(self, casts: LinearCasts) -> LinearMatmuls:
         def options(gemm: Float8GemmConfig, operands: Iterable[tuple[str, str]]) -> MatmulOptions:
             power_of_2 = self.round_scales_to_power_of_2
-            powers_of_2 = all(_has_powers_of_2(casts.source_cast(*operand), power_of_2) for operand in operands)
+            powers_of_2 = all(_has_powers_of_2(casts.get_source(*operand), power_of_2) for operand in operands)
             return MatmulOptions(gemm.use_fast_accum, powers_of_2, self.emulate, self.pad_inner_dim)
 
         gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
@@ -236,7 +236,7 @@ class Float8LinearConfig:
 
         Raises ValueError for an unknown name, listing the choices.
         """
-        return replace(_named_config(recipe_name))
+        return replace(_get_named_config(recipe_name))
 
     @property
     def weight_scales_are_powers_of_2(self) -> bool:
@@ -278,7 +278,7 @@ class Float8LinearConfig:
 
         matmuls = [f"{matmul}: {describe(*left)} x {describe(*right)}" for matmul, (left, right) in MATMULS.items()]
         scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
-        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.all_casts())
+        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.list_casts())
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
 
@@ -335,13 +335,13 @@ def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
             cast_config_grad_output_for_grad_weight=hp,
         ),
         Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: replace(rowwise, cast_config_weight=tensor),
-        **_block_recipes(),
+        **_make_block_recipes(),
         Float8LinearRecipeName.DELAYED: delayed,
         Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: replace(delayed, cast_config_weight=CastConfig()),
     }
 
 
-def _block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
+def _make_block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
     hp = CastConfig(scaling_type=ScalingType.DISABLED)
     recipes = {}
     for length, mode, recipe, recipe_with_gw_hp in (
@@ -369,7 +369,7 @@ def _block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
     return recipes
 
 
-def _named_config(name: Float8LinearRecipeName | str) -> Float8LinearConfig:
+def _get_named_config(name: Float8LinearRecipeName | str) -> Float8LinearConfig:
     recipe, backward = split_recipe(name)
     return _RECIPES[backward or BACKWARDS[0]][recipe]
 
@@ -388,7 +388,7 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     if config is None:
         return _RECIPES[BACKWARDS[0]][Float8LinearRecipeName.TENSORWISE]
     if isinstance(config, Float8LinearRecipeName | str):
-        return _named_config(config)
+        return _get_named_config(config)
     op_config: Float8LinearConfig | None = from_op_config(config, Float8LinearConfig.from_recipe_name)
     if op_config is not None:
         return op_config

@@ -32,13 +32,13 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # [Note: floats under dynamic shapes] in scaling.py.
 @assume_constant_result
-def _limits() -> tuple[float, float, float]:
+def _get_limits() -> tuple[float, float, float]:
     """Return the largest code, the smallest scale and the largest scale."""
     return E2M1.max, E4M3.smallest_subnormal, E4M3.max
 
 
 @assume_constant_result
-def _ties() -> tuple[tuple[float, bool], ...]:
+def _get_ties() -> tuple[tuple[float, bool], ...]:
     return _TIES_TO_EVEN
 
 
@@ -52,13 +52,13 @@ def compute_block_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     amax = amax.float()
     largest = amax.amax() if amax.numel() else amax.new_zeros(())
-    code, least, scale = _limits()
-    outer = torch.where(largest == 0, 1.0, _quotient(largest, scale * code))
-    dequant = _quotient(_quotient(amax, code), outer).clamp(least, scale).to(E4M3.dtype)
-    return _quotient(torch.ones_like(amax), dequant.float() * outer), dequant, outer
+    code, least, scale = _get_limits()
+    outer = torch.where(largest == 0, 1.0, _divide(largest, scale * code))
+    dequant = _divide(_divide(amax, code), outer).clamp(least, scale).to(E4M3.dtype)
+    return _divide(torch.ones_like(amax), dequant.float() * outer), dequant, outer
 
 
-def _quotient(numerator: Tensor, denominator: Tensor | float) -> Tensor:
+def _divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
     """Divide, and round to float32 alike on every device: see [Note: one division, two formulas] in scaling.py."""
     return (numerator.double() / denominator).float()
 
@@ -69,7 +69,7 @@ def pack(scaled: Tensor) -> Tensor:
         raise ValueError(f"codes of four bits share a byte: expected rows of an even length, got {list(scaled.shape)}")
     magnitude = scaled.abs()
     code = torch.zeros_like(scaled, dtype=torch.uint8)
-    for tie, rounds_up in _ties():
+    for tie, rounds_up in _get_ties():
         code += (magnitude >= tie) if rounds_up else (magnitude > tie)
     code |= (scaled.signbit() & ~scaled.isnan()).to(torch.uint8) << 3
     pairs = code.unflatten(-1, (-1, 2))

@@ -65,12 +65,12 @@ class LinearCasts(NamedTuple):
         cast: CastConfig = getattr(getattr(self, operand), direction)
         return cast
 
-    def source_cast(self, operand: str, direction: str) -> CastConfig:
+    def get_source(self, operand: str, direction: str) -> CastConfig:
         """Return the cast whose codes a matmul reads: `get`, or the row cast if the column operand is dequantized."""
         casts: OperandCasts = getattr(self, operand)
         return casts.row if direction == "row" else casts.column_source
 
-    def in_high_precision(self, matmuls: Collection[str], *, dequantized: bool = False) -> LinearCasts:
+    def disable_matmuls(self, matmuls: Collection[str], *, dequantized: bool = False) -> LinearCasts:
         """Return the casts with some of `MATMULS` in high precision.
 
         `dequantized`: these matmuls read the dequantized row operands of input and weight.
@@ -89,14 +89,14 @@ class LinearCasts(NamedTuple):
 
         return LinearCasts(*(operand(name, casts) for name, casts in zip(self._fields, self, strict=True)))
 
-    def all_casts(self) -> tuple[CastConfig, ...]:
+    def list_casts(self) -> tuple[CastConfig, ...]:
         """Return the six casts, by operand, row before column."""
         return tuple(cast for operand in self for cast in operand[:2])
 
     @property
     def has_blocks(self) -> bool:
         """Whether any operand has block-wise scales."""
-        return any(cast.is_blockwise for cast in self.all_casts())
+        return any(cast.is_blockwise for cast in self.list_casts())
 
 
 class MatmulOptions(NamedTuple):

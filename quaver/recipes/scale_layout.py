@@ -37,7 +37,7 @@ class ScaleLayout(NamedTuple):
         """Return the layout of the transposed matrix."""
         return ScaleLayout(self.columns, self.rows, self.columns_of_byte, self.rows_of_byte)
 
-    def column_layout(self) -> ScaleLayout:
+    def get_column_layout(self) -> ScaleLayout:
         """Return the layout of column codes whose row codes have this layout: transposed blocks, the same bytes."""
         return ScaleLayout(self.columns, self.rows, self.rows_of_byte, self.columns_of_byte)
 
@@ -46,11 +46,11 @@ class ScaleLayout(NamedTuple):
         """Whether two elements share a byte."""
         return self.rows_of_byte * self.columns_of_byte > 1
 
-    def size_of(self, codes: Tensor) -> tuple[int, int]:
+    def get_matrix_size(self, codes: Tensor) -> tuple[int, int]:
         """Return the rows and columns of the matrix that `codes` hold."""
         return codes.shape[-2] * self.rows_of_byte, codes.shape[-1] * self.columns_of_byte
 
-    def shape_of_codes(self, size: Sequence[int]) -> tuple[int, ...]:
+    def get_codes_shape(self, size: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the codes of a tensor [..., rows, columns] of `size`.
 
         Raises:

@@ -50,7 +50,7 @@ class ScaleRule(NamedTuple):
     the dtype's epsilon, and a quotient of -0 by 0."""
 
     @property
-    def takes_stored_scales(self) -> bool:
+    def takes_dequant_scales(self) -> bool:
         """Whether a dequant_scale stored in a checkpoint is enough to compute the multiplier."""
         return self.form == "scale" and not (self.divides or self.rounds_up)
 
@@ -87,7 +87,7 @@ RULES: dict[str, ScaleRule] = {
 
 def get_rule(mode: str) -> ScaleRule:
     """Return the rule named `mode`; the default `ScaleRule` for other modes of a cast."""
-    return ScaleRule(*_fields_of(mode))
+    return ScaleRule(*_get_fields(mode))
 
 
 def has_kernel(mode: str) -> bool:
@@ -102,7 +102,7 @@ def has_kernel(mode: str) -> bool:
 
 
 @assume_constant_result  # [Note: floats under dynamic shapes] in scaling.py
-def _fields_of(mode: str) -> tuple[object, ...]:
+def _get_fields(mode: str) -> tuple[object, ...]:
     return tuple(RULES.get(mode, _NO_RULE))
 
 
@@ -143,7 +143,7 @@ def compute_scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -
     return quant, dequant
 
 
-def round_as_stored(quant_scale: Tensor) -> Tensor:
+def invert_twice(quant_scale: Tensor) -> Tensor:
     """Return RN(1 / RN(1 / quant_scale)), float32: the multiplier of an engine that reads RN(1 / quant_scale).
 
     It differs from quant_scale by an ulp for 17% of the mantissas. Its reciprocal is the stored number.

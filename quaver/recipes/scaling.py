@@ -148,22 +148,22 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
     if runs_eagerly_on_cpu(amax):
         scale = torch.div(_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
     elif power_of_2:
-        return _power_of_2_below(amax.float(), float8_dtype)
+        return _compute_power_of_2_scale(amax.float(), float8_dtype)
     else:  # [Note: one division, two formulas]
         # Clamp after rounding. Torch 2.11's compiler removes a float64 -> float32 -> float64 round trip without an
         # operation in between (`pointless_convert` in its joint graph passes); to_dequant_scale would not be rounded.
-        largest, largest_quant_scale = _scale_constants(float8_dtype)
+        largest, largest_quant_scale = _get_scale_constants(float8_dtype)
         scale = (largest / amax.double()).float().clamp(max=largest_quant_scale)
     return round_down_to_power_of_2(scale) if power_of_2 else scale
 
 
-def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
+def _compute_power_of_2_scale(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """Run `amax_to_quant_scale` with `power_of_2` in integers; a fused float64 division is 40 instructions.
 
     2^k <= largest / amax where the bits of 2^k * amax are at most the bits of `largest`. Rounding the quotient to
     float32 first gives the same power of two, because `largest` has a mantissa of 1.75.
     """
-    largest_bits, most = _power_of_2_constants(float8_dtype)
+    largest_bits, most = _get_power_of_2_constants(float8_dtype)
     exponent = ((largest_bits - amax.view(torch.int32)) >> 23).clamp(max=most)
     scale = ((exponent + 127) << 23).view(torch.float32)
     return torch.where(amax < torch.inf, scale, torch.where(amax == torch.inf, 0.0, amax))
@@ -174,20 +174,20 @@ def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
 
 
 @assume_constant_result
-def _scale_constants(float8_dtype: torch.dtype) -> tuple[float, float]:
+def _get_scale_constants(float8_dtype: torch.dtype) -> tuple[float, float]:
     """Return the format's largest number, and the largest quant_scale."""
     largest = get_format(float8_dtype).max
     return largest, largest / EPS
 
 
 @assume_constant_result
-def _power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
+def _get_power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
     """Return the bits of the format's largest number, and the exponent of the largest power-of-two quant_scale."""
     largest = get_format(float8_dtype).max
-    return bits_of(largest), math.frexp(largest / EPS)[1] - 1
+    return get_float32_bits(largest), math.frexp(largest / EPS)[1] - 1
 
 
-def bits_of(number: float) -> int:
+def get_float32_bits(number: float) -> int:
     """Return the bits of a float32 number."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
@@ -272,7 +272,7 @@ def cast_to_float8(
         float8, hp's shape, and hp's strides if they are dense.
     """
     if division:
-        return _saturate_(_nan_for_inf_(divide(hp, factor, division), hp), float8_dtype)
+        return _saturate_(_replace_inf_(divide(hp, factor, division), hp), float8_dtype)
     return _saturate_(multiply(hp, factor, own_amax=own_amax), float8_dtype)
 
 
@@ -289,10 +289,10 @@ def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
 def multiply(hp: Tensor, quant_scale: Tensor, *, own_amax: bool = False) -> Tensor:
     """Return the float32 products that `cast_to_float8` saturates, NaN for an infinite hp. Arguments as there."""
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
-    return scaled if own_amax else _nan_for_inf_(scaled, hp)
+    return scaled if own_amax else _replace_inf_(scaled, hp)
 
 
-def _nan_for_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
+def _replace_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
     """Replace the elements of `scaled` by NaN where `hp` is infinite."""
     if torch.compiler.is_dynamo_compiling():  # Inductor merges equal operations only if no argument is NaN
         return scaled - (hp - hp).abs()
@@ -301,7 +301,7 @@ def _nan_for_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
 
 def _saturate_(scaled: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """Clamp, then cast: torch's cast of an overflowing value changed between releases (NaN, inf or the maximum)."""
-    largest, _ = _scale_constants(float8_dtype)
+    largest, _ = _get_scale_constants(float8_dtype)
     return scaled.clamp_(-largest, largest).to(float8_dtype)
 
 
@@ -400,7 +400,7 @@ def cast_blocks(
     _multiply_blocks_(scaled, factor, layout)
     if float8_dtype is E2M1.dtype:
         return e2m1.pack(scaled)
-    return _saturate_(scaled if own_amax else _nan_for_inf_(scaled, hp), float8_dtype)
+    return _saturate_(scaled if own_amax else _replace_inf_(scaled, hp), float8_dtype)
 
 
 @assume_constant_result
@@ -410,12 +410,12 @@ def compute_saturation_threshold(float8_dtype: torch.dtype) -> float:
 
 
 @assume_constant_result
-def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
+def compute_e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
     """Return the integer to add to the bits of a float32 amax. Clearing the mantissa then gives the dequant_scale.
 
     RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
     """
-    largest = bits_of(FLOAT8_FORMATS[float8_dtype].max)
+    largest = get_float32_bits(FLOAT8_FORMATS[float8_dtype].max)
     carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
     return int(carry - (((largest >> 23) - 127) << 23))
 
@@ -426,7 +426,7 @@ def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> S
     `amax`: a high-precision dtype, any shape.
     """
     amax = amax.float()
-    bits = amax.view(torch.int32) + e8m0_offset(float8_dtype, mode)
+    bits = amax.view(torch.int32) + compute_e8m0_offset(float8_dtype, mode)
     dequant = bits.bitwise_and_(_MANTISSA_CLEARED).clamp_(min=0)
     quant = (254 << 23) - dequant
     dequant.clamp_(min=1 << 22)  # the bits of 2^-127, a subnormal number
@@ -446,14 +446,14 @@ def _multiply_blocks_(wide: Tensor, scale: Tensor, layout: ScaleLayout) -> Tenso
     if all(count in (1, elements) for count, elements in zip(scale.shape, wide.shape, strict=True)):
         return wide.mul_(scale)
     block_size = layout.block(wide.shape)
-    for rows, scale_rows, height in _block_parts(wide.shape[0], block_size[0]):
-        for columns, scale_columns, width in _block_parts(wide.shape[1], block_size[1]):
+    for rows, scale_rows, height in _split_blocks(wide.shape[0], block_size[0]):
+        for columns, scale_columns, width in _split_blocks(wide.shape[1], block_size[1]):
             blocks = wide[rows, columns].unflatten(0, (-1, height)).unflatten(2, (-1, width))
             blocks.mul_(scale[scale_rows, None, scale_columns, None])
     return wide
 
 
-def _block_parts(elements: int, length: int) -> Iterator[tuple[slice, slice, int]]:
+def _split_blocks(elements: int, length: int) -> Iterator[tuple[slice, slice, int]]:
     """Yield the elements, the scales and the length of the full blocks of a dim, then of a shorter last block."""
     full = elements // length
     if full:

@@ -42,7 +42,7 @@ class Serving(NamedTuple):
     """The format of quaver.export that the engine reads for this weight."""
 
 
-def _serving(granularity: ScalingGranularity, input: str, weight: str, format: str) -> Serving:
+def _make_serving(granularity: ScalingGranularity, input: str, weight: str, format: str) -> Serving:
     is_blockwise = granularity is ScalingGranularity.BLOCKWISE
 
     def cast(rule: str, block_size: tuple[int, int]) -> CastConfig:
@@ -60,22 +60,22 @@ def _serving(granularity: ScalingGranularity, input: str, weight: str, format: s
 _ROWS, _TENSOR, _BLOCKS = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCKWISE
 _COMPRESSED, _FP8 = "compressed-tensors", "fp8"
 SERVING: dict[str, Serving] = {
-    "vllm-per-token": _serving(_ROWS, "vllm", "vllm", _COMPRESSED),
-    "vllm-per-token-kernel": _serving(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),
-    "vllm-per-tensor": _serving(_TENSOR, "vllm", "vllm", _COMPRESSED),
-    "vllm-static": _serving(_ROWS, "vllm", "vllm", _COMPRESSED)._replace(
+    "vllm-per-token": _make_serving(_ROWS, "vllm", "vllm", _COMPRESSED),
+    "vllm-per-token-kernel": _make_serving(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),
+    "vllm-per-tensor": _make_serving(_TENSOR, "vllm", "vllm", _COMPRESSED),
+    "vllm-static": _make_serving(_ROWS, "vllm", "vllm", _COMPRESSED)._replace(
         input=CastConfig(ScalingType.STATIC, target_dtype=E4M3.dtype, scale_rule="vllm"), recipe="tensorwise"
     ),
-    "vllm-block": _serving(_BLOCKS, "vllm-group", "deepgemm", _FP8),
-    "vllm-block-ue8m0": _serving(_BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8),
-    "sglang-per-token": _serving(_ROWS, "sglang", "sglang", _COMPRESSED),
-    "sglang-per-tensor": _serving(_TENSOR, "sglang-tensor", "sglang-tensor", _COMPRESSED),
-    "sglang-block": _serving(_BLOCKS, "sglang-group", "deepgemm", _FP8),
-    "sglang-block-ue8m0": _serving(_BLOCKS, "sglang-group-ue8m0", "deepgemm-ue8m0", _FP8),
-    "deepgemm": _serving(_BLOCKS, "deepgemm", "deepgemm", _FP8),
-    "deepgemm-ue8m0": _serving(_BLOCKS, "deepgemm-ue8m0", "deepgemm-ue8m0", _FP8),
-    "transformers": _serving(_BLOCKS, "transformers-group", "transformers", _FP8),
-    "compressed-tensors": _serving(_ROWS, "compressed-tensors", "compressed-tensors", _COMPRESSED),
+    "vllm-block": _make_serving(_BLOCKS, "vllm-group", "deepgemm", _FP8),
+    "vllm-block-ue8m0": _make_serving(_BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8),
+    "sglang-per-token": _make_serving(_ROWS, "sglang", "sglang", _COMPRESSED),
+    "sglang-per-tensor": _make_serving(_TENSOR, "sglang-tensor", "sglang-tensor", _COMPRESSED),
+    "sglang-block": _make_serving(_BLOCKS, "sglang-group", "deepgemm", _FP8),
+    "sglang-block-ue8m0": _make_serving(_BLOCKS, "sglang-group-ue8m0", "deepgemm-ue8m0", _FP8),
+    "deepgemm": _make_serving(_BLOCKS, "deepgemm", "deepgemm", _FP8),
+    "deepgemm-ue8m0": _make_serving(_BLOCKS, "deepgemm-ue8m0", "deepgemm-ue8m0", _FP8),
+    "transformers": _make_serving(_BLOCKS, "transformers-group", "transformers", _FP8),
+    "compressed-tensors": _make_serving(_ROWS, "compressed-tensors", "compressed-tensors", _COMPRESSED),
 }
 
 

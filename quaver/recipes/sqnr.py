@@ -11,10 +11,10 @@ from torch import Tensor
 def compute_sqnr_db(exact: Tensor, rounded: Tensor) -> float:
     """Return the signal to quantization noise ratio, 20 log10(norm(exact) / norm(exact - rounded)); inf if equal."""
     exact = exact.detach().double()
-    return decibels(exact.norm().item(), (exact - rounded.detach().double()).norm().item())
+    return to_decibels(exact.norm().item(), (exact - rounded.detach().double()).norm().item())
 
 
-def decibels(signal: float, noise: float) -> float:
+def to_decibels(signal: float, noise: float) -> float:
     """Return 20 log10(signal / noise) of two norms: inf for zero noise, -inf for zero signal or non-finite noise."""
     if noise == 0:
         return math.inf

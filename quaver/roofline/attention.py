@@ -45,7 +45,7 @@ class Rate(NamedTuple):
     best: float
     half: float
 
-    def tflops(self, seq_len: int) -> float:
+    def compute_tflops(self, seq_len: int) -> float:
         """Return the TFLOP/s for sequences of this length."""
         return self.best * seq_len / (seq_len + self.half)
 
@@ -95,5 +95,6 @@ def predict_attention_seconds(
         kernel: as for `get_rates`.
     """
     matmul = queries * seq_len * tokens  # 2 FLOPs for half of the scores
-    pairs = zip(ATTENTION_MATMULS.values(), get_rates(spec, kernel), strict=True)
-    return PerPass(*(number * matmul / (1e12 * rate.tflops(seq_len)) + KERNEL_LAUNCH_S for number, rate in pairs))
+    rates = [1e12 * rate.compute_tflops(seq_len) for rate in get_rates(spec, kernel)]
+    pairs = zip(ATTENTION_MATMULS.values(), rates, strict=True)
+    return PerPass(*(matmuls * matmul / rate + KERNEL_LAUNCH_S for matmuls, rate in pairs))

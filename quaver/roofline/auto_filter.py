@@ -11,13 +11,13 @@ from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
-from quaver.roofline.cost import predict_linear_cost, unmultiplied_kinds
+from quaver.roofline.cost import find_unmultiplied_kinds, predict_linear_cost
 from quaver.roofline.device_specs import (
     DEVICE_NAMES,
     DeviceSpec,
     get_device_spec,
+    get_machine_spec,
     require_device_spec,
-    spec_of_this_machine,
 )
 
 
@@ -48,10 +48,10 @@ def auto_filter_for_recipe(
     recipe = canonicalize_recipe(recipe)
     if isinstance(skip, str):
         raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
-    spec = _spec_of(device)
+    spec = _choose_spec(device)
     if spec.float8_tflops is None:
         raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
-    if unmultiplied_kinds(spec, recipe):
+    if find_unmultiplied_kinds(spec, recipe):
         raise ValueError(f"{recipe}: {spec.name} does not multiply float8 with such scales, so no layer gains")
     predict_linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
 
@@ -71,11 +71,11 @@ def auto_filter_for_recipe(
     return decide
 
 
-def _spec_of(device: str | torch.device | None) -> DeviceSpec:
+def _choose_spec(device: str | torch.device | None) -> DeviceSpec:
     if isinstance(device, str):
         return require_device_spec(device, "device")
     if device is None:
-        return spec_of_this_machine() or require_device_spec("H100", "device")
+        return get_machine_spec() or require_device_spec("H100", "device")
     spec = get_device_spec(device)
     if spec is None:
         raise ValueError(f"device: unknown device {str(device)!r}: expected the full name of one of {DEVICE_NAMES}")

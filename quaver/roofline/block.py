@@ -49,7 +49,7 @@ class PerPass(NamedTuple):
     backward: float
 
 
-def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> PerPass:
+def count_bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> PerPass:
     """Count the bytes per token that a block moves outside of its matmuls, attention and casts.
 
     Args:
@@ -63,9 +63,11 @@ def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> PerPass
     )
 
 
-def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2) -> PerPass:
-    """Predict the seconds to move `bytes_between_matmuls` for `tokens`, including kernel launches."""
-    passes = zip(bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
+def predict_seconds_between_matmuls(
+    shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2
+) -> PerPass:
+    """Predict the seconds between the matmuls of a block for `tokens`, including kernel launches."""
+    passes = zip(count_bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
     return PerPass(
         *(predict_move_seconds(tokens * moved, spec) + kernels * KERNEL_LAUNCH_S for moved, kernels in passes)
     )

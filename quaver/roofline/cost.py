@@ -45,8 +45,8 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRe
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import matmul_seconds, predict_move_seconds
-from quaver.roofline.scaled_matmul import kinds_of_matmuls, shares_of_matmuls
+from quaver.roofline.matmul import predict_matmul_seconds, predict_move_seconds
+from quaver.roofline.scaled_matmul import find_scale_kinds, get_scales_shares
 
 KERNEL_LAUNCH_S = 4e-6
 """The time from the start of an empty kernel to the start of the next. torchao's roofline has 2 us, the time of a
@@ -130,18 +130,18 @@ def predict_linear_cost(
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name}: expected 1 or more, got {number}")
-    casts = recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
-    shares = shares_of_matmuls(recipe, spec) if shares is None else shares
-    shape, in_float8 = (tokens, in_features, out_features), _float8_matmuls(recipe)
-    native = not unmultiplied_kinds(spec, recipe)
+    casts = count_recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
+    shares = get_scales_shares(recipe, spec) if shares is None else shares
+    shape, in_float8 = (tokens, in_features, out_features), _find_float8_matmuls(recipe)
+    native = not find_unmultiplied_kinds(spec, recipe)
     return LinearCost(
-        _linear_time(shape, (NO_CASTS,) * 3, (False,) * 3, {}, spec, native=False, by_shape=by_shape),
-        _linear_time(shape, casts, in_float8, shares, spec, native=native, by_shape=by_shape),
+        _predict_linear_time(shape, (NO_CASTS,) * 3, (False,) * 3, {}, spec, native=False, by_shape=by_shape),
+        _predict_linear_time(shape, casts, in_float8, shares, spec, native=native, by_shape=by_shape),
     )
 
 
 @functools.cache
-def recipe_casts(
+def count_recipe_casts(
     recipe: Float8LinearRecipeName | str, *, microbatches: int | None = None, input_readers: int = 1
 ) -> tuple[CastCosts, CastCosts, CastCosts]:
     """Return the casts of (input, weight, grad_output) in one forward and backward.
@@ -149,17 +149,17 @@ def recipe_casts(
     Arguments as in `predict_linear_cost`.
     """
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    input = _divide(_operand_casts(casts.input), input_readers)
-    weight = _divide(_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
+    input = _divide(_count_operand_casts(casts.input), input_readers)
+    weight = _divide(_count_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
     if casts.weight.is_dequantized:
         input, weight = (
             CastCosts(operand.bytes_per_element + _WIDENING.bytes_per_element, operand.kernels + _WIDENING.kernels)
             for operand in (input, weight)
         )
-    return input, weight, _operand_casts(casts.grad_output)
+    return input, weight, _count_operand_casts(casts.grad_output)
 
 
-def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCosts:
+def _count_operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCosts:
     """Return the casts of an operand for its two matmuls: both at once, or `apart` if the first codes are not saved."""
     row, column = casts.row, casts.column
     in_float8 = [cast for cast in (row, column) if not cast.is_disabled]
@@ -168,19 +168,19 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCosts:
     for cast in in_float8:
         cast.known_layout("roofline")
     if len(in_float8) == 1:
-        once, times = _one_layout(in_float8[0]), 2 if apart and casts.is_dequantized else 1
+        once, times = _count_layout(in_float8[0]), 2 if apart and casts.is_dequantized else 1
         return CastCosts(times * once.bytes_per_element, times * once.kernels)
     if row.is_blockwise:
         return CastCosts(4, 1) if row.depends_on_direction else CastCosts(3, 1)
-    if row.is_rowwise is not column.is_rowwise:
-        smallest_scale = 1 if row.is_rowwise else 0  # one kernel: the tensor's scale is the smallest scale of its rows
-        return CastCosts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + smallest_scale + 1)
-    if apart:
-        return CastCosts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + 1)
+    is_mixed, first = row.is_rowwise is not column.is_rowwise, _count_layout(row)
+    if is_mixed or apart:
+        # The scale of a tensor after its rows is the smallest of theirs: one kernel.
+        smallest_scale = 1 if is_mixed and row.is_rowwise else 0
+        return CastCosts(first.bytes_per_element + 3, first.kernels + smallest_scale + 1)
     return CastCosts(4, 2) if row.is_persistent else CastCosts(6, 2)
 
 
-def _one_layout(cast: CastConfig) -> CastCosts:
+def _count_layout(cast: CastConfig) -> CastCosts:
     if cast.is_rowwise or cast.is_blockwise:
         return CastCosts(3, 1)
     # With a known scale the first kernel returns immediately.
@@ -191,9 +191,9 @@ def _divide(casts: CastCosts, sharers: int) -> CastCosts:
     return CastCosts(casts.bytes_per_element / sharers, casts.kernels / sharers)
 
 
-def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
+def find_unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """Return the kinds of scales in a recipe's float8 matmuls that `spec` does not multiply; None: no hardware does."""
-    kinds = set(kinds_of_matmuls(canonicalize_recipe(recipe)).values())
+    kinds = set(find_scale_kinds(canonicalize_recipe(recipe)).values())
     return {kind for kind in kinds if kind is None or find_native_obstacle(spec, kind)}
 
 
@@ -209,14 +209,14 @@ def find_native_obstacle(spec: DeviceSpec, kind: ScaleKind) -> str | None:
 
 
 @functools.cache
-def _float8_matmuls(recipe: str) -> tuple[bool, bool, bool]:
+def _find_float8_matmuls(recipe: str) -> tuple[bool, bool, bool]:
     """Return whether output, grad_input and grad_weight are float8 matmuls, with both operands in float8."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     output, grad_input, grad_weight = (not casts.get(*left).is_disabled for left, _ in MATMULS.values())
     return output, grad_input, grad_weight
 
 
-def _linear_time(
+def _predict_linear_time(
     shape: tuple[int, int, int],
     casts: tuple[CastCosts, ...],
     in_float8: tuple[bool, ...],
@@ -234,8 +234,8 @@ def _linear_time(
     elements = (m * k, k * n, m * n)
     shapes = zip(((m, k, n), (m, n, k), (n, m, k)), MATMULS, in_float8, strict=True)
     matmuls = [
-        matmul_seconds(*sizes, float8 and native, spec, by_shape=by_shape, share_of_scales=shares.get(name, 1.0))
-        for sizes, name, float8 in shapes
+        predict_matmul_seconds(*sizes, fp8 and native, spec, by_shape=by_shape, share_of_scales=shares.get(name, 1.0))
+        for sizes, name, fp8 in shapes
     ]
     cast_times = [
         predict_move_seconds(cast.bytes_per_element * size, spec) for cast, size in zip(casts, elements, strict=True)

@@ -89,7 +89,7 @@ def get_device_spec(device: torch.device) -> DeviceSpec | None:
     return find_device_spec(torch.cuda.get_device_name(device)) if is_cuda_device(device) else None
 
 
-def spec_of_this_machine() -> DeviceSpec | None:
+def get_machine_spec() -> DeviceSpec | None:
     """Return the spec of the current GPU; None if there is no GPU or it is unknown."""
     return get_device_spec(cuda_device()) if has_cuda() else None
 
@@ -107,7 +107,7 @@ class PeakFlops:
     float8_flops_per_s: float | None = None
     float32_flops_per_s: float | None = None
 
-    def seconds(self, flops: dict[str, int]) -> float | None:
+    def compute_seconds(self, flops: dict[str, int]) -> float | None:
         """Return the least time for the FLOPs of each precision; None if a peak is not known."""
         rates = {
             "bfloat16": self.flops_per_s,
@@ -132,11 +132,11 @@ def get_peak_flops(device: torch.device) -> PeakFlops:
         float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
         return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)
     source = f"unknown device; measured: the fastest matmul of a linear, {torch.get_num_threads()} threads"
-    bfloat16, float32 = (_fastest_matmul(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    bfloat16, float32 = (_measure_fastest_matmul(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     return PeakFlops(bfloat16, source, float32_flops_per_s=float32)
 
 
-def _fastest_matmul(device: torch.device, dtype: torch.dtype) -> float:
+def _measure_fastest_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Measure a linear's fastest matmul, of forward and grad_weight, in a size for caches and a size for GPUs.
 
     grad_input is not measured: a CPU without bfloat16 instructions takes 10 times as long for two row-major matrices.

@@ -69,7 +69,7 @@ def predict_move_seconds(moved_bytes: float, spec: DeviceSpec) -> float:
 
 
 @functools.cache
-def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multiprocessors: int) -> float:
+def compute_shape_share(rows: int, contracted: int, columns: int, float8: bool, multiprocessors: int) -> float:
     """Return the share of the best rate that a matmul of this shape reaches."""
     filled = 0.0
     for height, width, rate in TILES:
@@ -80,7 +80,7 @@ def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multi
     return min(1.0, filled * contracted / (contracted + HALF_SPEED[float8]) / BEST_SHAPE)
 
 
-def best_tflops(float8: bool, spec: DeviceSpec) -> float:
+def get_best_tflops(float8: bool, spec: DeviceSpec) -> float:
     """Return the rate of the best matmuls; the bfloat16 rate if the device does not multiply float8."""
     shares = MATMUL_SHARES.get(spec.name, OTHER_SHARES)
     if float8 and spec.float8_tflops is not None:
@@ -88,7 +88,7 @@ def best_tflops(float8: bool, spec: DeviceSpec) -> float:
     return spec.bfloat16_tflops * shares.bfloat16
 
 
-def matmul_seconds(
+def predict_matmul_seconds(
     rows: int,
     contracted: int,
     columns: int,
@@ -105,8 +105,8 @@ def matmul_seconds(
         share_of_scales: the share of this rate with the scales of float8 operands (scaled_matmul.py).
     """
     float8 = float8 and spec.float8_tflops is not None
-    tflops = best_tflops(float8, spec) * (share_of_scales if float8 else 1.0)
+    tflops = get_best_tflops(float8, spec) * (share_of_scales if float8 else 1.0)
     if by_shape:
-        tflops *= share_of_shape(rows, contracted, columns, float8, spec.multiprocessors)
+        tflops *= compute_shape_share(rows, contracted, columns, float8, spec.multiprocessors)
     read = (rows + columns) * contracted * (1 if float8 else 2)
     return max(2 * rows * contracted * columns / (tflops * 1e12), predict_move_seconds(read + 2 * rows * columns, spec))

@@ -37,27 +37,27 @@ _CUTLASS_BLACKWELL_SHARE = 0.6
 _SHARES = {ScaleKind.TENSORWISE: 1.0, ScaleKind.BLOCKS_OF_128: 0.95, ScaleKind.BLOCKS_OF_32: 0.9}
 
 
-def cutlass_rowwise_share(spec: DeviceSpec) -> float:
+def get_cutlass_rowwise_share(spec: DeviceSpec) -> float:
     """Return the share of CUTLASS's kernel for row-wise scales."""
     return _CUTLASS_BLACKWELL_SHARE if (spec.compute_capability or 0) >= 100 else CUTLASS_ROWWISE_SHARE
 
 
-def share_of_scales(kind: ScaleKind | None, spec: DeviceSpec) -> float:
+def get_scales_share(kind: ScaleKind | None, spec: DeviceSpec) -> float:
     """Return the share of the rate with one scale per operand; 1 for scales that no hardware multiplies (None)."""
     if kind in (ScaleKind.ROWWISE, ScaleKind.GROUPS):
         takes_cublas = spec.compute_capability is None or spec.compute_capability // 10 == 9
-        return CUBLAS_ROWWISE_SHARE if takes_cublas else cutlass_rowwise_share(spec)
+        return CUBLAS_ROWWISE_SHARE if takes_cublas else get_cutlass_rowwise_share(spec)
     return 1.0 if kind is None else _SHARES[kind]
 
 
-def shares_of_matmuls(recipe: Float8LinearRecipeName | str, spec: DeviceSpec) -> Mapping[str, float]:
-    """Return `share_of_scales` of a recipe's float8 matmuls, by their names in MATMULS."""
-    kinds = kinds_of_matmuls(canonicalize_recipe(recipe))
-    return {name: share_of_scales(kind, spec) for name, kind in kinds.items()}
+def get_scales_shares(recipe: Float8LinearRecipeName | str, spec: DeviceSpec) -> Mapping[str, float]:
+    """Return `get_scales_share` of a recipe's float8 matmuls, by their names in MATMULS."""
+    kinds = find_scale_kinds(canonicalize_recipe(recipe))
+    return {name: get_scales_share(kind, spec) for name, kind in kinds.items()}
 
 
 @functools.cache
-def kinds_of_matmuls(recipe: str) -> Mapping[str, ScaleKind | None]:
+def find_scale_kinds(recipe: str) -> Mapping[str, ScaleKind | None]:
     """Return the kinds of scales of a recipe's float8 matmuls, by name in MATMULS; None if no hardware has them."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     pairs = {name: (casts.get(*left), casts.get(*right)) for name, (left, right) in MATMULS.items()}

@@ -13,7 +13,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, Sc
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
     """Return whether `sync_float8_amax_and_scale_history` must be called once a step."""
-    return any(cast.scaling_type is ScalingType.DELAYED for cast in resolve_config(config).casts.all_casts())
+    return any(cast.scaling_type is ScalingType.DELAYED for cast in resolve_config(config).casts.list_casts())
 
 
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:

@@ -23,7 +23,7 @@ from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, predict_linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
-from quaver.roofline.scaled_matmul import share_of_scales
+from quaver.roofline.scaled_matmul import get_scales_share
 
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
 """Shares of a step's time for which a speedup by Amdahl's law is given."""
@@ -108,7 +108,7 @@ class Roofline:
         """Return settings, constants and totals for JSON."""
         constants = {
             "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
-            "rowwise_shares": {spec.name: share_of_scales(ScaleKind.ROWWISE, spec) for spec in DEVICE_SPECS},
+            "rowwise_shares": {spec.name: get_scales_share(ScaleKind.ROWWISE, spec) for spec in DEVICE_SPECS},
             "memory_share": MEMORY_SHARE,
             "kernel_launch_s": KERNEL_LAUNCH_S,
         }

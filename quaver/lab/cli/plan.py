@@ -33,7 +33,7 @@ from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, setting
 from quaver.lab.settings.flags import split_options
 from quaver.recipes.recipe_name import canonicalize_recipe
-from quaver.roofline.cost import unmultiplied_kinds
+from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
 
 USABLE = 0.94
@@ -150,7 +150,7 @@ class PlanOptions(Settings):
             return list_precisions(spec.block_length, spec.float8_tflops is not None)
         names = [name if name == BFLOAT16 else canonicalize_recipe(name) for name in self.recipes]
         for name in names:
-            if name != BFLOAT16 and unmultiplied_kinds(spec, name):
+            if name != BFLOAT16 and find_unmultiplied_kinds(spec, name):
                 raise ValueError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
         return list(dict.fromkeys((BFLOAT16, *names)))
 

@@ -29,12 +29,12 @@ class MatmulSums:
 
     @property
     def used(self) -> float:
-        return self.sums.used(self.use_fast_accum)
+        return self.sums.get_used(self.use_fast_accum)
 
     @property
     def margin(self) -> float:
         """Decibels between the sums' SQNR and the lowest acceptable SQNR; negative if the sums are too coarse."""
-        return self.used - self.sums.bound()
+        return self.used - self.sums.compute_bound()
 
 
 @dataclass

@@ -29,7 +29,7 @@ from quaver.lab.plan.run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
-from quaver.roofline.device_specs import DeviceSpec, require_device_spec, spec_of_this_machine
+from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_device_spec
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02
@@ -254,4 +254,4 @@ def _count_changes(change: Change) -> int:
 def _find_spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
     if device is not None:
         return require_device_spec(device, "device")
-    return spec_of_this_machine() or (require_device_spec("H100", "device") if is_needed else None)
+    return get_machine_spec() or (require_device_spec("H100", "device") if is_needed else None)

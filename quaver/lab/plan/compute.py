@@ -14,11 +14,11 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import predict_attention_seconds
-from quaver.roofline.block import BlockShape, PerPass, seconds_between_matmuls
+from quaver.roofline.block import BlockShape, PerPass, predict_seconds_between_matmuls
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, predict_linear_cost
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import predict_move_seconds
-from quaver.roofline.scaled_matmul import cutlass_rowwise_share, kinds_of_matmuls
+from quaver.roofline.scaled_matmul import find_scale_kinds, get_cutlass_rowwise_share
 
 READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
 """The number of linears that share the input of a linear and its casts."""
@@ -94,7 +94,9 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
-    between = seconds_between_matmuls(BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes)
+    between = predict_seconds_between_matmuls(
+        BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes
+    )
     if not run.compiled:
         between = PerPass(*(EAGER_BYTES * seconds for seconds in between))
     attention = predict_attention_seconds(queries, share, run.seq_len, spec, run.attention)
@@ -158,7 +160,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
             microbatches=run.micro_batches if run.casts_weights_once else None,
             input_readers=READERS.get(name, 1),
             by_shape=True,
-            shares={"output": cutlass_rowwise_share(spec)} if rescales else None,
+            shares={"output": get_cutlass_rowwise_share(spec)} if rescales else None,
         )
         if rescales and share:
             return _add_rescaling(linear.float8, (tokens, inputs, outputs), spec)
@@ -171,7 +173,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     if run.recipe is None or not share:
         return time
     if run.float8_gather:  # the shard was cast; grad_input still needs another layout, or the dequantized weight
-        moved = 2 if "grad_input" in kinds_of_matmuls(run.precision) else 3
+        moved = 2 if "grad_input" in find_scale_kinds(run.precision) else 3
         time = replace(
             time, weight_casts_s=predict_move_seconds(moved * inputs * outputs, spec) if run.has_one_cast else 0.0
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quaver.lab.plan.compute import list_block_weights
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.scaled_matmul import kinds_of_matmuls
+from quaver.roofline.scaled_matmul import find_scale_kinds
 
 
 def count_flops_per_token(run: PlannedRun) -> float:
@@ -28,7 +28,7 @@ def count_float8_flops_per_token(run: PlannedRun) -> float:
     weights = sum(run.float8_share(name) * i * o for name, (i, o) in list_block_weights(run).items())
     weights += run.float8_share(EXPERTS) * model.top_k * _count_expert_weights(run)
     weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
-    return 2 * len(kinds_of_matmuls(run.precision)) * weights
+    return 2 * len(find_scale_kinds(run.precision)) * weights
 
 
 def compute_share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:

@@ -12,7 +12,7 @@ from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, collect_curves
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.trainer.metrics import compute_median_after_warmup
-from quaver.numerics.history import step_order
+from quaver.numerics.history import make_order_key
 from quaver.numerics.record import Record
 
 MEMORY = {
@@ -57,7 +57,7 @@ def describe_nonfinite(record: Record) -> str:
     sample = int(bad.any(1).argmax())
     layers = list(dict.fromkeys(tensor["layer"] for tensor in record.tensors))
     tensors = [record.tensors[position] for position in np.flatnonzero(bad[sample]).tolist()]
-    first = min(tensors, key=lambda tensor: step_order(layers.index(tensor["layer"]), tensor["operand"]))
+    first = min(tensors, key=lambda tensor: make_order_key(layers.index(tensor["layer"]), tensor["operand"]))
     more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
     return f"NaN or infinities since step {record.steps[sample]:,}, in {format_tensor_name(first)}{more}"
 

@@ -126,7 +126,7 @@ def compute_utilization(
         tokens_per_s: tokens per second of this device.
     """
     flops_per_s = sum(flops_per_token.values()) * tokens_per_s
-    seconds_per_token = peak.seconds({name: flops for name, flops in flops_per_token.items() if name != MASKED})
+    seconds_per_token = peak.compute_seconds({name: flops for name, flops in flops_per_token.items() if name != MASKED})
     return {
         "tflops": flops_per_s / 1e12,
         "mfu": flops_per_s / peak.flops_per_s,

@@ -21,7 +21,7 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.conversion.high_precision import float8_modules
+from quaver.conversion.high_precision import iter_float8_modules
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.lab.data import Batch
 from quaver.lab.runs.ranks import Ranks
@@ -152,7 +152,7 @@ class TrainedModel:
 
     @property
     def _is_float8(self) -> bool:
-        return any(True for _ in float8_modules(self.model))
+        return any(True for _ in iter_float8_modules(self.model))
 
     @property
     def notes(self) -> list[str]:
@@ -286,7 +286,7 @@ class TrainedModel:
             name: list_high_precision_matmuls(
                 self._schedule, step, config.training.steps, block_of.get(id(module)), len(blocks)
             )
-            for name, module in float8_modules(self.model)
+            for name, module in iter_float8_modules(self.model)
         }
         run_in_high_precision(self.model, wanted.__getitem__)
         matmul_sets = set(wanted.values())

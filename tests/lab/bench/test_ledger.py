@@ -26,8 +26,8 @@ from quaver.lab.settings.flags import parse_options
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
-from quaver.roofline.matmul import matmul_seconds
-from quaver.roofline.scaled_matmul import share_of_scales
+from quaver.roofline.matmul import predict_matmul_seconds
+from quaver.roofline.scaled_matmul import get_scales_share
 from tests.library.kernels.test_dispatch import counting_launches
 from tests.library.kernels.triton_kernels import interpreting_process
 
@@ -276,7 +276,9 @@ def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
     result = access((M, M), (M, 1), torch.bfloat16)
     scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
     milliseconds = sum_milliseconds(count_operator(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
-    expected = matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=share_of_scales(kind, spec))
+    expected = predict_matmul_seconds(
+        M, N, M, True, spec, by_shape=False, get_scales_share=get_scales_share(kind, spec)
+    )
     assert milliseconds == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
 
 

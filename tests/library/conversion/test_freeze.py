@@ -20,7 +20,7 @@ from quaver import (
     convert_to_high_precision,
     freeze_to_float8,
 )
-from quaver.conversion.freeze import blockwise_config, store_float8_weight
+from quaver.conversion.freeze import make_blockwise_config, store_float8_weight
 from quaver.experts.grouped_mm import get_frozen_operands, multiply_by_weight
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.gemm import float8_mm
@@ -88,7 +88,7 @@ def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
 
 @CONFIG
 def test_the_forward_is_that_of_float8_training(config):
-    config = blockwise_config() if config == "blockwise" else config
+    config = make_blockwise_config() if config == "blockwise" else config
     frozen, training = (
         freeze_to_float8(build_model(), config=config),
         convert_to_float8_training(build_model(), config=config),
@@ -103,7 +103,7 @@ def test_the_forward_is_that_of_float8_training(config):
 
 def test_power_of_2_scales_cost_nothing():
     hp = build_model(torch.float32)[0].weight.detach()
-    configs = [blockwise_config(power_of_2=power_of_2) for power_of_2 in (True, False)]
+    configs = [make_blockwise_config(power_of_2=power_of_2) for power_of_2 in (True, False)]
     linears = [freeze_to_float8(build_model(torch.float32)[0], config=config) for config in configs]
     power_of_2, float32 = (sqnr_db(hp, linear.weight.to_high_precision()) for linear in linears)
     assert linears[0].weight.has_power_of_2_scales
@@ -251,7 +251,7 @@ def put_another_recipe(state):
 
 
 def put_float32_scales(state):
-    state |= freeze_to_float8(build_model(), config=blockwise_config(power_of_2=False)).state_dict()
+    state |= freeze_to_float8(build_model(), config=make_blockwise_config(power_of_2=False)).state_dict()
 
 
 def put_nan(state):
@@ -522,7 +522,7 @@ def test_a_weight_is_not_multiplied_under_another_recipe():
 
 
 def test_weights_from_a_checkpoint():
-    hp, config = torch.randn(130, 257), blockwise_config(power_of_2=False)
+    hp, config = torch.randn(130, 257), make_blockwise_config(power_of_2=False)
     codes, _, scale = dynamic_cast_blocks(hp, E4M3)
     linear = nn.Linear(257, 130, bias=False, device="meta")
     store_float8_weight(linear, codes, scale, config=config, dtype=torch.bfloat16)
@@ -541,7 +541,7 @@ def test_weights_from_a_checkpoint():
         ),
         ({"dtype": E4M3}, "dtype: expected torch.float32"),
         ({"dequant_scale": torch.ones(130, 1)}, "expected a blockwise 128 x 128 weight of"),
-        ({"config": blockwise_config()}, "expected scales that are powers of two"),
+        ({"config": make_blockwise_config()}, "expected scales that are powers of two"),
         ({"dequant_scale": scale * torch.inf}, "expected finite dequant_scales above 0"),
         ({"dequant_scale": scale * 0}, "expected finite dequant_scales above 0"),
         ({"codes": torch.full_like(hp, torch.nan).to(E4M3)}, "expected finite codes, got NaN or inf"),

@@ -16,7 +16,7 @@ from quaver import (
     convert_to_high_precision,
     freeze_to_float8,
 )
-from quaver.conversion.freeze import blockwise_config
+from quaver.conversion.freeze import make_blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import SafetensorsWriter
 from quaver.recipes.serving import SERVING, serving_config
@@ -221,7 +221,7 @@ def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tm
     with torch.no_grad():
         for linear in model.layer.values():
             linear.weight.mul_(torch.logspace(-1, 0, 200)[:, None]).mul_(torch.logspace(0, -1, 200))
-    whole = freeze_to_float8(model, config=blockwise_config(power_of_2=False))
+    whole = freeze_to_float8(model, config=make_blockwise_config(power_of_2=False))
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         expected = whole(tokens)

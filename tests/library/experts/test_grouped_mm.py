@@ -233,7 +233,7 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_reference_takes_no_rows(recipe):
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    for cast in {casts.input.row, casts.input.column} - {cast for cast in casts.all_casts() if cast.is_disabled}:
+    for cast in {casts.input.row, casts.input.column} - {cast for cast in casts.list_casts() if cast.is_disabled}:
         arguments = torch.zeros(0, 70), cast, torch.zeros(4, dtype=torch.int32), 4, True, True, True
         operand = cast_groups(*arguments).row
         with simulate_gpu((8, 0)):

@@ -18,7 +18,7 @@ from quaver import (
     freeze_to_float8,
     sync_float8_amax_and_scale_history,
 )
-from quaver.conversion.freeze import blockwise_config
+from quaver.conversion.freeze import make_blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.linear import frozen_weight
 from tests.library.export.models import PROJECTIONS, Tiny, not_the_head, saved, tiny
@@ -30,8 +30,8 @@ CONFIGS = {
     "rowwise": "rowwise",
     "tensorwise": "tensorwise",
     "mixed": "rowwise_with_tensorwise_weight",
-    "blockwise": blockwise_config(),
-    "float32 blocks": blockwise_config(power_of_2=False),
+    "blockwise": make_blockwise_config(),
+    "float32 blocks": make_blockwise_config(power_of_2=False),
     "mxfp8": "mxfp8",
 }
 

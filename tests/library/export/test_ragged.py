@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quaver import convert_to_float8_training, freeze_to_float8
-from quaver.conversion.freeze import blockwise_config
+from quaver.conversion.freeze import make_blockwise_config
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.steps import assert_same, train
@@ -40,7 +40,7 @@ def exported(tmp_path_factory):
 
     @functools.cache
     def export(format):
-        model = freeze_to_float8(build_ragged(), config=blockwise_config(power_of_2=False))
+        model = freeze_to_float8(build_ragged(), config=make_blockwise_config(power_of_2=False))
         save_float8(model, root / format, config={}, format=format)
         return root / format, load_file(root / format / "model.safetensors")
 
@@ -121,7 +121,7 @@ def test_training_goes_on_from_float32_scales_with_the_codes_of_the_file(format,
         torch.testing.assert_close(scale, stored[name.replace("weight", SCALE[format])], rtol=2**-22, atol=0)
     model = build_ragged()
     model.load_state_dict(values)
-    convert_to_float8_training(model, config=blockwise_config(power_of_2=False))
+    convert_to_float8_training(model, config=make_blockwise_config(power_of_2=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = train(model, optimizer, [torch.linspace(-1, 1, 3 * COLUMNS).view(3, COLUMNS)] * 5)
     assert losses[-1] < 0.9 * losses[0]

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from quaver import convert_to_high_precision, freeze_to_float8
-from quaver.conversion.freeze import blockwise_config
+from quaver.conversion.freeze import make_blockwise_config
 from quaver.experts.module import is_experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
@@ -68,7 +68,7 @@ def deepseek(kv_lora_rank=160):
 def frozen_deepseek(**options):
     return freeze_to_float8(
         deepseek(**options),
-        config=blockwise_config(power_of_2=False),
+        config=make_blockwise_config(power_of_2=False),
         module_filter_fn=lambda module, name: not_the_head(module, name) and not is_experts(module),
     )
 

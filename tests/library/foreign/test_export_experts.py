@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
 
 from quaver import convert_to_float8_training, freeze_to_float8
-from quaver.conversion.freeze import blockwise_config
+from quaver.conversion.freeze import make_blockwise_config
 from quaver.experts.module import Float8Experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
@@ -190,7 +190,7 @@ def test_training_goes_on_with_the_codes_of_the_file(tmp_path):
         model = large("qwen3_moe")
         if name == "second":
             model.load_state_dict(dict(load_float8(tmp_path / "first", dtype=torch.float32, model=model)))
-        convert_to_float8_training(model, config=blockwise_config(power_of_2=False))
+        convert_to_float8_training(model, config=make_blockwise_config(power_of_2=False))
         save_float8(model, tmp_path / name, format="fp8")
     first, second = StoredTensors(tmp_path / "first"), StoredTensors(tmp_path / "second")
     assert set(first) == set(second)

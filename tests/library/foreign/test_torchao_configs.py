@@ -52,7 +52,7 @@ def test_every_option_arrives():
         "cast_config_grad_output_for_grad_weight": theirs.CastConfig(scaling_type=off, target_dtype=torch.float8_e5m2),
     }
     config = resolve_config(theirs.Float8LinearConfig(**in_bfloat16))
-    assert [cast.is_disabled for cast in config.casts.all_casts()] == [False, True, False, False, False, True]
+    assert [cast.is_disabled for cast in config.casts.list_casts()] == [False, True, False, False, False, True]
 
 
 def test_configs_of_training_ops_are_taken_by_value():
@@ -61,7 +61,7 @@ def test_configs_of_training_ops_are_taken_by_value():
         assert resolve_config(given) == quaver.Float8LinearConfig.from_recipe_name(name)
     for recipe in ops.MXFP8TrainingRecipe:
         config = resolve_config(ops.MXFP8TrainingOpConfig.from_recipe(recipe))
-        assert {cast.block_size for cast in config.casts.all_casts() if not cast.is_disabled} == {(1, 32)}
+        assert {cast.block_size for cast in config.casts.list_casts() if not cast.is_disabled} == {(1, 32)}
         assert config.emulate is ("emulated" in recipe.value)
         assert config.casts.input.column.is_disabled is ("wgrad_with_hp" in recipe.value)
         assert config.casts.weight.row.scale_calculation_mode.value == "rceil"

@@ -212,9 +212,9 @@ def test_freed_memory_is_not_read():
     probe = Probe(sampling.take_number(), quaver.Float8LinearConfig(), torch.device("cpu"))
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="was freed before it was used"):
-        probe.output(torch.randn(600, 4), freed, torch.randn(4, 400), None)
+        probe.observe_output(torch.randn(600, 4), freed, torch.randn(4, 400), None)
     sampling.close()
-    probe.output(torch.randn(600, 4), freed, torch.randn(4, 400), None)  # of no monitor
+    probe.observe_output(torch.randn(600, 4), freed, torch.randn(4, 400), None)  # of no monitor
 
 
 def test_validation_is_not_sampled():

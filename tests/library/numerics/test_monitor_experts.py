@@ -14,7 +14,7 @@ from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, list_sites
-from quaver.numerics.statistics import STATISTICS, merge, new_slots, observe_matrix, summarize_slots
+from quaver.numerics.statistics import STATISTICS, make_slots, merge_slots, observe_matrix, summarize_slots
 from tests.library.experts.test_grouped_mm import ENDS, RECIPES, operands
 from tests.mixture import make_mixture
 from tests.steps import assert_same, train
@@ -32,10 +32,10 @@ def sampling():
 
 def summarize_casts(site, casts, matrices):
     """Return the merged statistics of the casts that linears would make of the matrices."""
-    slots = new_slots(1, CPU)
+    slots = make_slots(1, CPU)
     for hp in matrices:
         operands = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
-        merge(slots, observe_matrix(hp, operands.row or operands.column)[None])
+        merge_slots(slots, observe_matrix(hp, operands.row or operands.column)[None])
     return summarize_slots(slots, [None])
 
 

@@ -7,7 +7,7 @@ import torch
 
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.ranks import find_disagreements
-from quaver.numerics.statistics import merge, new_slots, observe_matrix
+from quaver.numerics.statistics import make_slots, merge_slots, observe_matrix
 from quaver.recipes.config import Float8LinearConfig
 
 SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
@@ -15,13 +15,13 @@ SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
 
 def observe_weight(weight, casts=1):
     """Return the slots [1, WIDTH] of a rank that casts a weight so often."""
-    slots = new_slots(1, torch.device("cpu"))
+    slots = make_slots(1, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     hp = torch.randn(64, 48, generator=generator)
     hp[5, 7] = {SAME: 0.5, OTHER: 0.501, NOT_FINITE: math.nan, NOTHING: 0}[weight]
     operand = Quantizer(Float8LinearConfig().casts.weight, hp.dtype)(hp, row=True, column=False).row
     for _ in range(casts if weight else 0):
-        merge(slots, observe_matrix(hp, operand)[None])
+        merge_slots(slots, observe_matrix(hp, operand)[None])
     return slots
 
 

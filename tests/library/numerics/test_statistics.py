@@ -13,9 +13,15 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
 from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, compute_extras, describe_extras, what_if
 from quaver.numerics.record import decode_counts
-from quaver.numerics.statistics import SlotIndex, merge, new_slots, observe_matrix, power_ratio_db, summarize_slots
+from quaver.numerics.statistics import (
+    SlotIndex,
+    compute_ratio_db,
+    make_slots,
+    observe_matrix,
+    summarize_slots,
+)
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.sqnr import decibels, replace_inf
+from quaver.recipes.sqnr import replace_inf, to_decibels
 from tests.reference import sqnr_db as reference_sqnr_db
 from tests.thinned import thinned
 
@@ -126,7 +132,7 @@ def test_the_worst_scale_is_the_one_with_the_lowest_sqnr():
 def test_slots_of_parts_merge_to_the_slot_of_the_whole():
     hp = make_hostile(96, 64, torch.bfloat16)
     operand = cast(hp, "rowwise", "input", False)
-    merged = new_slots(1, torch.device("cpu"))
+    merged = make_slots(1, torch.device("cpu"))
     for rows in (slice(0, 32), slice(32, 33), slice(33, 96)):
         part = Operand(operand.data[rows], operand.dequant_scale[rows], operand.layout, operand.quant_scale[rows])
         merge(merged, observe_matrix(hp[rows], part)[None])
@@ -140,7 +146,7 @@ def test_slots_of_parts_merge_to_the_slot_of_the_whole():
 def test_elements_of_a_weight_count_once():
     hp = torch.randn(32, 16)
     operand = cast(hp, "tensorwise", "weight", False)
-    slots = new_slots(1, torch.device("cpu"))
+    slots = make_slots(1, torch.device("cpu"))
     for _ in range(3):  # micro-batches
         merge(slots, observe_matrix(hp, operand)[None])
     assert summarize_slots(slots, [hp.numel()]) == summarize(hp, operand)
@@ -148,10 +154,10 @@ def test_elements_of_a_weight_count_once():
 
 
 @pytest.mark.parametrize(
-    ("signal", "noise", "decibels"), [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (1.0, math.inf, -math.inf)]
+    ("signal", "noise", "to_decibels"), [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (1.0, math.inf, -math.inf)]
 )
-def test_sqnr(signal, noise, decibels):
-    assert power_ratio_db(np.array([signal]), np.array([noise])).tolist() == pytest.approx([decibels])
+def test_sqnr(signal, noise, to_decibels):
+    assert compute_ratio_db(np.array([signal]), np.array([noise])).tolist() == pytest.approx([to_decibels])
 
 
 # ---- histograms and other recipes ------------------------------------------------------------------------------------
@@ -187,7 +193,7 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
             assert sqnr_db == math.inf
         else:
             slot = observe_matrix(hp, codes).numpy()
-            assert sqnr_db == pytest.approx(float(power_ratio_db(slot[SlotIndex.SIGNAL], slot[SlotIndex.NOISE])))
+            assert sqnr_db == pytest.approx(float(compute_ratio_db(slot[SlotIndex.SIGNAL], slot[SlotIndex.NOISE])))
 
 
 def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
@@ -223,8 +229,8 @@ def test_what_if_refuses(arguments, message):
 
 def test_decibels_of_norms_and_of_squares_agree():
     norms = {"a": (8.0, 0.5), "exact": (2.0, 0.0), "zeros": (0.0, 1.0), "inf": (1.0, math.inf), "nan": (1.0, math.nan)}
-    from_norms = {name: decibels(*pair) for name, pair in norms.items()}
+    from_norms = {name: to_decibels(*pair) for name, pair in norms.items()}
     signal, noise = np.square(list(norms.values())).T
-    assert power_ratio_db(signal, noise) == pytest.approx(list(from_norms.values()))
+    assert compute_ratio_db(signal, noise) == pytest.approx(list(from_norms.values()))
     assert replace_inf(from_norms) == {"a": pytest.approx(20 * math.log10(16)), **dict.fromkeys(list(norms)[1:])}
     assert [from_norms[name] for name in ("exact", "zeros", "inf", "nan")] == [math.inf, *[-math.inf] * 3]

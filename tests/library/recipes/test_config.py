@@ -73,7 +73,7 @@ def test_torchaos_and_megatrons_names_of_block_recipes(alias, recipe):
 def test_the_casts_of_block_recipes():
     config = Float8LinearConfig.from_recipe_name("mxfp8")
     assert config.short_str() == "i:dyn_blk1x32_e4m3,w:dyn_blk32x32_e4m3,go:dyn_blk1x32_e4m3"
-    assert {cast.scale_calculation_mode for cast in config.casts.all_casts()} == {ScaleCalculationMode.RCEIL}
+    assert {cast.scale_calculation_mode for cast in config.casts.list_casts()} == {ScaleCalculationMode.RCEIL}
     assert not config.casts.weight.row.depends_on_direction
     assert config.casts.input.row.depends_on_direction
     one_dimensional = replace(config.cast_config_weight, block_size=(1, 32))  # torchao's weights, cast twice
@@ -164,7 +164,7 @@ def test_configs_are_rebuilt_from_their_fields(name):
         assert rebuilt == config
         assert rebuilt.casts == config.casts
         assert rebuilt._derived == config._derived
-    for cast in config.casts.all_casts():
+    for cast in config.casts.list_casts():
         assert CastConfig(**asdict(cast)) == cast
     with pytest.raises(TypeError, match="unexpected keyword argument 'is_rowwise'"):
         Float8LinearConfig(cast_config_input={"is_rowwise": True})
@@ -365,9 +365,9 @@ def test_a_static_scale_may_be_a_tensor_of_one_element():
 
 def test_the_delayed_recipes_and_what_older_configs_accept():
     delayed = Float8LinearConfig.from_recipe_name("delayed")
-    assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts.all_casts())
+    assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts.list_casts())
     mixed = Float8LinearConfig.from_recipe_name("delayed_with_dynamic_weight")
-    assert [cast.is_persistent for cast in mixed.casts.all_casts()] == [True, True, False, False, True, True]
+    assert [cast.is_persistent for cast in mixed.casts.list_casts()] == [True, True, False, False, True, True]
     assert "DelayedScalingConfig(history_len=16" in str(mixed)
     old = dataclasses.replace(delayed, enable_amax_init=False, enable_pre_and_post_forward=False)
     assert old.casts == delayed.casts

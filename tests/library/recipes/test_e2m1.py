@@ -175,4 +175,4 @@ def test_exports_and_experts_refuse_codes_of_four_bits():
     with pytest.raises(ValueError, match=r"rows of an even length, got \[2, 5\]"):
         cast(torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"rows of an even length, got \[4, 3\]"):  # a shard's, on every rank
-        ALONG.layout.shape_of_codes((4, 3))
+        ALONG.layout.get_codes_shape((4, 3))

@@ -76,7 +76,7 @@ def is_valid_cast(cast):
     if (rule := cast.get("scale_rule")) and not (
         mode is None
         and dtype in (None, E4M3)
-        and (scaling_type is ScalingType.DYNAMIC or (is_static and RULES[rule].takes_stored_scales))
+        and (scaling_type is ScalingType.DYNAMIC or (is_static and RULES[rule].takes_dequant_scales))
     ):
         return False
     if (dtype is E2M1) != (16 in cast.get("block_size", ())) or (dtype is E2M1 and mode is not None):
@@ -179,7 +179,7 @@ def check_results(draw, config):
         input, grad_output = draw_matrix(draw, tokens, k), draw_matrix(draw, tokens, n)
         with cast_weights_once(module) if draw.random() < 0.3 else contextlib.nullcontext():
             results = results_of(module, input, grad_output=grad_output)
-        if any(cast.target_dtype is E2M1 and not cast.is_disabled for cast in config.casts.all_casts()):
+        if any(cast.target_dtype is E2M1 and not cast.is_disabled for cast in config.casts.list_casts()):
             assert all(result.isfinite().all() for result in results)  # the reference has no casts of four bits
             continue
         expected = results_of(reference, input, grad_output=grad_output)

@@ -25,7 +25,7 @@ from quaver import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from quaver.conversion.freeze import blockwise_config
+from quaver.conversion.freeze import make_blockwise_config
 from quaver.recipes import reference
 from quaver.recipes.reference import ReferenceLinear
 from tests.reference import assert_matmul_exact
@@ -39,8 +39,8 @@ CONFIGS = RECIPES | {
         cast_config_weight=CastConfig(ScalingType.STATIC, static_quant_scale=16.0),
         cast_config_grad_output=CastConfig(ScalingType.STATIC, static_quant_scale=1024.0),
     ),
-    "frozen": blockwise_config(),
-    "frozen, float32 scales": blockwise_config(power_of_2=False),
+    "frozen": make_blockwise_config(),
+    "frozen, float32 scales": make_blockwise_config(power_of_2=False),
     "blockwise, float32 scales": replace(RECIPES["blockwise"], round_scales_to_power_of_2=False),
     "tensorwise, power-of-two scales": replace(RECIPES["tensorwise"], round_scales_to_power_of_2=True),
     "tensorwise, weight kept": replace(RECIPES["tensorwise"], keep_float8_weight_for_backward=True),
@@ -126,7 +126,7 @@ def make_linears(config, shape, dtype, bias, numbers):
 
 
 def has_delayed_scales(config):
-    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.all_casts())
+    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.list_casts())
 
 
 def growth_by_step(config):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quaver.roofline.attention import predict_attention_seconds
-from quaver.roofline.block import BlockShape, bytes_between_matmuls, seconds_between_matmuls
-from quaver.roofline.cost import predict_linear_cost, recipe_casts
+from quaver.roofline.block import BlockShape, count_bytes_between_matmuls, predict_seconds_between_matmuls
+from quaver.roofline.cost import count_recipe_casts, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 
 RECORDED = json.loads((Path(__file__).parents[3] / "benchmarks/results/ledger.json").read_text())
@@ -25,7 +25,7 @@ def count_cast_bytes(recipe):
         cast.bytes_per_element * elements
         for k, n, readers in LINEARS
         for cast, elements in zip(
-            recipe_casts(recipe, input_readers=readers), (TOKENS * k, k * n, TOKENS * n), strict=True
+            count_recipe_casts(recipe, input_readers=readers), (TOKENS * k, k * n, TOKENS * n), strict=True
         )
     )
 
@@ -39,22 +39,22 @@ def predict_milliseconds(recipe):
     linears = sum((cost.float8 if recipe else cost.bfloat16).total_s for cost in costs)
     return 1e3 * (
         linears
-        + sum(seconds_between_matmuls(SHAPE, TOKENS, spec))
+        + sum(predict_seconds_between_matmuls(SHAPE, TOKENS, spec))
         + sum(predict_attention_seconds(Q, TOKENS, SEQ_LEN, spec))
     )
 
 
 def test_bytes_by_hand():
     """Two norms, one rotation and SwiGLU move the residual stream and their own operands alone."""
-    assert bytes_between_matmuls(BlockShape(1, 0, 0, 0), residual_bytes=4) == (26, 36)
-    assert bytes_between_matmuls(BlockShape(0, 1, 1, 0)) == (8, 8)
-    assert bytes_between_matmuls(BlockShape(0, 0, 0, 1)) == (6, 10)
+    assert count_bytes_between_matmuls(BlockShape(1, 0, 0, 0), residual_bytes=4) == (26, 36)
+    assert count_bytes_between_matmuls(BlockShape(0, 1, 1, 0)) == (8, 8)
+    assert count_bytes_between_matmuls(BlockShape(0, 0, 0, 1)) == (6, 10)
 
 
 @EVERY_RECIPE
 def test_bytes_are_near_those_of_compiled_code(recipe):
     counted = LEDGERS[f"quaver {recipe}" if recipe else "bfloat16"]["overhead_bytes"]
-    predicted = TOKENS * sum(bytes_between_matmuls(SHAPE)) + (count_cast_bytes(recipe) if recipe else 0)
+    predicted = TOKENS * sum(count_bytes_between_matmuls(SHAPE)) + (count_cast_bytes(recipe) if recipe else 0)
     # blockwise: casts that wait for the amax of a block read twice, and no floor has that. With gradients of weights in
     # high precision Inductor fuses most casts with the producers of their operands, which the formula reads again.
     tolerances = {"blockwise": 0.3, "rowwise_with_gw_hp": 0.2}

@@ -5,10 +5,10 @@ from dataclasses import astuple, replace
 import pytest
 
 from quaver.linear.gemm import ScaleKind
-from quaver.roofline.cost import KERNEL_LAUNCH_S, predict_linear_cost, recipe_casts
+from quaver.roofline.cost import KERNEL_LAUNCH_S, count_recipe_casts, predict_linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
-from quaver.roofline.scaled_matmul import share_of_scales
+from quaver.roofline.scaled_matmul import get_scales_share
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")
@@ -46,12 +46,12 @@ def test_recipes_rank_by_what_they_read_and_multiply():
 def test_bytes_and_kernels_of_the_casts(recipe, apart, at_once):
     """The casts of a weight are made apart for each of its matmuls, or at once for both."""
     for microbatches, expected in ((None, apart), (1, at_once)):
-        casts = recipe_casts(recipe, microbatches=microbatches)
+        casts = count_recipe_casts(recipe, microbatches=microbatches)
         assert tuple(zip(*((cast.bytes_per_element, cast.kernels) for cast in casts), strict=True)) == expected
 
 
 def test_casts_are_divided_between_their_readers():
-    input, weight, grad_output = recipe_casts("tensorwise", microbatches=4, input_readers=3)
+    input, weight, grad_output = count_recipe_casts("tensorwise", microbatches=4, input_readers=3)
     assert (input.bytes_per_element, weight.bytes_per_element, grad_output.bytes_per_element) == (2, 1.5, 6)
     assert speedup("tensorwise") < speedup("tensorwise", microbatches=1) < speedup("tensorwise", microbatches=8)
     assert speedup("tensorwise") < speedup("tensorwise", input_readers=3)
@@ -97,7 +97,7 @@ def test_the_parts_by_hand():
 )
 def test_the_rate_by_scales(device, kind, share):
     """Row-wise by cuBLAS on compute capability 9.x, by CUTLASS on others of NVIDIA's."""
-    assert share_of_scales(kind, find_device_spec(device)) == share
+    assert get_scales_share(kind, find_device_spec(device)) == share
 
 
 def test_a_matmul_of_few_tokens_is_limited_by_memory():

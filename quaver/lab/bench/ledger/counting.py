@@ -20,7 +20,7 @@ from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import Float8LinearConfig
-from quaver.roofline.cost import unmultiplied_kinds
+from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import require_device_spec
 
 PARTS = ("block", "linear")
@@ -71,7 +71,7 @@ def is_multiplied(recipe: str, gpu: str) -> bool:
 
 
 def _find_unmultiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
-    return unmultiplied_kinds(require_device_spec(gpu, "gpu"), recipe)
+    return find_unmultiplied_kinds(require_device_spec(gpu, "gpu"), recipe)
 
 
 def check_triton() -> None:

@@ -18,8 +18,14 @@ from quaver.linear.gemm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH, choose_kernel, get_rates
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE, best_tflops, matmul_seconds, predict_move_seconds
-from quaver.roofline.scaled_matmul import share_of_scales
+from quaver.roofline.matmul import (
+    MATMUL_SHARES,
+    MEMORY_SHARE,
+    get_best_tflops,
+    predict_matmul_seconds,
+    predict_move_seconds,
+)
+from quaver.roofline.scaled_matmul import get_scales_share
 
 STRIDED_COPY_S = 7.4e-12
 """Time per element of aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
@@ -63,14 +69,14 @@ def _time_flops(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> floa
     if entry.category == "attention":
         query, _ = find_query_and_key(entry)
         rate = get_rates(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
-        return entry.flops / (rate.tflops(query.size[2]) * 1e12)
+        return entry.flops / (rate.compute_tflops(query.size[2]) * 1e12)
     in_float8 = entry.category == "float8 matmul"
-    share = share_of_scales(find_scale_kind(entry), spec) if in_float8 else 1.0
+    share = get_scales_share(find_scale_kind(entry), spec) if in_float8 else 1.0
     if not by_shape:
-        return entry.flops / (best_tflops(in_float8, spec) * share * 1e12)
+        return entry.flops / (get_best_tflops(in_float8, spec) * share * 1e12)
     columns, contracted = entry.launch.writes[0].size[-1], find_matrices(entry)[0].size[-1]
     rows = entry.flops // (2 * columns * contracted)
-    return matmul_seconds(rows, contracted, columns, in_float8, spec, share_of_scales=share)
+    return predict_matmul_seconds(rows, contracted, columns, in_float8, spec, share_of_scales=share)
 
 
 def list_constants(spec: DeviceSpec) -> dict[str, str]:
@@ -79,7 +85,7 @@ def list_constants(spec: DeviceSpec) -> dict[str, str]:
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
     kernel = choose_kernel(spec.compute_capability)
     kinds = (ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128 if spec.block_length == 128 else ScaleKind.BLOCKS_OF_32)
-    scaled = ", ".join(f"{kind.value} {share_of_scales(kind, spec):.2f}" for kind in kinds)
+    scaled = ", ".join(f"{kind.value} {get_scales_share(kind, spec):.2f}" for kind in kinds)
     gpu = GPUS[spec.name]
     times = f"{gpu.multi_processor_count} at {gpu.clock_hz / 1e9:g} GHz"
     rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in get_rates(spec)]
