@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.matmul_sums import Sums
+from quaver.numerics.record import TensorKey
 from quaver.numerics.statistics import STATISTICS
 
 MEMORY = 16
@@ -21,28 +22,20 @@ ORDER = ("weight", "input", "output", "grad_output", "grad_input", "grad_weight"
 """The operands and results of a layer, in the order in which a step computes them."""
 
 
-class TensorKey(NamedTuple):
-    """Identifies a tensor in all samples; `cast` is "row", "column", "both" or "result"."""
-
-    layer: str
-    operand: str
-    cast: str
-
-
 ROLLOUT = TensorKey("rollout", "output", "result")
 """Stands for the mismatch between rollout and trainer, which belongs to no tensor."""
 
 _NAMES = frozenset((*STATISTICS, *(figure.name for figure in fields(Mismatch))))
 
 
-def make_order_key(layer: int, operand: str) -> tuple[int, int, int]:
+def make_order_key(layer_index: int, operand: str) -> tuple[int, int, int]:
     """Return a sort key for when a step computes an operand: weights first, then the forward, then the backward.
 
-    `layer` is the index of the layer in the forward.
+    `layer_index`: the index of the layer in the forward.
     """
     place = ORDER.index(operand)
     stage = 0 if place == 0 else 1 if place < 3 else 2
-    return stage, -layer if stage == 2 else layer, place
+    return stage, -layer_index if stage == 2 else layer_index, place
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class TensorStatistics:
     key: TensorKey
     position: int
     """The index in the list of tensors."""
-    layer: int
+    layer_index: int
     """The index in the list of layers, which is in the order of the forward."""
     about: Mapping[str, Any]
     """The tensor's entry in the header."""
@@ -71,7 +64,7 @@ class TensorStatistics:
     @property
     def order(self) -> tuple[int, int, int]:
         """The tensor's place in a step; see `make_order_key`."""
-        return make_order_key(self.layer, self.key.operand)
+        return make_order_key(self.layer_index, self.key.operand)
 
     @cached_property
     def peers(self) -> tuple[str, str, str]:
@@ -128,42 +121,31 @@ class History:
         """Read the next sample of a record. `header` is the last header before it."""
         for tensor in self._last.tensors if self._last else ():
             self._past[tensor.key].append(tensor)
-        positions = sample.get("tensors") or range(len(header["tensors"]))
-        names = [name for name in header["statistics"] if sample.get(name) is not None]
+        step, names = int(sample["step"]), [name for name in header["statistics"] if sample.get(name) is not None]
         layers = {layer: i for i, layer in enumerate(dict.fromkeys(about["layer"] for about in header["tensors"]))}
         tensors = []
-        for index, position in enumerate(positions):
-            about = header["tensors"][position]
-            values = {name: parse_number(sample[name][index]) for name in names}
-            key = TensorKey(about["layer"], about["operand"], about["cast"])
+        for position, about in enumerate(header["tensors"]):
+            key, values = TensorKey.from_header(about), {name: _parse_number(sample[name][position]) for name in names}
             if any(value is not None for value in values.values()):
-                tensors.append(TensorStatistics(key, position, layers[key.layer], about, int(sample["step"]), values))
+                tensors.append(TensorStatistics(key, position, layers[key.layer], about, step, values))
         if sample.get("mismatch"):
-            figures = {name: parse_number(value) for name, value in sample["mismatch"].items()}
-            tensors.append(TensorStatistics(ROLLOUT, -1, len(layers), {}, int(sample["step"]), figures))
-        recipes = {
-            recipe: dict(zip(positions, map(parse_number, values), strict=True))
-            for recipe, values in (sample.get("whatif") or {}).items()
-        }
-        by_position = {
-            recipe: [values.get(position) for position in range(len(header["tensors"]))]
-            for recipe, values in recipes.items()
-        }
+            figures = {name: _parse_number(value) for name, value in sample["mismatch"].items()}
+            tensors.append(TensorStatistics(ROLLOUT, -1, len(layers), {}, step, figures))
+        whatif = (sample.get("whatif") or {}).items()
+        recipes = {recipe: [_parse_number(value) for value in values] for recipe, values in whatif}
         ranks = {int(position): int(rank) for position, rank in (sample.get("disagree") or {}).items()}
-        self._last = Sample(
-            int(sample["step"]), tensors, self._past, by_position, _parse_sums(sample, positions), ranks
-        )
+        self._last = Sample(step, tensors, self._past, recipes, _parse_sums(sample), ranks)
         return self._last
 
 
-def _parse_sums(sample: Mapping[str, Any], positions: Iterable[int]) -> dict[int, Sums]:
+def _parse_sums(sample: Mapping[str, Any]) -> dict[int, Sums]:
     columns = [(sample.get("sums") or {}).get(name) for name in Sums._fields]
     if None in columns:
         return {}
-    rows = zip(positions, zip(*columns, strict=True), strict=True)
+    rows = enumerate(zip(*columns, strict=True))
     return {position: Sums(*map(float, values)) for position, values in rows if None not in values}
 
 
-def parse_number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
     """Parse a number of a record, in which NaN and infinities are strings."""
     return None if value is None else float(value)

@@ -15,11 +15,11 @@ import base64
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,19 @@ HISTOGRAM_STEPS_PER_DOUBLING = 8
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Values = NDArray[np.float64]
-_Key = tuple[str, str, str]
+
+
+class TensorKey(NamedTuple):
+    """Identifies a tensor in all samples; `cast` is "row", "column", "both" or "result"."""
+
+    layer: str
+    operand: str
+    cast: str
+
+    @classmethod
+    def from_header(cls, tensor: Mapping[str, Any]) -> TensorKey:
+        """Return the key of a tensor's entry in a header."""
+        return cls(tensor["layer"], tensor["operand"], tensor["cast"])
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -227,7 +239,7 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
             f"{str(path)!r} has no samples: the run ended before its first; train longer or sample more often"
         )
     names = list(dict.fromkeys(name for header in headers for name in header["statistics"]))
-    tensors = {_key(tensor): tensor for header in headers for tensor in header["tensors"]}
+    tensors = {TensorKey.from_header(tensor): tensor for header in headers for tensor in header["tensors"]}
     builder = _RecordBuilder(path, names, {key: column for column, key in enumerate(tensors)}, len(samples))
     for number, line in enumerate(lines, start=1):
         builder.add(number, line)
@@ -250,18 +262,15 @@ def _select_kind(lines: list[dict[str, Any]], kind: str) -> Iterator[tuple[int, 
 
 
 def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
-    tensors, names, fields = line.get("tensors"), line.get("statistics"), ("layer", "operand", "cast")
+    tensors, names = line.get("tensors"), line.get("statistics")
     if not isinstance(names, list) or not isinstance(tensors, list):
         raise _make_error(path, number, "the header lacks statistics or tensors")
     if not all(
-        isinstance(about, dict) and all(isinstance(about.get(name), str) for name in fields) for about in tensors
+        isinstance(about, dict) and all(isinstance(about.get(name), str) for name in TensorKey._fields)
+        for about in tensors
     ):
         raise _make_error(path, number, "a tensor of the header lacks its layer, operand or cast")
     return line
-
-
-def _key(tensor: dict[str, Any]) -> _Key:
-    return tensor["layer"], tensor["operand"], tensor["cast"]
 
 
 def _decode(value: Any) -> Any:
@@ -275,9 +284,7 @@ def _decode(value: Any) -> Any:
 class _RecordBuilder:
     """Puts the values of samples into arrays, in the columns of the tensors that the last header lists."""
 
-    def __init__(
-        self, path: Path, names: Sequence[str], columns: dict[tuple[str, str, str], int], samples: int
-    ) -> None:
+    def __init__(self, path: Path, names: Sequence[str], columns: dict[TensorKey, int], samples: int) -> None:
         self.path, self.columns, self.shape = path, columns, (samples, len(columns))
         self.statistics = {name: np.full(self.shape, np.nan) for name in names}
         self.tables: dict[str, dict[str, Values]] = {"whatif": {}, "sums": {}}
@@ -290,7 +297,7 @@ class _RecordBuilder:
         """Add the next line of the file, the `number`th."""
         if line["kind"] == "header":
             self._header = line
-            self._header_columns = [self.columns[_key(tensor)] for tensor in line["tensors"]]
+            self._header_columns = [self.columns[TensorKey.from_header(tensor)] for tensor in line["tensors"]]
         elif line["kind"] == "sample":
             try:
                 self._add_sample(line)
@@ -302,8 +309,6 @@ class _RecordBuilder:
             raise ValueError(f"step {line['step']} comes after step {self._step}")
         self._step = line["step"]
         columns = self._header_columns
-        if line.get("tensors") is not None:
-            columns = [columns[position] for position in line["tensors"]]
         for name in self._header["statistics"]:
             self.statistics[name][self._index, columns] = _parse_numbers(line[name], len(columns))
         for field_name, table in self.tables.items():

@@ -178,7 +178,7 @@ def test_weights_of_experts_are_checked():
         assert_float8_training(model, torch.optim.SGD(model[0].parameters()))
     for parameter in model[1].parameters():
         parameter.requires_grad_(False)
-    refused(model, f"weights that require no gradient: {', '.join(weights)}$")
+    assert_refused(model, f"weights that require no gradient: {', '.join(weights)}$")
     assert_float8_training(model, torch.optim.SGD(model[0].parameters()), allow_frozen=True)
 
 

@@ -135,7 +135,7 @@ def test_slots_of_parts_merge_to_the_slot_of_the_whole():
     merged = make_slots(1, torch.device("cpu"))
     for rows in (slice(0, 32), slice(32, 33), slice(33, 96)):
         part = Operand(operand.data[rows], operand.dequant_scale[rows], operand.layout, operand.quant_scale[rows])
-        merge(merged, observe_matrix(hp[rows], part)[None])
+        merge_slots(merged, observe_matrix(hp[rows], part)[None])
     whole = observe_matrix(hp, operand)
     apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.FOURTH, SlotIndex.WORST_INDEX]
     torch.testing.assert_close(merged[0, apart[:4]], whole[apart[:4]], rtol=1e-12, atol=0)
@@ -148,7 +148,7 @@ def test_elements_of_a_weight_count_once():
     operand = cast(hp, "tensorwise", "weight", False)
     slots = make_slots(1, torch.device("cpu"))
     for _ in range(3):  # micro-batches
-        merge(slots, observe_matrix(hp, operand)[None])
+        merge_slots(slots, observe_matrix(hp, operand)[None])
     assert summarize_slots(slots, [hp.numel()]) == summarize(hp, operand)
     assert summarize_slots(slots, [None])["numel"] == [3 * hp.numel()]
 
