@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -45,7 +44,7 @@ from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
 from quaver.numerics.ranks import Gathered, find_disagreements, gather_slots
-from quaver.numerics.record import SCHEMA, RecordWriter, Sink
+from quaver.numerics.record import SCHEMA, AnySink, Sink, make_sink
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
@@ -97,7 +96,7 @@ class Monitor:
         model: nn.Module,
         *,
         every: int = 100,
-        sink: str | Path | Sink | Callable[[dict[str, Any]], None] | None = None,
+        sink: AnySink = None,
         extras_every: int = 20,
         completed_steps: int = 0,
         history_len: int = 16,
@@ -135,7 +134,7 @@ class Monitor:
         if not steps_by_hand:
             self._hook = register_optimizer_step_post_hook(self._after_optimizer)
 
-    def _start(self, model: nn.Module, sink: Any) -> BaseException | None:
+    def _start(self, model: nn.Module, sink: AnySink) -> BaseException | None:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
             self._check_options()
@@ -147,7 +146,7 @@ class Monitor:
             self._weights = weights
             self._rows = self._attach_probes()
             self.header = self._make_header()
-            self._sink = _make_sink(sink) if self._is_first else None
+            self._sink = make_sink(sink) if self._is_first else None
             if self._sink is not None:
                 self._sink.write(self.header)
         except BaseException as error:  # noqa: BLE001 - raised by the caller
@@ -371,26 +370,6 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _FunctionSink:
-    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
-        self.write = write
-
-    def close(self) -> None:
-        pass
-
-
-def _make_sink(sink: Any) -> Sink | None:
-    if sink is None:
-        return None
-    if isinstance(sink, str | Path):
-        return RecordWriter(sink)
-    if hasattr(sink, "write") and hasattr(sink, "close"):
-        return sink
-    if callable(sink):
-        return _FunctionSink(sink)
-    raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
 
 
 def _describe_error(error: BaseException) -> str:

@@ -15,7 +15,7 @@ import base64
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,32 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Stop writing."""
+
+
+class FunctionSink:
+    """A sink that calls a function with each line."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self.write = write
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+AnySink = str | Path | Sink | Callable[[dict[str, Any]], None] | None
+
+
+def make_sink(sink: AnySink) -> Sink | None:
+    """Return a sink for the path of a record, a function of a line, or a sink; None for None. Raises TypeError."""
+    if sink is None:
+        return None
+    if isinstance(sink, str | Path):
+        return RecordWriter(sink)
+    if hasattr(sink, "write") and hasattr(sink, "close"):
+        return sink
+    if callable(sink):
+        return FunctionSink(sink)
+    raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
 
 
 class RecordWriter:
@@ -265,11 +291,9 @@ def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, An
     tensors, names = line.get("tensors"), line.get("statistics")
     if not isinstance(names, list) or not isinstance(tensors, list):
         raise _make_error(path, number, "the header lacks statistics or tensors")
-    if not all(
-        isinstance(about, dict) and all(isinstance(about.get(name), str) for name in TensorKey._fields)
-        for about in tensors
-    ):
-        raise _make_error(path, number, "a tensor of the header lacks its layer, operand or cast")
+    for tensor in tensors:
+        if not (isinstance(tensor, dict) and all(isinstance(tensor.get(name), str) for name in TensorKey._fields)):
+            raise _make_error(path, number, "a tensor of the header lacks its layer, operand or cast")
     return line
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.history import MEMORY
-from quaver.numerics.record import RecordWriter, Sink, read_last_samples
+from quaver.numerics.record import AnySink, RecordWriter, make_sink, read_last_samples
 
 RECALLED = 64
 """Samples that are read when a run resumes; more than the `MEMORY` of any rule."""
@@ -27,17 +27,20 @@ class AlarmSink:
     """A sink that gives each sample to `alarms`, and writes the sample and its alarms to another sink.
 
     Args:
-        sink: the other sink, or the path of a record; None to write nothing.
+        sink: the other sink, as for `Monitor`; None to write nothing.
+        alarms: the alarms, by default of all rules.
         on_event: called with each `Alarm` and `Cleared` after it was written. Its exceptions end the step.
         post_mortem: the file for the last samples up to a value that is not finite, and its alarm.
         keep: the most samples in the post-mortem.
         recalls: the record of a run that resumes. Its last samples count like samples of this run, so bad tensors stay
             bad and no alarm is raised twice.
+    Raises:
+        TypeError: `sink` is no sink.
     """
 
     def __init__(
         self,
-        sink: str | Path | Sink | None = None,
+        sink: AnySink = None,
         *,
         alarms: Alarms | None = None,
         on_event: Callable[[Alarm | Cleared], None] | None = None,
@@ -46,7 +49,7 @@ class AlarmSink:
         recalls: str | Path | None = None,
     ) -> None:
         self.alarms = Alarms() if alarms is None else alarms
-        self._sink: Sink | None = RecordWriter(sink) if isinstance(sink, str | Path) else sink
+        self._sink = make_sink(sink)
         self._on_event = on_event
         self._post_mortem = None if post_mortem is None else Path(post_mortem)
         self._recalls = None if recalls is None else Path(recalls)

@@ -50,6 +50,14 @@ def test_the_samples_before_a_resume_keep_the_header_of_their_tensors(tmp_path):
     assert [len(header["tensors"]) for header in record.headers] == [count + 1, count]
 
 
+def test_the_sink_of_alarms_is_any_sink_of_a_monitor():
+    lines = []
+    AlarmSink(lines.append).write(header())
+    assert lines == [header()]
+    with pytest.raises(TypeError, match="sink: expected a path, a function or an object"):
+        AlarmSink(5)
+
+
 def test_what_a_callback_raises_ends_the_step(tmp_path):
     def stop(event):
         assert isinstance(event, Alarm)
