@@ -1,4 +1,4 @@
-"""`CastConfig` and `DelayedScalingConfig`: how one operand is quantized for one matmul, and how delayed scaling works.
+"""`CastConfig`: how one operand is quantized for one matmul.
 
 config.py puts the casts of the three operands together. Import these names from there, or from `quaver`.
 """
@@ -6,11 +6,12 @@ config.py puts the casts of the three operands together. Import these names from
 from __future__ import annotations
 
 import enum
-from dataclasses import InitVar, dataclass, is_dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 
 import torch
 
+from quaver.recipes.field_checks import check_field, convert_field
 from quaver.recipes.formats import E2M1, E4M3, FLOAT8_FORMATS, get_format
 from quaver.recipes.scale_layout import (
     BLOCK_SIZES,
@@ -21,7 +22,6 @@ from quaver.recipes.scale_layout import (
     make_block_layout,
 )
 from quaver.recipes.scale_rules import RULES
-from quaver.recipes.torchao_forms import from_torchao
 
 
 class ScalingType(enum.Enum):
@@ -80,28 +80,6 @@ class ScaleCalculationMode(enum.Enum):
     FLOOR = "floor"
     """2^(floor(log2 amax) - floor(log2 format.max)): the rule of the OCP MX specification. Scaled elements reach 8/7 of
     format.max, and saturate above it."""
-
-
-def check_type(config: object, name: str, expected: type) -> None:
-    """Convert torchao's counterpart of a field, or a dict of its fields, to `expected`, and check the field's type."""
-    value = from_torchao(getattr(config, name), expected)
-    if isinstance(value, dict) and is_dataclass(expected):
-        value = expected(**value)
-    object.__setattr__(config, name, value)
-    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        hint = _suggest_member(expected, value) if issubclass(expected, enum.Enum) else ""
-        raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}{hint}")
-
-
-def _suggest_member(kind: type[enum.Enum], name: object) -> str:
-    members = [member for member in kind if name in (member.name, member.name.lower(), member.value)]
-    return f"; write {members[0]}" if members else ""
-
-
-def check(is_valid: bool, name: str, expected: str, value: object) -> None:
-    """Raise ValueError about the field `name` unless `is_valid`."""
-    if not is_valid:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -181,8 +159,8 @@ class CastConfig:
         return (*(self.block_size or ()), *mode)
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
-        check_type(self, "scaling_type", ScalingType)
-        check_type(self, "scaling_granularity", ScalingGranularity)
+        convert_field(self, "scaling_type", ScalingType)
+        convert_field(self, "scaling_granularity", ScalingGranularity)
         self._check_blocks()
         self._check_rule()
         if self.is_persistent and not self.is_tensorwise:
@@ -193,12 +171,13 @@ class CastConfig:
             )
         is_packed = self.target_dtype is E2M1.dtype
         has_blocks = self.is_blockwise or self.is_disabled
-        check(has_blocks or not is_packed, "target_dtype", "float8 without blocks", self.target_dtype)
+        check_field(has_blocks or not is_packed, "target_dtype", "float8 without blocks", self.target_dtype)
         if self.target_dtype is not None and not is_packed and self.target_dtype not in tuple(FLOAT8_FORMATS):
             names = ", ".join(map(str, FLOAT8_FORMATS))
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
         if static_scale is not None:
-            check(self.static_quant_scale is None, "static_scale", "None next to static_quant_scale", static_scale)
+            is_only = self.static_quant_scale is None
+            check_field(is_only, "static_scale", "None next to static_quant_scale", static_scale)
             object.__setattr__(self, "static_quant_scale", static_scale)
         if self.static_quant_scale is not None:
             self._check_static_scale(self.static_quant_scale)
@@ -208,29 +187,30 @@ class CastConfig:
     def _check_blocks(self) -> None:
         mode, blocks = self.scale_calculation_mode, ScalingGranularity.BLOCKWISE
         if mode is not None:
-            check_type(self, "scale_calculation_mode", ScaleCalculationMode)
+            convert_field(self, "scale_calculation_mode", ScaleCalculationMode)
         if not self.is_blockwise:
             for name, value in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
-                check(value is None, name, f"None unless scaling_granularity is {blocks}", value)
+                check_field(value is None, name, f"None unless scaling_granularity is {blocks}", value)
             return
         is_packed = self.target_dtype is E2M1.dtype
-        check(mode is None or not is_packed, "scale_calculation_mode", "None with e2m1, whose scales are in e4m3", mode)
+        takes_mode = mode is None or not is_packed
+        check_field(takes_mode, "scale_calculation_mode", "None with e2m1, whose scales are in e4m3", mode)
         size = (128, 128) if self.block_size is None else self.block_size
         size = tuple(size) if isinstance(size, list) else size
         sizes = PACKED_BLOCK_SIZES if is_packed else BLOCK_SIZES
-        check(size in sizes, "block_size", f"one of {', '.join(map(str, sizes))}", size)
+        check_field(size in sizes, "block_size", f"one of {', '.join(map(str, sizes))}", size)
         object.__setattr__(self, "block_size", size)
 
     def _check_rule(self) -> None:
         if (rule := self.scale_rule) is None:
             return
-        check(isinstance(rule, str) and rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
+        check_field(isinstance(rule, str) and rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
         mode, scaling, dtype = self.scale_calculation_mode, self.scaling_type, self.target_dtype
-        check(mode is None, "scale_calculation_mode", "None next to scale_rule", mode)
+        check_field(mode is None, "scale_calculation_mode", "None next to scale_rule", mode)
         is_static = scaling is ScalingType.STATIC and RULES[rule].takes_dequant_scales
         is_known = scaling is ScalingType.DYNAMIC or is_static
-        check(is_known, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
-        check(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
+        check_field(is_known, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
+        check_field(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
 
     def known_layout(self, feature: str, *, allows_packed: bool = False) -> ScaleLayout:
         """Return `layout`, for a feature that depends on it.
@@ -253,12 +233,12 @@ class CastConfig:
 
     def _check_static_scale(self, value: float) -> None:
         is_number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        check(is_number and not isinstance(value, bool), "static_quant_scale", "a number", value)
+        check_field(is_number and not isinstance(value, bool), "static_quant_scale", "a number", value)
         scale = float(value)
-        check(2.0**-126 <= scale <= 2.0**126, "static_quant_scale", "a number from 2**-126 to 2**126", scale)
+        check_field(2.0**-126 <= scale <= 2.0**126, "static_quant_scale", "a number from 2**-126 to 2**126", scale)
         scaling = self.scaling_type
         expected = "None unless scaling_type is static"
-        check(scaling is ScalingType.STATIC, "static_quant_scale", expected, f"{scale} with {scaling.value}")
+        check_field(scaling is ScalingType.STATIC, "static_quant_scale", expected, f"{scale} with {scaling.value}")
         object.__setattr__(self, "static_quant_scale", scale)
 
     @property
@@ -311,46 +291,3 @@ def _granularity(cast: CastConfig) -> str:
     mode = cast.scale_calculation_mode
     by_rule = "" if cast.scale_rule is None else f" by the rule {cast.scale_rule}"
     return (cast.granularity if mode is None else f"{cast.granularity} E8M0 {mode.value}") + by_rule
-
-
-@dataclass(frozen=True)
-class DelayedScalingConfig:
-    """How delayed scaling computes a scale from earlier amaxes, in `sync_float8_amax_and_scale_history`.
-
-        amax        = max or most recent of the history, this step's amax included
-        quant_scale = (format.max / (amax * headroom)) / 2**margin        unchanged where amax is 0 or not finite
-
-    With the defaults of `margin` and `headroom`, and `nonfinite_amax="keep_scale"`, this is TransformerEngine's rule.
-
-    Args:
-        history_len: the number of steps in the history. With "max", the scale stays small for this many steps after a
-            spike, and fits again one step after any growth.
-        scale_fn_name: "max" or "most_recent".
-        margin: how many powers of two to stay below the largest number of the format.
-        headroom: the factor by which a tensor may grow from one step to the next before it saturates.
-        nonfinite_amax: what to do with an inf or a NaN amax. "skip": leave it out of the history. "keep_scale": add it
-            to the history; the scale does not change while the amax above is not finite.
-    Raises:
-        ValueError: a field of the wrong type or out of range.
-    """
-
-    history_len: int = 16
-    scale_fn_name: str = "max"
-    margin: int = 0
-    headroom: float = 1.0
-    nonfinite_amax: str = "skip"
-
-    def __post_init__(self) -> None:
-        for name in ("history_len", "margin"):
-            check_type(self, name, int)
-        check(1 <= self.history_len <= 65536, "history_len", "1 to 65536 steps", self.history_len)
-        for name, choices in (("scale_fn_name", _SCALE_FNS), ("nonfinite_amax", _POLICIES)):
-            value = getattr(self, name)
-            check(value in choices, name, f"one of {', '.join(choices)}", value)
-        check(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
-        is_number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)
-        check(is_number and 1 <= self.headroom <= 65536, "headroom", "a factor of 1 to 65536", self.headroom)
-
-
-_SCALE_FNS = ("max", "most_recent")
-_POLICIES = ("skip", "keep_scale")

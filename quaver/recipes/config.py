@@ -6,23 +6,22 @@ Configs are frozen, and are validated and resolved when they are constructed: ev
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from quaver.recipes.cast_checks import check_casts, has_powers_of_2
 from quaver.recipes.cast_config import (
     CastConfig,
-    DelayedScalingConfig,
     ScaleCalculationMode,
     ScalingGranularity,
     ScalingType,
-    check,
-    check_type,
 )
-from quaver.recipes.formats import E2M1, E4M3, E5M2, get_format
+from quaver.recipes.delayed_config import DelayedScalingConfig
+from quaver.recipes.field_checks import check_field, convert_field
+from quaver.recipes.formats import E4M3, E5M2, get_format
 from quaver.recipes.linear_casts import (
     BACKWARD_MATMULS,
     MATMULS,
@@ -31,10 +30,10 @@ from quaver.recipes.linear_casts import (
     MatmulOptions,
     OperandCasts,
     disable,
+    name_cast,
 )
 from quaver.recipes.recipe_name import BACKWARDS, Float8LinearRecipeName, split_recipe
 from quaver.recipes.scale_layout import BLOCK_SIZES
-from quaver.recipes.scale_rules import get_rule
 from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_op_config, from_torchao
 
 __all__ = [
@@ -78,7 +77,7 @@ class Float8GemmConfig:
     use_fast_accum: bool = False
 
     def __post_init__(self) -> None:
-        check_type(self, "use_fast_accum", bool)
+        convert_field(self, "use_fast_accum", bool)
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,12 @@ class Float8LinearConfig:
         casts = self._resolve_casts()
         if self.backward != "float8":
             casts = casts.disable_matmuls(BACKWARD_MATMULS, dequantized=self.backward == "dequantized")
-        for matmul, (left, right) in MATMULS.items():
-            _check_matmul(matmul, casts, left, right)
-        _check_blocks(casts, self.round_scales_to_power_of_2)
-        if self.round_scales_to_power_of_2:
-            _check_powers_of_2(casts)
-        if self.enable_fsdp_float8_all_gather:
-            _check_all_gather(casts.weight, self.backward)
+        check_casts(
+            casts,
+            power_of_2=self.round_scales_to_power_of_2,
+            gathers_in_float8=self.enable_fsdp_float8_all_gather,
+            backward=self.backward,
+        )
         persistent = any(cast.is_persistent for cast in casts.list_casts())
         object.__setattr__(self, "has_persistent_scales", persistent)
         object.__setattr__(self, "casts", casts.disable_matmuls(self.high_precision_matmuls))
@@ -182,34 +180,34 @@ class Float8LinearConfig:
     def _check_types(self) -> None:
         for option in fields(self):
             if option.name.startswith("gemm_config"):
-                check_type(self, option.name, Float8GemmConfig)
+                convert_field(self, option.name, Float8GemmConfig)
             elif option.name.startswith("cast_config"):
                 if getattr(self, option.name) is not None or option.default is not None:
-                    check_type(self, option.name, CastConfig)
+                    convert_field(self, option.name, CastConfig)
             elif option.init and isinstance(option.default, bool):
-                check_type(self, option.name, bool)
-        check_type(self, "delayed_scaling_config", DelayedScalingConfig)
+                convert_field(self, option.name, bool)
+        convert_field(self, "delayed_scaling_config", DelayedScalingConfig)
         groups = self.shared_inputs if isinstance(self.shared_inputs, tuple) else (None,)
         are_names = all(isinstance(group, tuple) and all(isinstance(name, str) for name in group) for group in groups)
-        check(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
+        check_field(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
 
     def _resolve_options(self, forced: bool | None) -> None:
-        check(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
+        check_field(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
         names = self.high_precision_matmuls
         is_list = isinstance(names, Collection) and not isinstance(names, str)
         are_known = is_list and all(name in tuple(MATMULS) for name in names)
-        check(are_known, "high_precision_matmuls", f"names of {', '.join(MATMULS)}", names)
+        check_field(are_known, "high_precision_matmuls", f"names of {', '.join(MATMULS)}", names)
         object.__setattr__(self, "high_precision_matmuls", tuple(name for name in MATMULS if name in names))
         if forced is not None:
             is_valid = isinstance(forced, bool) and not (forced and self.keep_float8_weight_for_backward)
             expected = "a bool, and not True with keep_float8_weight_for_backward"
-            check(is_valid, "force_recompute_fp8_weight_in_bwd", expected, forced)
+            check_field(is_valid, "force_recompute_fp8_weight_in_bwd", expected, forced)
             object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
 
     def _resolve_matmuls(self, casts: LinearCasts) -> LinearMatmuls:
         def options(gemm: Float8GemmConfig, operands: Iterable[tuple[str, str]]) -> MatmulOptions:
             power_of_2 = self.round_scales_to_power_of_2
-            powers_of_2 = all(_has_powers_of_2(casts.get_source(*operand), power_of_2) for operand in operands)
+            powers_of_2 = all(has_powers_of_2(casts.get_source(*operand), power_of_2) for operand in operands)
             return MatmulOptions(gemm.use_fast_accum, powers_of_2, self.emulate, self.pad_inner_dim)
 
         gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
@@ -219,8 +217,8 @@ class Float8LinearConfig:
         """Fill in the `cast_config_*` fields, and return the casts of the operands."""
         casts: list[OperandCasts] = []
         derived: set[str] = set()
-        for operand, column_matmul, default_dtype in _OPERANDS:
-            row_name, column_name = f"cast_config_{operand}", f"cast_config_{operand}_for_{column_matmul}"
+        for operand, default_dtype in zip(LinearCasts._fields, (E4M3.dtype, E4M3.dtype, E5M2.dtype), strict=True):
+            row_name, column_name = (f"cast_config_{name_cast(operand, direction)}" for direction in ("row", "column"))
             given: CastConfig | None = getattr(self, column_name)
             row, column = _resolve(operand, getattr(self, row_name), given, default_dtype)
             object.__setattr__(self, row_name, row)
@@ -241,7 +239,7 @@ class Float8LinearConfig:
     @property
     def weight_scales_are_powers_of_2(self) -> bool:
         """Whether every scale of the weight in the forward is a power of two."""
-        return _has_powers_of_2(self.casts.weight.row, self.round_scales_to_power_of_2)
+        return has_powers_of_2(self.casts.weight.row, self.round_scales_to_power_of_2)
 
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
@@ -274,7 +272,8 @@ class Float8LinearConfig:
     def __str__(self) -> str:
         def describe(operand: str, direction: str) -> str:
             reads_row = direction == "column" and getattr(self.casts, operand).is_dequantized
-            return f"{_name(operand, direction)} {'dequantized' if reads_row else self.casts.get(operand, direction)}"
+            cast = "dequantized" if reads_row else self.casts.get(operand, direction)
+            return f"{name_cast(operand, direction)} {cast}"
 
         matmuls = [f"{matmul}: {describe(*left)} x {describe(*right)}" for matmul, (left, right) in MATMULS.items()]
         scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
@@ -300,19 +299,6 @@ class _ExplicitFields:
 
 
 Float8LinearConfig.__dataclass_fields__ = _ExplicitFields(Float8LinearConfig.__dataclass_fields__)  # type: ignore
-
-_OPERANDS = (
-    ("input", "grad_weight", E4M3.dtype),
-    ("weight", "grad_input", E4M3.dtype),
-    ("grad_output", "grad_weight", E5M2.dtype),
-)
-"""Each operand, the matmul that reads its column codes, and its default dtype."""
-
-
-def _name(operand: str, direction: str) -> str:
-    """Return a cast's name in the fields of `Float8LinearConfig`: "weight", "weight_for_grad_input"."""
-    column_matmuls = {name: column_matmul for name, column_matmul, _ in _OPERANDS}
-    return operand if direction == "row" else f"{operand}_for_{column_matmuls[operand]}"
 
 
 def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
@@ -418,76 +404,6 @@ def _resolve(
         )
     row, column = (disable(cast) if cast.is_disabled else cast for cast in (row, column))
     return replace(row, target_dtype=dtype), replace(column, target_dtype=dtype)
-
-
-def _named(casts: LinearCasts) -> Iterator[tuple[str, CastConfig]]:
-    for operand, *_ in _OPERANDS:
-        for direction in ("row", "column"):
-            yield _name(operand, direction), casts.get(operand, direction)
-
-
-def _check_powers_of_2(casts: LinearCasts) -> None:
-    expected = "a static_quant_scale that is a power of two, since round_scales_to_power_of_2 is on"
-    for name, cast in _named(casts):
-        scale = cast.static_quant_scale
-        check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{name}", expected, scale)
-
-
-def _has_powers_of_2(cast: CastConfig, power_of_2: bool) -> bool:
-    """Return whether every scale of a cast is a power of two."""
-    if cast.target_dtype is E2M1.dtype:
-        return False
-    return power_of_2 if cast.scale_rule is None else get_rule(cast.scale_rule).rounds_up
-
-
-def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
-    for name, cast in _named(casts):
-        if cast.is_blockwise and not cast.depends_on_direction and not name.startswith("weight"):
-            raise ValueError(
-                f"{name}: square blocks are for weights, since no hardware multiplies two; expected tensorwise, "
-                f"rowwise or blocks of (1, 128) or (1, 32), got {cast}"
-            )
-        if cast.scale_calculation_mode is not None and not power_of_2:
-            raise ValueError(
-                f"{name}: E8M0 scales are powers of two; expected round_scales_to_power_of_2=True, got False"
-            )
-    weight = casts.weight
-    is_blockwise = weight.row.is_blockwise or weight.column.is_blockwise
-    if is_blockwise and weight.is_float8 and weight.row != weight.column_source:
-        raise ValueError(
-            f"weight: expected blocks of one size for both of its matmuls, got {weight.row} for output, "
-            f"{weight.column} for grad_input"
-        )
-
-
-def _check_all_gather(weight: OperandCasts, backward: str) -> None:
-    for cast in weight[:2]:
-        cast.known_layout("enable_fsdp_float8_all_gather", allows_packed=True)
-        one_cast = weight.has_equal_casts or weight.is_dequantized
-        check(
-            cast.scale_rule is None or (one_cast and not get_rule(cast.scale_rule).divides),
-            "enable_fsdp_float8_all_gather",
-            "False with a scale_rule that divides by the weight's scales or applies to only one of its matmuls",
-            True,
-        )
-    if not weight.is_float8:
-        raise ValueError(
-            "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
-            f"{weight.row}, grad_input {weight.column}; gather in high precision"
-            + (', or use backward="dequantized"' if backward == "high_precision" else "")
-        )
-
-
-def _check_matmul(matmul: str, casts: LinearCasts, left: tuple[str, str], right: tuple[str, str]) -> None:
-    left_name, left_cast, right_name, right_cast = _name(*left), casts.get(*left), _name(*right), casts.get(*right)
-    if left_cast.is_disabled != right_cast.is_disabled:
-        fp8, hp = (left_name, right_name) if right_cast.is_disabled else (right_name, left_name)
-        raise ValueError(
-            f"{matmul}: {fp8} is cast to float8 but {hp} stays in high precision; a matmul needs both operands in the "
-            "same precision"
-        )
-    if not left_cast.is_disabled and left_cast.target_dtype == right_cast.target_dtype == E5M2.dtype:
-        raise ValueError(f"{matmul}: no hardware multiplies e5m2 by e5m2; make {left_name} or {right_name} e4m3")
 
 
 _RECIPES = {

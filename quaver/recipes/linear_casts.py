@@ -14,6 +14,13 @@ MATMULS = {
 }
 """Each matmul's left and right operand, and the direction in which it reads them."""
 
+
+def name_cast(operand: str, direction: str) -> str:
+    """Return a cast's name in the fields of `Float8LinearConfig`, such as "weight" or "weight_for_grad_input"."""
+    readers = {read: matmul for matmul, operands in MATMULS.items() for read in operands}
+    return operand if direction == "row" else f"{operand}_for_{readers[operand, direction]}"
+
+
 BACKWARD_MATMULS = ("grad_input", "grad_weight")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from quaver.recipes.cast_config import check
+from quaver.recipes.field_checks import check_field
 from quaver.recipes.torchao_forms import from_torchao
 from quaver.runtime.names import suggest
 
@@ -60,7 +60,7 @@ def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipe
     """
     recipe, colon, backward = name.partition(":") if isinstance(name, str) else (name, "", "")
     expected = f"one of {', '.join(BACKWARDS)} after the :"
-    check(not colon or backward in BACKWARDS, f"recipe {name!r}", expected, backward)
+    check_field(not colon or backward in BACKWARDS, f"recipe {name!r}", expected, backward)
     return Float8LinearRecipeName(recipe), backward
 
 
