@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
+from quaver.conversion.high_precision import get_config
 from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
@@ -43,7 +44,7 @@ class LayerReport:
         name: the name of the linear, or of the parameter if another module has the weight.
         in_features, out_features: the last two dims of the weight, a matrix or a stack of matrices.
         matrices_per_token: how many matrices of this weight multiply a token. 1 for a linear; the active experts for a
-            stack; k / E on average for one of E listed experts of which k are active.
+            stack; k / E for a linear that is one of E experts, k of them active.
         backend: how the float8 matmuls ran last: "native" (on float8 units), "exact" (the same numbers without float8
             units), "native and exact" or "not run yet"; "" for skipped layers.
     """
@@ -137,44 +138,62 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     calling it, or it takes no part in training.
     """
     layers: list[LayerReport] = []
-    configs: dict[str, None] = {}
-    notes: dict[str, None] = {}
+    running: list[Float8Linear | Float8Grouped] = []
     scale_owners: dict[tuple[int, int], str] = {}
     owners, experts, idle = find_weight_modules(module), ActiveExperts(module), find_idle_modules(module)
     for name, child in module.named_modules():
-        if not isinstance(child, nn.Linear):
-            if isinstance(child, Float8Grouped):
-                configs[str(child.float8_config)] = None
-                notes.update(dict.fromkeys(_iter_notes(child.float8_config)))
-                if isinstance(child, Float8Experts) and child.dispatcher is not None:
-                    notes[child.dispatcher.note(child)] = None
-            layers += _report_other_weights(child, name, owners, experts, idle.get(name, ""))
-            continue
-        quantized = explain_inference_only(child._parameters.get("weight"))
-        obstacle = quantized or find_missing_weight(child) or idle.get(name, "")
-        converted, filtered = isinstance(child, Float8Linear) and not obstacle, vars(child).get(FILTER_REASON, "")
-        if quantized or isinstance(child, Float8Linear) and obstacle:
-            reason = obstacle
-        elif isinstance(child, Float8Linear):
-            configs[str(child.config)] = None
-            notes.update(dict.fromkeys(_iter_notes(child.config)))
-            tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
-            ties = f"weight tied to {', '.join(tied)}" if tied else ""
-            shares = _describe_shared_scale(child, name, scale_owners)
-            frozen = _describe_frozen(get_local_tensor(child.weight))
-            reasons = [filtered, ties, shares, frozen, find_replaced_forward(child), *explain_unfinished(child)]
-            reason = "; ".join(filter(None, reasons))
+        if isinstance(child, nn.Linear):
+            layer = _report_linear(child, name, owners, experts, idle.get(name, ""), scale_owners)
+            layers.append(layer)
+            running += [child] if isinstance(child, Float8Linear) and layer.converted else []
         else:
-            reason = filtered or find_conversion_obstacle(child, False) or NOT_CONVERTED
-        shape = child.in_features, child.out_features
-        backend = child.backend if isinstance(child, Float8Linear) and converted else ""
-        layers.append(LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend))
+            layers += _report_other_weights(child, name, owners, experts, idle.get(name, ""))
+            running += [child] if isinstance(child, Float8Grouped) else []
+    configs = dict.fromkeys(map(get_config, running))
+    notes = [note for config in configs for note in _iter_notes(config)]
+    for child in running:
+        if isinstance(child, Float8Experts) and child.dispatcher is not None:
+            notes.append(child.dispatcher.note(child))
+    if experts.unknown:
+        notes.append(
+            f"the number of experts in {join_names(experts.unknown)} that a token uses is unknown, so the FLOP share "
+            "counts one; set num_experts_per_tok in the model's config, or top_k of the router"
+        )
+    notes += list_slow_paths() if configs else []
     convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
-    all_notes = [*notes, *_notes_on_guesses(experts), *(list_slow_paths() if configs else [])]
-    return ConversionReport("\n".join(configs), layers, all_notes, convolutions)
+    return ConversionReport(
+        "\n".join(dict.fromkeys(map(str, configs))), layers, list(dict.fromkeys(notes)), convolutions
+    )
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
+
+
+def _report_linear(
+    linear: nn.Linear,
+    name: str,
+    owners: dict[int, list[str]],
+    experts: ActiveExperts,
+    idle: str,
+    scale_owners: dict[tuple[int, int], str],
+) -> LayerReport:
+    """Report on a linear. Adds to `scale_owners`, the names of the first linears with each input scale."""
+    weight, filtered, backend = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON, ""), ""
+    obstacle = explain_inference_only(weight) or find_missing_weight(linear) or idle
+    converted = isinstance(linear, Float8Linear) and not obstacle
+    if obstacle:
+        reason = obstacle
+    elif isinstance(linear, Float8Linear):
+        tied = [owner for owner in owners.get(id(weight), []) if owner != name]
+        ties = f"weight tied to {', '.join(tied)}" if tied else ""
+        shares = _describe_shared_scale(linear, name, scale_owners)
+        frozen = _describe_frozen(get_local_tensor(linear.weight))
+        reasons = [filtered, ties, shares, frozen, find_replaced_forward(linear), *explain_unfinished(linear)]
+        reason, backend = "; ".join(filter(None, reasons)), linear.backend
+    else:
+        reason = filtered or find_conversion_obstacle(linear, False) or NOT_CONVERTED
+    shape = linear.in_features, linear.out_features
+    return LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend)
 
 
 def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str:
@@ -231,7 +250,7 @@ def _describe_frozen(weight: Tensor) -> str:
 def explain_unfinished(module: Float8Linear | Float8Grouped) -> Iterator[str]:
     """Yield the reasons why a float8 linear, or experts, do not run as their config says."""
     weights = weights_of_module(module)
-    if any(w.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(w) for w in weights):
+    if any(weight.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(weight) for weight in weights):
         yield "gathered in high precision until convert_to_float8_training has prepared its weight"
     if isinstance(module, Float8Linear) and module.config.has_persistent_scales and module.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
@@ -244,14 +263,6 @@ def _iter_notes(config: Float8LinearConfig) -> Iterator[str]:
         yield (
             "enable_fsdp_float8_all_gather: both casts of a weight are gathered, 2 bytes per element as in bfloat16; "
             "with one scale per tensor or square block it is 1 byte (rowwise_with_tensorwise_weight, blockwise)"
-        )
-
-
-def _notes_on_guesses(experts: ActiveExperts) -> Iterator[str]:
-    if experts.unknown:
-        yield (
-            f"the number of experts in {join_names(experts.unknown)} that a token uses is unknown, so the FLOP share "
-            "counts one; set num_experts_per_tok in the model's config, or top_k of the router"
         )
 
 
@@ -279,20 +290,23 @@ def _report_other_weights(
         tied = any(owner != name for owner in owners.get(id(parameter), []))
         if isinstance(module, _NO_MATMULS) or _NO_WEIGHTS.search(f"{kind}.{leaf}") or tied:
             continue
-        if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
-            out_features, in_features = parameter.shape[-2:]
-            filtered, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Grouped), ""
+        if nn.parameter.is_lazy(parameter) or parameter.dim() not in (2, 3) or min(parameter.shape) <= 1:
+            continue
+        filtered, backend = vars(module).get(FILTER_REASON, ""), ""
+        if idle:
+            reason = idle
+        elif isinstance(module, Float8Grouped):
+            frozen = _describe_frozen(get_local_tensor(parameter))
+            reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
+            reason, backend = "; ".join(filter(None, reasons)), module.backend
+        elif is_experts(module):
+            reason = filtered or "experts, not converted or new since the conversion"
+        else:
             reason = f"{parameter.dim()}-D parameter of {_class_name(type(module))}, which is not an nn.Linear"
-            if is_experts(module):
-                reason = filtered or "experts, not converted or new since the conversion"
-                if is_transposed(module):
-                    in_features, out_features = parameter.shape[-2:]
-            if isinstance(module, Float8Grouped) and idle:
-                float8, reason = False, idle
-            elif isinstance(module, Float8Grouped):
-                frozen = _describe_frozen(get_local_tensor(parameter))
-                reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
-                reason, backend = "; ".join(filter(None, reasons)), module.backend
-            full_name = f"{name}.{leaf}".lstrip(".")
-            uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
-            yield LayerReport(full_name, in_features, out_features, float8, reason, uses, backend)
+        out_features, in_features = parameter.shape[-2:]
+        if is_experts(module) and is_transposed(module):
+            in_features, out_features = out_features, in_features
+        full_name = f"{name}.{leaf}".lstrip(".")
+        uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
+        converted = isinstance(module, Float8Grouped) and not idle
+        yield LayerReport(full_name, in_features, out_features, converted, reason, uses, backend)

@@ -319,7 +319,7 @@ def _measure_unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
 
 def _is_same(now: TensorStatistics, sample: Sample) -> bool:
     before = sample.list_earlier(now)
-    return bool(before) and all(before[-1].values.get(k) == now.values.get(k) for k in ("amax", "rms", "smallest"))
+    return bool(before) and all(getattr(before[-1], name) == getattr(now, name) for name in ("amax", "rms", "smallest"))
 
 
 def _has_gradient(weight: TensorStatistics, sample: Sample) -> bool:
