@@ -32,8 +32,8 @@ class ActiveExperts:
     """Counts the matrices of each weight that multiply a token.
 
     Experts are linears in a ModuleList or ModuleDict whose name contains "expert" or "moe", or 3-D parameters
-    [E, .., ..]. Every shared expert counts. So does every matrix of a model without experts, a router or a number of
-    active experts, for example the heads of XLNet's attention.
+    [E, rows, columns]. Every shared expert counts. If a model has no experts, no router and no number of active
+    experts, all matrices of its 3-D parameters count, for example the heads of XLNet's attention.
 
     Attributes:
         unknown: the weights whose number of active experts is unknown; they count as one.

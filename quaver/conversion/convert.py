@@ -103,7 +103,7 @@ def convert_to_float8_training(
     Raises:
         ValueError: an unknown recipe or engine; a filter that admits layers that engines keep in high precision; an
             admitted layer that is converted with another config; a tied weight that would be gathered in float8.
-        TypeError: `config` or `module` has a wrong type.
+        TypeError: `config` or `module` has a wrong type; `module_filter_fn` takes other arguments or fails for experts.
         RuntimeError: weights would be gathered in float8, and the model already ran under `fully_shard`.
     """
     config = resolve_config(config) if serving is None else serving_config(serving, config)
@@ -201,7 +201,8 @@ def _choose(
 def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
     """Call a user's filter on a linear or on experts.
 
-    Raises TypeError for a filter that fails on experts, or is no function of two arguments.
+    Raises:
+        TypeError: the filter takes other arguments, or fails for experts with an AttributeError.
     """
     if module_filter_fn is None:
         return FilterDecision(True, "")
@@ -295,7 +296,7 @@ def _convert(
     experts: list[tuple[str, nn.Module]],
     config: Float8LinearConfig,
 ) -> None:
-    """Convert the chosen linears and experts, all or none. Those that are converted already get the state they lack."""
+    """Convert all chosen linears and experts, or none. Modules that are converted already get the state they lack."""
     with ExitStack() as undo:
         converted: list[tuple[str, Float8Linear]] = []
         for name, linear in chosen:

@@ -64,14 +64,15 @@ def find_input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8Line
 
     Args:
         named_sizes: the fully qualified name and in_features of each linear.
+        config: has `shared_inputs`.
     """
-    first: dict[tuple[str, int, int], str] = {}
+    first: dict[tuple[str, tuple[str, ...], int], str] = {}
     owners: dict[str, str] = {}
     for name, in_features in named_sizes:
         parent, _, leaf = name.rpartition(".")
-        group = next((i for i, names in enumerate(config.shared_inputs) if leaf in names), None)
-        if group is not None:
-            owner = first.setdefault((parent, group, in_features), name)
+        siblings = next((names for names in config.shared_inputs if leaf in names), None)
+        if siblings is not None:
+            owner = first.setdefault((parent, siblings, in_features), name)
             if owner != name:
                 owners[name] = owner
     return owners
@@ -83,19 +84,19 @@ def sync_float8_amax_and_scale_history(
     """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
 
     It may run before or after `optimizer.step()`. If it is never called, a RuntimeWarning says so after 1,000
-    forwards ([Note: a forgotten sync] in linear/scale_state.py). Does nothing for models without delayed scaling.
+    forwards ([Note: a forgotten sync] in linear/scale_state.py). It does nothing for models without delayed scaling.
     `torch.compile(fullgraph=True)` traces it, with bit-identical results.
+
+    The ranks exchange 8 bytes per tensor in one all-reduce. The number of kernels does not depend on the number of
+    tensors. The first eager call checks in a collective of 16 bytes that the ranks agree; compiled code does not check.
 
     Args:
         model: the module that was given to `convert_to_float8_training`, or a module around or inside it.
-        fp8_layers: the Float8Linears of `model`; None to collect them from its modules.
+        fp8_layers: the Float8Linears of `model`; None to find them in its modules.
         group: the ranks with equal scales: all that train this model; with pipeline parallelism, the ranks of one
             stage. None for all ranks of the default process group.
     Raises:
         RuntimeError: on every rank, if ranks have different tensors or configs.
-
-    Runs one all-reduce of 8 bytes per tensor, and a number of kernels that does not depend on the number of tensors.
-    The first eager call checks in a collective of 16 bytes that the ranks agree; compiled code does not check.
     """
     states = _list_states(model.modules() if fp8_layers is None else fp8_layers)
     group = group or _get_world()
@@ -115,7 +116,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     `headroom` and `margin` of `delayed_scaling_config`.
 
     Args:
-        group: as for `sync_float8_amax_and_scale_history`.
+        model, group: as for `sync_float8_amax_and_scale_history`.
     Raises:
         ValueError: the model has no static scale to measure.
         RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not cast,

@@ -80,7 +80,8 @@ def freeze_to_float8(
     Raises:
         ValueError: the config has delayed or static scaling, two casts of a weight, or E8M0 scales by FLOOR; a weight
             holds NaN or inf, is tied, sharded or on the meta device, or has a wrong dtype; only some weights train.
-        TypeError: `config` or `module` has a wrong type; `module_filter_fn` fails for experts.
+        NotImplementedError: the layout of the weight is unknown or has 4-bit codes.
+        TypeError: `config` or `module` has a wrong type; `module_filter_fn` takes other arguments or fails for experts.
     """
     config = resolve_frozen_config(config)
     if not isinstance(module, nn.Module):
@@ -178,7 +179,13 @@ def store_float8_weight(
 
 
 def resolve_frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
-    """Return the config for frozen weights; None means "blockwise". Raises ValueError if it cannot freeze weights."""
+    """Return the config for frozen weights; None means "blockwise".
+
+    Raises:
+        ValueError: the config cannot freeze weights; see `freeze_to_float8`.
+        NotImplementedError: the layout of its weight is unknown or has 4-bit codes.
+        TypeError: `config` has a wrong type.
+    """
     config = resolve_config("blockwise" if config is None else config)
     if config.casts.weight.row.scale_rule is not None:  # the backward also multiplies the stored codes
         config = replace(config, cast_config_weight_for_grad_input=config.cast_config_weight)

@@ -45,10 +45,10 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
         ValueError: a matmul is unknown; `matmuls` is a string; a weight that is stored in float8 (frozen, primary)
             would be read in high precision. The model is then unchanged.
     """
-    of_all = () if callable(matmuls) else _check_names(matmuls)
+    common = () if callable(matmuls) else _check_names(matmuls)
     configs: dict[Float8Linear | Float8Grouped, Float8LinearConfig] = {}
     for name, module in iter_float8_modules(model):
-        names = _check_names(matmuls(name)) if callable(matmuls) else of_all
+        names = _check_names(matmuls(name)) if callable(matmuls) else common
         config = _make_config(get_config(module), names)
         if config is not get_config(module):
             _check_stored(name, module, config)

@@ -63,7 +63,11 @@ class LayerRecipes:
 
     @classmethod
     def parse(cls, recipe: str, entries: Sequence[str]) -> LayerRecipes:
-        """Make an instance from entries "name=recipe". Raises ValueError."""
+        """Make an instance from entries "name=recipe".
+
+        Raises:
+            ValueError: an entry has another form, a layer has two entries, or a recipe is refused (`LayerRecipes`).
+        """
         layers: dict[str, str] = {}
         for entry in entries:
             name, equals, own = entry.partition("=")
@@ -80,7 +84,8 @@ class LayerRecipes:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file is not TOML, or has no section [float8]; a value has another type or is not a recipe.
+            ValueError: the file is not TOML or has no section [float8]; `layer_recipes` is no list of strings; or
+                `parse` refuses an entry.
         """
         try:
             section = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("float8")

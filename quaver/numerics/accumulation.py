@@ -52,7 +52,11 @@ _CHUNK = 1 << 21
 
 
 def get_accumulation(hardware: str) -> Accumulation:
-    """Return the rule of a GPU by its name, such as "h100". Raises ValueError if the GPU's rule is unknown."""
+    """Return the rule of a GPU by its name, such as "h100".
+
+    Raises:
+        ValueError: the GPU's rule is unknown.
+    """
     rule = HARDWARE.get(hardware.lower()) if isinstance(hardware, str) else None
     if rule is None:
         raise ValueError(f"hardware: expected a GPU whose sums are known ({', '.join(HARDWARE)}), got {hardware!r}")
@@ -64,6 +68,8 @@ def accumulate(a: Tensor, b: Tensor, rule: Accumulation, *, use_fast_accum: bool
 
     Args:
         a, b: float8 [M, K] and [N, K], any strides.
+        rule: how the GPU adds products.
+        use_fast_accum: add all products of a dot product in one chain.
     Returns:
         float32 [M, N]; NaN or infinite where the exact result is.
     """
@@ -92,28 +98,28 @@ def _split_chains(codes: Tensor, count: int, length: int, products: int) -> tupl
     values = torch.nn.functional.pad(values, (0, count * length - codes.shape[1])).unflatten(1, (count, length))
     values = torch.nn.functional.pad(values, (0, step - length)).unflatten(2, (-1, products))
     smallest = 1 - get_format(codes.dtype).bias
-    return values, _exponents(values).clamp_(min=smallest).masked_fill_(values == 0, 2 * _LOWEST_EXPONENT)
+    return values, _get_exponents(values).clamp_(min=smallest).masked_fill_(values == 0, 2 * _LOWEST_EXPONENT)
 
 
 def _run_chains(a: Tensor, a_exponents: Tensor, b: Tensor, b_exponents: Tensor, rule: Accumulation) -> Tensor:
-    """[M, chains, steps, products] and [N, ...] -> [M, N, chains]."""
+    """Return the sums [M, N, chains] of operands [M, chains, steps, products] and [N, chains, steps, products]."""
     total = torch.zeros(a.shape[0], b.shape[0], a.shape[1], device=a.device)
     for step in range(a.shape[2]):
         products = a[:, None, :, step] * b[:, :, step]
         largest = (a_exponents[:, None, :, step] + b_exponents[:, :, step]).amax(-1)
-        own = _exponents(total).masked_fill_(total == 0, _LOWEST_EXPONENT)
-        unit = _power_of_2(torch.maximum(largest, own).clamp_(min=_LOWEST_EXPONENT) - rule.fraction_bits)
+        own = _get_exponents(total).masked_fill_(total == 0, _LOWEST_EXPONENT)
+        unit = _raise_2_to(torch.maximum(largest, own).clamp_(min=_LOWEST_EXPONENT) - rule.fraction_bits)
         terms = products.div_(unit[..., None]).trunc_().sum(-1)  # integers below 2^24, so float32 adds them exactly
         total = _truncate((terms + (total / unit).trunc_()) * unit, rule.fraction_bits)
     return total
 
 
-def _exponents(values: Tensor) -> Tensor:
+def _get_exponents(values: Tensor) -> Tensor:
     """Return floor(log2 |value|) of float32 as int32; undefined for zeros."""
     return torch.frexp(values)[1] - 1
 
 
-def _power_of_2(exponents: Tensor) -> Tensor:
+def _raise_2_to(exponents: Tensor) -> Tensor:
     """Return 2^exponent as float32 for exponents of normal numbers. torch.exp2 is not exact on every device."""
     return (exponents + _BIAS).bitwise_left_shift(_MANTISSA_BITS).view(torch.float32)
 

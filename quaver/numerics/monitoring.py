@@ -197,10 +197,10 @@ class Monitor:
         return about
 
     def step(self) -> None:
-        """End a training step. Does nothing if nothing ran on any rank since the last end, as after `optimizer.step()`.
+        """End a training step, unless nothing ran on any rank since the last end, as after `optimizer.step()`.
 
-        Needed if no PyTorch optimizer steps outside a backward, as in a skipped step. A collective: every rank calls
-        it, even without a batch. Does nothing after the monitor has closed.
+        Call it if no PyTorch optimizer steps outside a backward, as in a skipped step. It is a collective: every rank
+        calls it, even without a batch. It does nothing after the monitor has closed.
         """
         if self._is_open and (self._hook is None or self._on_any_rank(self._sampling.ran)):
             self._ends.note_end()
@@ -235,7 +235,7 @@ class Monitor:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Sample the block, which repeats the step that just ended. Samples one repetition per step. A collective.
+        """Sample the block, which repeats the step that just ended, at most once per step. A collective.
 
         The trainer repeats a step whose loss is not finite to find the cause, because the step itself was rarely
         sampled.
@@ -282,14 +282,14 @@ class Monitor:
             extras = torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
         gathered = gather_slots(slots, extras, self._group)
         self._clear()
-        error, of_sink = (None, False) if gathered is None else self._write(gathered)
+        error, is_of_sink = (None, False) if gathered is None else self._write(gathered)
         worst = self._max_over_ranks(0 if error is None else 2 if self._is_stop(error) else 1)
         if worst == 2:
             raise error or RuntimeError("a callback of an alarm ended the step on the first rank")
         if worst:
             if error is not None:
-                text = _describe_error(error) if of_sink else "the sample could not be made"
-                step, traceback = f"{self.completed_steps:,}", None if of_sink else error
+                text = _describe_error(error) if is_of_sink else "the sample could not be made"
+                step, traceback = f"{self.completed_steps:,}", None if is_of_sink else error
                 logger.warning("the monitor ends after step %s: %s", step, text, exc_info=traceback)
             self.close()
 

@@ -184,5 +184,5 @@ def _unless_float8(tensor: Tensor | None) -> Tensor | None:
 
 
 def _to_matmul_shape(weight: Tensor | None, groups: Groups) -> Tensor | None:
-    """Return a weight of experts, or its gradient, as [E, N, K]."""
+    """Transpose a weight of experts, or its gradient, to [E, N, K] if it is stored as [E, K, N]."""
     return weight.transpose(1, 2) if weight is not None and groups.transposed else weight

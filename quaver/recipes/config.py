@@ -152,7 +152,7 @@ class Float8LinearConfig:
     force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
 
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
-    """The fields that the constructor filled in; see `_ExplicitFields`."""
+    """The names of the fields that the constructor filled in; see `_ExplicitFields`."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
     """The casts by operand and direction, with `backward` and `high_precision_matmuls` applied."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
@@ -232,7 +232,8 @@ class Float8LinearConfig:
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
         """Make a config of a recipe, whose name may end in a `backward`, as "rowwise:dequantized" does.
 
-        Raises ValueError for an unknown name, listing the choices.
+        Raises:
+            ValueError: the name is unknown; the message lists the choices.
         """
         return replace(_get_named_config(recipe_name))
 
@@ -282,10 +283,10 @@ class Float8LinearConfig:
 
 
 class _ExplicitFields:
-    """A descriptor for `__dataclass_fields__`: an instance lists only the fields that its caller passed.
+    """Replaces `__dataclass_fields__`: the class lists all fields, an instance only those that its caller passed.
 
-    `dataclasses.replace` and `asdict` copy the fields that they find here, so the new config fills in the others
-    again. The class lists all fields.
+    `dataclasses.replace` and `asdict` read the fields of an instance here, and have no other hook. A config that they
+    make therefore derives a cast again instead of keeping the cast that was derived for the first config.
     """
 
     def __init__(self, all_fields: dict[str, Any]) -> None:
@@ -366,8 +367,8 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     torchao's configs and recipes are accepted too.
 
     Raises:
-        ValueError: an unknown name.
-        TypeError: any other value.
+        ValueError: the name is unknown, or an option of torchao's config has no counterpart.
+        TypeError: the value is none of these.
     """
     if isinstance(config, Float8LinearConfig):
         return config

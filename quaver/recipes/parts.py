@@ -31,7 +31,7 @@ def compute_part_amaxes(part: Tensor, offset: Sequence[int], layout: ScaleLayout
         offset: the row and the column of its first element.
         layout: tensorwise, row-wise or of blocks.
     Returns:
-        [blocks, blocks], the amax of each block that the part touches, from the part's elements only. And the row and
+        [blocks, blocks], the amax of each block that the part touches, from the part's elements only; and the row and
         column of the first of these blocks in the whole matrix.
     """
     ranges = [_block_range(*place) for place in zip(offset, part.shape, layout[:2], strict=True)]
@@ -52,8 +52,10 @@ def select_part_scales(
     If the part begins inside a block, each of its rows (or columns) gets the scale of its block.
 
     Args:
-        scales: of the whole matrix, two dims.
-        offset, size: of the part, rows and columns.
+        scales: the scales of the whole matrix, two dims.
+        offset: the row and the column of the part's first element.
+        size: the rows and columns of the part.
+        layout: the layout of the whole matrix.
     """
     lengths = list(layout[:2])
     for dim, (start, n) in enumerate(zip(offset, size, strict=True)):

@@ -23,7 +23,7 @@ class Float8LinearRecipeName(enum.Enum):
     """rowwise, with grad_weight computed in high precision and a tensorwise weight in grad_input. The most
     accurate."""
     ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
-    """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element instead of two."""
+    """rowwise, with one scale per weight, so that FSDP2 gathers one byte per element instead of two."""
     DELAYED = "delayed"
     """tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
     DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"
@@ -54,9 +54,10 @@ class Float8LinearRecipeName(enum.Enum):
 
 
 def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipeName, str]:
-    """Split a name such as "rowwise:dequantized" into recipe and `backward`, "" where the name has none.
+    """Split a name such as "rowwise:dequantized" into recipe and `backward`, which is "" if the name has none.
 
-    Raises ValueError for unknown names, listing the choices.
+    Raises:
+        ValueError: the recipe or the `backward` is unknown; the message lists the choices.
     """
     recipe, colon, backward = name.partition(":") if isinstance(name, str) else (name, "", "")
     expected = f"one of {', '.join(BACKWARDS)} after the :"
@@ -65,6 +66,10 @@ def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipe
 
 
 def canonicalize_recipe(name: Float8LinearRecipeName | str) -> str:
-    """Return the canonical form of a recipe's name: no alias, and a `backward` only if it is not "float8"."""
+    """Return a recipe's name without aliases, with a `backward` only if it is not "float8".
+
+    Raises:
+        ValueError: as `split_recipe`.
+    """
     recipe, backward = split_recipe(name)
     return recipe.value if backward in ("", BACKWARDS[0]) else f"{recipe.value}:{backward}"

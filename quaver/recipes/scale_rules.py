@@ -51,7 +51,7 @@ class ScaleRule(NamedTuple):
 
     @property
     def takes_dequant_scales(self) -> bool:
-        """Whether a dequant_scale stored in a checkpoint is enough to compute the multiplier."""
+        """Whether the multiplier follows from the dequant_scale of a checkpoint."""
         return self.form == "scale" and not (self.divides or self.rounds_up)
 
 
@@ -86,7 +86,7 @@ RULES: dict[str, ScaleRule] = {
 
 
 def get_rule(mode: str) -> ScaleRule:
-    """Return the rule named `mode`; the default `ScaleRule` for other modes of a cast."""
+    """Return the rule called `mode`, or the default `ScaleRule` for modes that name no rule."""
     return ScaleRule(*_get_fields(mode))
 
 
@@ -146,7 +146,7 @@ def compute_scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -
 def invert_twice(quant_scale: Tensor) -> Tensor:
     """Return RN(1 / RN(1 / quant_scale)), float32: the multiplier of an engine that reads RN(1 / quant_scale).
 
-    It differs from quant_scale by an ulp for 17% of the mantissas. Its reciprocal is the stored number.
+    It differs from quant_scale by an ulp for 17% of the mantissas. Its reciprocal is the number that the engine reads.
     """
     # The clamp keeps a compiler from dropping the rounding to float32; see `amax_to_quant_scale` in scaling.py.
     return (1.0 / (1.0 / quant_scale.double()).float().clamp(min=0).double()).float()

@@ -158,7 +158,7 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
 
 
 def _compute_power_of_2_scale(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """Run `amax_to_quant_scale` with `power_of_2` in integers; a fused float64 division is 40 instructions.
+    """Compute `amax_to_quant_scale` with `power_of_2` in integers; a fused float64 division is 40 instructions.
 
     2^k <= largest / amax where the bits of 2^k * amax are at most the bits of `largest`. Rounding the quotient to
     float32 first gives the same power of two, because `largest` has a mantissa of 1.75.
@@ -222,7 +222,8 @@ def compute_scales(
     """Compute the scales that map amaxes of any shape to the largest number of `float8_dtype`.
 
     Args:
-        amax: in the dtype of the tensor it was taken from, because some rules of scale_rules.py round to it.
+        amax: in the dtype of its tensor, because some rules of scale_rules.py round to it.
+        float8_dtype: a float8 dtype, or e2m1.
         power_of_2: round quant_scale down to a power of two. Ignored where `mode` decides.
         mode: a rule of scale_rules.py; for blocks also "rceil" or "floor"; "" for quaver's rule.
         is_blockwise: the amaxes are of blocks. quaver's rule then gives a block of zeros a scale of 1.
@@ -264,7 +265,7 @@ def cast_to_float8(
         hp: float32, bfloat16 or float16, any shape.
         factor: the quant_scale, or the dequant_scale with `division` (`choose_factor`). float32, broadcastable to hp:
             shape () or hp's shape with 1s.
-        float8_dtype: what to cast to.
+        float8_dtype: the dtype of the result.
         own_amax: `factor` was computed from the amax of the elements that it scales. An inf then has a scale of 0
             and a product of NaN, so the search for infs is skipped. Results are the same.
         division: a rule of scale_rules.py that divides by `factor`; "" to multiply by it.
@@ -300,7 +301,7 @@ def _replace_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
 
 
 def _saturate_(scaled: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """Clamp, then cast: torch's cast of an overflowing value changed between releases (NaN, inf or the maximum)."""
+    """Clamp and cast. torch's cast of an overflowing value changed between releases (NaN, inf or the maximum)."""
     largest, _ = _get_scale_constants(float8_dtype)
     return scaled.clamp_(-largest, largest).to(float8_dtype)
 
@@ -313,7 +314,7 @@ def cast_with_persistent_scale(
     Args:
         hp: float32, bfloat16 or float16, any shape.
         quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: `hp` is then scaled by its own amax.
-        float8_dtype: what to cast to.
+        float8_dtype: the dtype of the codes.
         power_of_2: round a scale computed from hp down to a power of two. A given scale is not rounded.
     Returns:
         float8 of hp's shape; the float32 quant_scale () that was used, and its dequant_scale; and float32 [2]: the
@@ -472,7 +473,10 @@ def dequantize(
     """Return RN(RN32(codes * dequant_scale)), the values of a float8 or e2m1 matrix [R, C], in high precision.
 
     Args:
-        dequant_scale: of the shape that `layout` gives; see `multiply_scale_`.
+        codes: float8 [R, C], or e2m1 [R, C / 2].
+        dequant_scale: of the shape that `layout` gives.
+        hp_dtype: the dtype of the result.
+        layout: which elements share a scale; None to infer it from the shapes (`infer_layout`).
         outer_scale: float32 (), a factor of the float32 values; None in formats with one level of scales.
     """
     codes = e2m1.unpack(codes) if codes.dtype is E2M1.dtype else codes

@@ -100,6 +100,7 @@ def serving_config(
             The input of vllm-static has a static scale: call `calibrate_float8_static_scales(model)`.
     Raises:
         ValueError: an unknown name, delayed or static scaling, or casts that cannot be combined.
+        TypeError: `config` has a wrong type.
     """
     served = get_serving(serving)
     base = resolve_config(served.recipe if config is None else config)

@@ -40,6 +40,7 @@ def from_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
     `mxfp8` has one cast in blocks of 32 x 32 for both.
 
     Args:
+        value: any object.
         recipe: returns the config of a recipe's name.
     Raises:
         ValueError: an option that no config of quaver supports.

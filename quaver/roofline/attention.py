@@ -79,6 +79,7 @@ def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
     """Return the rates of the forward and of the backward.
 
     Args:
+        spec: the device.
         kernel: FLASH or CUDNN; None for torch's choice.
     """
     default = Rate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
@@ -88,11 +89,13 @@ def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
 def predict_attention_seconds(
     queries: int, tokens: float, seq_len: int, spec: DeviceSpec, kernel: str | None = None
 ) -> PerPass:
-    """Predict the seconds of causal attention, which skips the masked half, for `tokens` in sequences of `seq_len`.
+    """Predict the seconds of causal attention, which skips the masked half.
 
     Args:
         queries: the features of all query heads.
-        kernel: as for `get_rates`.
+        tokens: the tokens of all sequences.
+        seq_len: the tokens of a sequence.
+        spec, kernel: as for `get_rates`.
     """
     matmul = queries * seq_len * tokens  # 2 FLOPs for half of the scores
     rates = [1e12 * rate.compute_tflops(seq_len) for rate in get_rates(spec, kernel)]

@@ -53,6 +53,7 @@ def count_bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> P
     """Count the bytes per token that a block moves outside of its matmuls, attention and casts.
 
     Args:
+        shape: the widths of the block.
         residual_bytes: bytes per element of the residual stream: 2, or 4 in float32.
     """
     stream, queries, keys, hidden = shape

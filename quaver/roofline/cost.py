@@ -109,10 +109,12 @@ def predict_linear_cost(
     by_shape: bool = False,
     shares: Mapping[str, float] | None = None,
 ) -> LinearCost:
-    """Predict a bias-free linear of M = `tokens`, K = `in_features`, N = `out_features` on `spec`.
+    """Predict the time of a linear without bias, in bfloat16 and in float8.
 
     Args:
+        tokens, in_features, out_features: M, K and N.
         recipe: a recipe's name.
+        spec: the device.
         microbatches: the number of microbatches that share the weight's casts, made for both matmuls at once
             (`cast_weights_once`; 1 is also `keep_float8_weight_for_backward`). None: each forward casts the weight,
             and its backward casts it again.
@@ -192,7 +194,7 @@ def _divide(casts: CastCosts, sharers: int) -> CastCosts:
 
 
 def find_unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
-    """Return the kinds of scales in a recipe's float8 matmuls that `spec` does not multiply; None: no hardware does."""
+    """Find the scales of a recipe's float8 matmuls that `spec` does not multiply; None for scales of no hardware."""
     kinds = set(find_scale_kinds(canonicalize_recipe(recipe)).values())
     return {kind for kind in kinds if kind is None or find_native_obstacle(spec, kind)}
 

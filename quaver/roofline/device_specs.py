@@ -71,9 +71,10 @@ def find_device_spec(name: str) -> DeviceSpec | None:
 
 
 def require_device_spec(name: str, option: str) -> DeviceSpec:
-    """Run `find_device_spec`, and raise for an unknown name.
+    """Return the spec of a device by its name.
 
     Args:
+        name: as for `find_device_spec`.
         option: the option that named the device, for the error.
     Raises:
         ValueError: the device is unknown; the message lists the known devices.

@@ -98,9 +98,12 @@ def predict_matmul_seconds(
     by_shape: bool = True,
     share_of_scales: float = 1.0,
 ) -> float:
-    """Predict the seconds of one matmul [rows, contracted] x [contracted, columns] -> bfloat16, without its launch.
+    """Predict the seconds of one matmul to bfloat16, without its launch.
 
     Args:
+        rows, contracted, columns: the sizes of [rows, contracted] x [contracted, columns].
+        float8: whether the operands are in float8; if not, or if the device does not multiply float8, in bfloat16.
+        spec: the device.
         by_shape: use the rate of its shape; else the best rate.
         share_of_scales: the share of this rate with the scales of float8 operands (scaled_matmul.py).
     """

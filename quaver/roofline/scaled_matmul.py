@@ -6,7 +6,7 @@ CUTLASS's runs on others (8.9, 10.x). PyTorch 2.8 and older have only CUTLASS's.
 
 row-wise, cuBLAS       1/1.07: the matmuls of Llama 3 8B on an H200 with PyTorch 2.11 and 16,384 tokens took 18.6 ms
                        instead of 17.4 (benchmarks/results/gpu_gemm.json; single rounds beside other work). A single
-                       weight took 1.05 to 1.06 times as long; those of k and v, 1,024 wide, 1.41 times
+                       weight took 1.05 to 1.06 times as long. The weights of k and v, 1,024 wide, took 1.41 times
 row-wise, CUTLASS      0.8: fitted to torchao's Llama 3 8B on 8 H100s (torchao/float8/README.md, March 2025), which
                        uses it in the forward. With fast accumulation most shapes reach 0.9 to 1.0 of the tensor-wise
                        rate and some 0.5; without fast accumulation it is slower (pytorch/pytorch#147971)
