@@ -35,7 +35,6 @@ class StepEnds:
 
     def __init__(self, model: nn.Module, on_any_rank: Callable[[bool], bool]) -> None:
         self._model, self._on_any_rank = model, on_any_rank
-        self._parameters: set[int] = set()
         self._has_own = False
         """Whether an optimizer of the model's own parameters has stepped."""
         self._awaited: WeakSet[Optimizer] = WeakSet()
@@ -78,11 +77,9 @@ class StepEnds:
         return int(self._awaited <= self._stepped)
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has parameters of the model, which FSDP may have replaced meanwhile."""
+        """Return whether the optimizer has parameters of the model, which FSDP may have replaced since the last step."""
         held = _list_parameter_ids(optimizer)
-        if held.isdisjoint(self._parameters):
-            self._parameters = {id(parameter) for parameter in self._model.parameters()}
-        return not held.isdisjoint(self._parameters)
+        return any(id(parameter) in held for parameter in self._model.parameters())
 
     def _awaits_a_backward(self) -> bool:
         """Return whether trained parameters outside the optimizers that stepped have no gradients on any rank."""

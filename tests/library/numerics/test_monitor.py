@@ -20,6 +20,7 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.statistics import observe_matrix, summarize_slots
+from quaver.numerics.step_ends import StepEnds
 from quaver.optim import CombinedOptimizer
 from quaver.runtime.devices import simulate_capture, simulate_gpu
 from tests import steps
@@ -275,6 +276,15 @@ def test_a_step_ends_once_whatever_steps_beside(run_step):
         assert [sample["step"] for sample in record.samples] == [1, 2, 3, 4]
         results = [index for index, tensor in enumerate(record.header["tensors"]) if tensor["operand"] == "grad_weight"]
         assert all(sample["numel"][index] for sample in record.samples for index in results)
+
+
+def test_an_optimizer_of_replaced_parameters_ends_no_step():
+    model, sampling = nn.Linear(4, 4), observe.Sampling(ran=True)
+    stale = torch.optim.SGD(model.parameters())
+    ends = StepEnds(model, bool)
+    assert ends.count_ends(stale, sampling) == 1
+    model.weight, model.bias = nn.Parameter(model.weight.detach()), nn.Parameter(model.bias.detach())
+    assert [ends.count_ends(stale, sampling) for _ in range(2)] == [0, 0]
 
 
 def test_a_step_that_is_repeated_is_sampled():
