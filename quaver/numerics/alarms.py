@@ -81,7 +81,7 @@ class Cleared:
         return {"kind": "cleared", **vars(self)}
 
 
-Key = tuple[str, str, str]
+RuleKey = tuple[str, str, str]
 """Rule, layer and operand."""
 
 
@@ -96,13 +96,13 @@ class _State:
     since: int = 0
     usual: float | None = None
     """The level before the first bad sample (`Measure.usual`)."""
-    cause: Key | None = None
+    cause: RuleKey | None = None
     """The alarm that the tensor raised or follows while it is bad."""
 
 
 @dataclass(frozen=True)
 class _Finding:
-    key: Key
+    key: RuleKey
     rule: Rule
     rule_number: int
     tensor: TensorStatistics
@@ -125,9 +125,9 @@ class Alarms:
     rules: Sequence[Rule] = RULES
     action: str = "log"
     _history: History = field(default_factory=History, repr=False)
-    _states: dict[Key, _State] = field(default_factory=dict, repr=False)
+    _states: dict[RuleKey, _State] = field(default_factory=dict, repr=False)
     _count: int = field(default=0, repr=False)
-    _recent: tuple[Key, int] | None = field(default=None, repr=False)
+    _recent: tuple[RuleKey, int] | None = field(default=None, repr=False)
     """The last alarm of a rule that spreads, and the number of its sample."""
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class Alarms:
         return [*cleared, *self._raise(sorted(turned, key=lambda finding: finding.order), read)]
 
     @property
-    def active(self) -> list[Key]:
+    def active(self) -> list[RuleKey]:
         """The alarms that have not been cleared."""
         return [key for key, state in self._states.items() if state.cause == key]
 
@@ -162,9 +162,9 @@ class Alarms:
         remedied = {rule.name for rule in self.rules if rule.remedied}
         return {key[1] for key, state in self._states.items() if state.bad and key[0] in remedied and not state.cause}
 
-    def _measure(self, sample: Sample) -> dict[Key, _Finding]:
+    def _measure(self, sample: Sample) -> dict[RuleKey, _Finding]:
         """Apply each rule to each tensor, and keep the worst cast of each operand."""
-        findings: dict[Key, _Finding] = {}
+        findings: dict[RuleKey, _Finding] = {}
         for tensor in sample.tensors:
             for rule_number, rule in enumerate(self.rules):
                 measure = rule.measure(tensor, sample)
@@ -176,7 +176,7 @@ class Alarms:
                     findings[key] = _Finding(key, rule, rule_number, tensor, measure)
         return findings
 
-    def _clear(self, key: Key, finding: _Finding, step: int) -> Cleared | None:
+    def _clear(self, key: RuleKey, finding: _Finding, step: int) -> Cleared | None:
         """End a bad state after as many good samples in a row as the rule needs bad samples to alarm."""
         state = self._states.get(key)
         if state is None or state.cause is None:
@@ -191,7 +191,7 @@ class Alarms:
         stays = level is not None and usual is not None and abs(level - usual) > finding.measure.clear_at
         return Cleared(step, *key, stays) if is_cause else None
 
-    def _turns_bad(self, key: Key, finding: _Finding, step: int) -> bool:
+    def _turns_bad(self, key: RuleKey, finding: _Finding, step: int) -> bool:
         if not finding.measure.is_bad:
             if key in self._states:
                 self._states[key].bad = 0
@@ -217,7 +217,7 @@ class Alarms:
                 yield self._make_alarm(first, len({follower.tensor.key[:2] for follower in followers}), sample)
             turned = [finding for finding in rest if finding not in followers]
 
-    def _find_cause(self, finding: _Finding) -> Key | None:
+    def _find_cause(self, finding: _Finding) -> RuleKey | None:
         """Return the recent alarm that explains why a tensor turns bad now, or None."""
         if self._recent is None or self._count - self._recent[1] > FOLLOWS:
             return None

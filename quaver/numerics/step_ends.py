@@ -77,7 +77,7 @@ class StepEnds:
         return int(self._awaited <= self._stepped)
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has parameters of the model, which FSDP may have replaced since the last step."""
+        """Return whether the optimizer has parameters of the model, which FSDP may have replaced."""
         held = _list_parameter_ids(optimizer)
         return any(id(parameter) in held for parameter in self._model.parameters())
 
