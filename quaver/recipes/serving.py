@@ -1,22 +1,6 @@
 """How serving engines quantize a float8 linear, by name; `serving_config` trains with the same codes.
 
-    name                     input                             weight                           of
-    vllm-per-token           rows, vllm                        rows, vllm                       QuantFP8 in PyTorch
-    vllm-per-token-kernel    rows, vllm-kernel                 rows, vllm-kernel                its CUDA kernel
-    vllm-per-tensor          tensor, vllm                      tensor, vllm                     QuantFP8 in PyTorch
-    vllm-static              tensor, static, vllm              rows, vllm                       static_scaled_fp8_quant
-    vllm-block               1 x 128, vllm-group               128 x 128, deepgemm              per_token_group_quant
-    vllm-block-ue8m0         1 x 128, vllm-group-ue8m0         128 x 128, deepgemm-ue8m0        the same on Blackwell
-    sglang-per-token         rows, sglang                      rows, sglang                     sgl_per_token_quant_fp8
-    sglang-per-tensor        tensor, sglang-tensor             tensor, sglang-tensor            input_to_float8
-    sglang-block             1 x 128, sglang-group             128 x 128, deepgemm              per_token_group_quant
-    sglang-block-ue8m0       1 x 128, sglang-group-ue8m0       128 x 128, deepgemm-ue8m0        the same on Blackwell
-    deepgemm                 1 x 128, deepgemm                 128 x 128, deepgemm              per_block_cast_to_fp8
-    deepgemm-ue8m0           1 x 128, deepgemm-ue8m0           128 x 128, deepgemm-ue8m0        the same on SM100
-    transformers             1 x 128, transformers-group       128 x 128, transformers          finegrained_fp8
-    compressed-tensors       rows, compressed-tensors          rows, compressed-tensors         its fake quantization
-
-scale_rules.py has the rules. Engines read the codes of weights from a checkpoint, or quantize weights while loading.
+Engines read the codes of weights from a checkpoint, or quantize weights while loading.
 The rule of a weight is the rule of the engine's own quantizer, so that both ways give the same codes.
 """
 
@@ -42,7 +26,11 @@ class Serving(NamedTuple):
     """The format of quaver.export that the engine reads for this weight."""
 
 
-def _make_serving(granularity: ScalingGranularity, input: str, weight: str, format: str) -> Serving:
+def _define(granularity: ScalingGranularity, input: str, weight: str, format: str) -> Serving:
+    """Define how an engine quantizes. `input` and `weight` are names of rules (scale_rules.py).
+
+    Blocks are 1 x 128 for the input and 128 x 128 for the weight.
+    """
     is_blockwise = granularity is ScalingGranularity.BLOCKWISE
 
     def cast(rule: str, block_size: tuple[int, int]) -> CastConfig:
@@ -60,23 +48,24 @@ def _make_serving(granularity: ScalingGranularity, input: str, weight: str, form
 _ROWS, _TENSOR, _BLOCKS = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCKWISE
 _COMPRESSED, _FP8 = "compressed-tensors", "fp8"
 SERVING: dict[str, Serving] = {
-    "vllm-per-token": _make_serving(_ROWS, "vllm", "vllm", _COMPRESSED),
-    "vllm-per-token-kernel": _make_serving(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),
-    "vllm-per-tensor": _make_serving(_TENSOR, "vllm", "vllm", _COMPRESSED),
-    "vllm-static": _make_serving(_ROWS, "vllm", "vllm", _COMPRESSED)._replace(
+    "vllm-per-token": _define(_ROWS, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
+    "vllm-per-token-kernel": _define(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),  # its CUDA kernel
+    "vllm-per-tensor": _define(_TENSOR, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
+    "vllm-static": _define(_ROWS, "vllm", "vllm", _COMPRESSED)._replace(  # static_scaled_fp8_quant
         input=CastConfig(ScalingType.STATIC, target_dtype=E4M3.dtype, scale_rule="vllm"), recipe="tensorwise"
     ),
-    "vllm-block": _make_serving(_BLOCKS, "vllm-group", "deepgemm", _FP8),
-    "vllm-block-ue8m0": _make_serving(_BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8),
-    "sglang-per-token": _make_serving(_ROWS, "sglang", "sglang", _COMPRESSED),
-    "sglang-per-tensor": _make_serving(_TENSOR, "sglang-tensor", "sglang-tensor", _COMPRESSED),
-    "sglang-block": _make_serving(_BLOCKS, "sglang-group", "deepgemm", _FP8),
-    "sglang-block-ue8m0": _make_serving(_BLOCKS, "sglang-group-ue8m0", "deepgemm-ue8m0", _FP8),
-    "deepgemm": _make_serving(_BLOCKS, "deepgemm", "deepgemm", _FP8),
-    "deepgemm-ue8m0": _make_serving(_BLOCKS, "deepgemm-ue8m0", "deepgemm-ue8m0", _FP8),
-    "transformers": _make_serving(_BLOCKS, "transformers-group", "transformers", _FP8),
-    "compressed-tensors": _make_serving(_ROWS, "compressed-tensors", "compressed-tensors", _COMPRESSED),
+    "vllm-block": _define(_BLOCKS, "vllm-group", "deepgemm", _FP8),  # per_token_group_quant
+    "vllm-block-ue8m0": _define(_BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8),  # the same on Blackwell
+    "sglang-per-token": _define(_ROWS, "sglang", "sglang", _COMPRESSED),  # sgl_per_token_quant_fp8
+    "sglang-per-tensor": _define(_TENSOR, "sglang-tensor", "sglang-tensor", _COMPRESSED),  # input_to_float8
+    "sglang-block": _define(_BLOCKS, "sglang-group", "deepgemm", _FP8),  # per_token_group_quant
+    "sglang-block-ue8m0": _define(_BLOCKS, "sglang-group-ue8m0", "deepgemm-ue8m0", _FP8),  # the same on Blackwell
+    "deepgemm": _define(_BLOCKS, "deepgemm", "deepgemm", _FP8),  # per_block_cast_to_fp8
+    "deepgemm-ue8m0": _define(_BLOCKS, "deepgemm-ue8m0", "deepgemm-ue8m0", _FP8),  # the same on SM100
+    "transformers": _define(_BLOCKS, "transformers-group", "transformers", _FP8),  # finegrained_fp8
+    "compressed-tensors": _define(_ROWS, "compressed-tensors", "compressed-tensors", _COMPRESSED),  # fake quantization
 }
+"""How engines quantize, by name. A comment names the engine's function."""
 
 
 def get_serving(name: str) -> Serving:
@@ -95,7 +84,7 @@ def serving_config(
     for an operand that is tensorwise in both directions.
 
     Args:
-        serving: a name of the table at the top.
+        serving: a key of `SERVING`.
         config: a config, a recipe or its name, with dynamic scaling; None for the recipe of the engine's granularity.
             The input of vllm-static has a static scale: call `calibrate_float8_static_scales(model)`.
     Raises:
