@@ -138,7 +138,7 @@ def _quantize(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
         operand = expect(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
         scale = expect(operand.dequant_scale)
         matrix_codes.copy_(operand.data.t() if transposed else operand.data)
-        scales.append(scale.t() if transposed and scale.dim() else scale)
+        scales.append(scale.t() if transposed else scale)
     return codes, torch.stack(scales)
 
 

@@ -107,7 +107,7 @@ def _emulate_sums(left: Rows, right: Rows, rule: Accumulation) -> tuple[Tensor, 
     """
     lengths = {_block_length(left), _block_length(right)}
     if lengths == {None}:
-        scale = left.dequant_scale.double() * _transpose(right.dequant_scale.double())
+        scale = left.dequant_scale.double() * right.dequant_scale.double().t()
         fast, exact = (accumulate(left.codes, right.codes, rule, use_fast_accum=is_fast) for is_fast in (True, False))
         return fast * scale, exact * scale
     is_e5m2 = E5M2.dtype in (left.codes.dtype, right.codes.dtype)
@@ -119,10 +119,6 @@ def _emulate_sums(left: Rows, right: Rows, rule: Accumulation) -> tuple[Tensor, 
     for partial in scaled.unbind(2):
         total += partial
     return total, total
-
-
-def _transpose(scale: Tensor) -> Tensor:
-    return scale.t() if scale.dim() else scale
 
 
 def _block_length(rows: Rows) -> int | None:

@@ -174,7 +174,8 @@ class Monitor:
         return rows
 
     def _make_header(self) -> dict[str, Any]:
-        recipes = {_name_recipe(weight) for weight in self._weights.values()}
+        names = {weight.config.recipe_name for weight in self._weights.values()}
+        recipes = {"custom" if name is None else name.value for name in names}
         return {
             "kind": "header",
             "schema": SCHEMA,
@@ -191,7 +192,8 @@ class Monitor:
 
     def _describe(self, row: _MonitoredTensor) -> dict[str, Any]:
         weight = self._weights[row.name]
-        about = {"layer": row.name, "experts": _count_experts(weight), **describe_site(row.site, weight.config)}
+        experts = weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
+        about = {"layer": row.name, "experts": experts, **describe_site(row.site, weight.config)}
         if self._hardware is not None and row.site.cast == "result":
             about["use_fast_accum"] = getattr(weight.config.matmuls, row.site.operand).use_fast_accum
         return about
@@ -395,16 +397,6 @@ def _attach_probe(weight: ModuleWeight, number: int) -> Probe:
     else:
         module.probe = probe
     return probe
-
-
-def _count_experts(weight: ModuleWeight) -> int | None:
-    """Return how many experts a weight has on this rank; None for a linear."""
-    return weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
-
-
-def _name_recipe(weight: ModuleWeight) -> str:
-    recipe = weight.config.recipe_name
-    return recipe.value if recipe else "custom"
 
 
 monitor = Monitor

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,16 +63,6 @@ class Sink(Protocol):
         """Stop writing."""
 
 
-class FunctionSink:
-    """A sink that calls a function with each line."""
-
-    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
-        self.write = write
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 AnySink = str | Path | Sink | Callable[[dict[str, Any]], None] | None
 
 
@@ -84,7 +75,7 @@ def make_sink(sink: AnySink) -> Sink | None:
     if hasattr(sink, "write") and hasattr(sink, "close"):
         return sink
     if callable(sink):
-        return FunctionSink(sink)
+        return cast(Sink, SimpleNamespace(write=sink, close=lambda: None))
     raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
 
 
@@ -258,8 +249,9 @@ def _make_error(path: Path, number: int, why: str) -> ValueError:
 def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_lines: bool) -> Record:
     if not lines or lines[0]["kind"] != "header":
         raise ValueError(f"expected a header in the first line of {str(path)!r}; it is not a record of numerics")
-    headers = [_check_header(line, path, number) for number, line in _select_kind(lines, "header")]
-    samples = [line for _, line in _select_kind(lines, "sample")]
+    numbered = enumerate(lines, start=1)
+    headers = [_check_header(line, path, number) for number, line in numbered if line["kind"] == "header"]
+    samples = [line for line in lines if line["kind"] == "sample"]
     if not samples:
         raise ValueError(
             f"{str(path)!r} has no samples: the run ended before its first; train longer or sample more often"
@@ -281,10 +273,6 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
         lines=[_decode(line) for line in lines if line["kind"] in ("header", "sample")] if keeps_lines else [],
         is_torn=is_torn,
     )
-
-
-def _select_kind(lines: list[dict[str, Any]], kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    return ((number, line) for number, line in enumerate(lines, start=1) if line["kind"] == kind)
 
 
 def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:

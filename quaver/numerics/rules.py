@@ -334,48 +334,28 @@ def _measure_mismatch(now: TensorStatistics, sample: Sample) -> Measure | None:
 RESULT = "{value:.1f} dB against high precision; the errors of its operands explain only {threshold:.1f}"
 SUMS_COST = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its casts or of rounding to bfloat16"
 CLIPPED = "{value:.2%} of the elements are clipped"
+WRONG_CODES = "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
+LOW_SQNR = "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}"
+UNDERFLOW = "{value:.1%} of the elements become zero, above {threshold:.1%}"
+MISMATCH = "mean exp|difference| of log probabilities to the trainer's is {value:.3f}, above {threshold:.2f}"
 
 RULES = (
     Rule("nonfinite", _measure_nonfinite, "has {value:g} elements that are not finite"),
     Rule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
-    Rule(
-        "codes",
-        _measure_codes,
-        "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong",
-    ),
+    Rule("codes", _measure_codes, WRONG_CODES),
     Rule("saturation", _measure_saturation, CLIPPED, suggest=suggest_recipes),
     Rule("saturation", _measure_clipping, CLIPPED, 3, suggest=suggest_recipes),
     Rule("result", _measure_result, RESULT, 2),
     Rule("zero", _measure_zero, "is all zeros", samples=2),
-    Rule(
-        "sqnr",
-        _measure_sqnr,
-        "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}",
-        2,
-        False,
-        suggest_recipes,
-    ),
-    Rule(
-        "underflow",
-        _measure_underflow,
-        "{value:.1%} of the elements become zero, above {threshold:.1%}",
-        2,
-        False,
-        suggest_recipes,
-    ),
+    Rule("sqnr", _measure_sqnr, LOW_SQNR, 2, False, suggest_recipes),
+    Rule("underflow", _measure_underflow, UNDERFLOW, 2, False, suggest_recipes),
     Rule("sums", _measure_sums, SUMS_COST, 1, False, suggest_accumulation),
     Rule("jump", _measure_jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
     Rule("growth", _measure_growth, "rms grew by 2^{value:.1f} and does not slow down"),
     Rule("peers", _measure_peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
     Rule("dead", _measure_dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),
     Rule("vanishing", _measure_vanishing, "rms {value:.1e} is below the eps of Adam, {threshold:.0e}", 2, False),
-    Rule(
-        "mismatch",
-        _measure_mismatch,
-        "mean exp|difference| of log probabilities to the trainer's is {value:.3f}, above {threshold:.2f}",
-        spreads=False,
-        suggest=suggest_same_codes,
-    ),
+    Rule("mismatch", _measure_mismatch, MISMATCH, spreads=False, suggest=suggest_same_codes),
     Rule("unchanged", _measure_unchanged, "did not change while other weights did: no optimizer holds it", 3, False),
 )
 """A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""

@@ -73,23 +73,8 @@ _LOWEST_EXPONENT, _EXPONENTS = -128, 256
 EXPONENTS = slice(_FIXED, _FIXED + _EXPONENTS)
 WIDTH = _FIXED + _EXPONENTS
 
-STATISTICS = (
-    "numel",
-    "amax",
-    "rms",
-    "smallest",
-    "underflow",
-    "saturated",
-    "sqnr_db",
-    "scale_min",
-    "scale_median",
-    "scale_max",
-    "scale_worst",
-    "scale_worst_sqnr_db",
-    "nonfinite",
-    "zeros",
-    "kurtosis",
-)
+STATISTICS: tuple[str, ...] = ("numel", "amax", "rms", "smallest", "underflow", "saturated", "sqnr_db", "scale_min")
+STATISTICS += ("scale_median", "scale_max", "scale_worst", "scale_worst_sqnr_db", "nonfinite", "zeros", "kurtosis")
 """The statistics of a slot, in the order of a record; docs/monitor.md defines them."""
 
 DIGITS = {"rms": 7, "underflow": 6, "saturated": 6, "sqnr_db": 6, "scale_worst_sqnr_db": 6, "zeros": 6, "kurtosis": 6}
@@ -168,7 +153,8 @@ def observe_in_pytorch(
     """Compute the signal and noise of each block, and counts [7], as the oracle of `kernels.cpu.observe`."""
     counts = hp.new_zeros(7, dtype=torch.float64)
     counts[5] = math.inf
-    sums = hp.new_zeros((2, *_count_blocks(hp.shape, blocks)), dtype=torch.float64)
+    scales = [-(-elements // length) for elements, length in zip(hp.shape, blocks, strict=True)]
+    sums = hp.new_zeros((2, *scales), dtype=torch.float64)
     for rows in _iter_chunks(hp.shape, blocks[0]):
         wide = hp[rows].double()
         finite = wide.isfinite()
@@ -195,10 +181,6 @@ def observe_in_pytorch(
 def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, int]) -> None:
     block_sums = _sum_blocks(squares, blocks)
     sums[first : first + block_sums.shape[0]] += block_sums
-
-
-def _count_blocks(shape: torch.Size, blocks: tuple[int, int]) -> tuple[int, int]:
-    return -(-shape[0] // blocks[0]), -(-shape[1] // blocks[1])
 
 
 def _iter_chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:

@@ -43,12 +43,8 @@ __all__ = [
     "DelayedScalingConfig",
     "Float8GemmConfig",
     "Float8LinearConfig",
-    "Float8LinearRecipeName",
-    "ScaleCalculationMode",
-    "ScalingGranularity",
-    "ScalingType",
-    "resolve_config",
 ]
+__all__ += ["Float8LinearRecipeName", "ScaleCalculationMode", "ScalingGranularity", "ScalingType", "resolve_config"]
 
 
 SHARED_INPUTS: tuple[tuple[str, ...], ...] = (

@@ -54,27 +54,13 @@ class Float8Format:
         return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)
 
     @property
-    def finite_codes(self) -> int:
-        """The number of codes that are finite numbers, both zeros included."""
-        return 2**self.bits - len(self.nan_codes) - len(self.infinity_codes)
-
-    @property
     def max_relative_error(self) -> float:
         """The largest relative rounding error of a value in the normal range: half a unit in the last place."""
         return 2.0 ** -(self.mantissa_bits + 1)
 
 
 E4M3 = Float8Format("e4m3", torch.float8_e4m3fn, 4, 3, 7, 448.0, nan_codes=(0x7F, 0xFF))
-E5M2 = Float8Format(
-    "e5m2",
-    torch.float8_e5m2,
-    5,
-    2,
-    15,
-    57344.0,
-    nan_codes=(0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF),
-    infinity_codes=(0x7C, 0xFC),
-)
+E5M2 = Float8Format("e5m2", torch.float8_e5m2, 5, 2, 15, 57344.0, (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF), (0x7C, 0xFC))
 E4M3_FNUZ = Float8Format("e4m3fnuz", torch.float8_e4m3fnuz, 4, 3, 8, 240.0, nan_codes=(0x80,))
 E5M2_FNUZ = Float8Format("e5m2fnuz", torch.float8_e5m2fnuz, 5, 2, 16, 57344.0, nan_codes=(0x80,))
 

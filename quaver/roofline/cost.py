@@ -248,14 +248,6 @@ def _predict_linear_time(
     widening_s = predict_move_seconds(sum(_WIDENING.bytes_per_element * elements[i] for i in widened), spec)
     kernels = len(matmuls) + sum(cast.kernels for cast in casts) + _WIDENING.kernels * len(widened)
     output_s, grad_input_s, grad_weight_s = matmuls
-    input_casts_s, weight_casts_s, grad_output_casts_s = cast_times
-    return LinearTime(
-        output_s=output_s,
-        grad_input_s=grad_input_s,
-        grad_weight_s=grad_weight_s,
-        input_casts_s=input_casts_s,
-        weight_casts_s=weight_casts_s,
-        grad_output_casts_s=grad_output_casts_s,
-        widening_s=widening_s,
-        launches_s=kernels * KERNEL_LAUNCH_S,
-    )
+    input_s, weight_s, grad_output_s = cast_times
+    launches_s = kernels * KERNEL_LAUNCH_S
+    return LinearTime(output_s, grad_input_s, grad_weight_s, input_s, weight_s, grad_output_s, widening_s, launches_s)
