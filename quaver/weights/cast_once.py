@@ -23,6 +23,7 @@ from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
 from quaver.fsdp.siblings import AllGatherState, get_all_gather_state
 from quaver.linear.module import Float8Linear
+from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
 
@@ -40,11 +41,14 @@ class PreparedWeight:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""
         if weight is not self._weight:
             raise make_scope_error(weight, "replaced")
-        config = self._module_weight.config
-        if config is not self._config and config != self._config:
-            raise make_scope_error(weight, "given another config")
+        _check_config(self._module_weight, self._config)
         if get_version(weight) != self._version or _get_address(weight) != _get_address(self._memory):  # `.data = ...`
             raise make_scope_error(weight, "changed")
+
+
+def _check_config(weight: ModuleWeight, config: Float8LinearConfig) -> None:
+    if weight.config is not config and weight.config != config:
+        raise make_scope_error(weight.parameter, "given another config")
 
 
 def _get_address(tensor: Tensor) -> int:
@@ -63,7 +67,7 @@ class PreparedShard:
     """This rank's shard of a weight, quantized once while the scope is open, and a check that it does not change."""
 
     def __init__(self, weight: ModuleWeight, holder: str) -> None:
-        self._weight, self.holder = weight, holder
+        self._weight, self._config, self.holder = weight, weight.config, holder
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version at that time."""
@@ -81,12 +85,13 @@ class PreparedShard:
         return self._inputs
 
     def check(self) -> None:
-        """Raise RuntimeError if the shard was replaced or written to since the entry.
+        """Raise RuntimeError if the shard was replaced, written to or given another config since the entry.
 
         A write that bypasses the parameter, into a tensor of a state_dict, raises only after the cast; before, the cast
         includes it.
         """
         weight, parameter = self._weight.local, self._weight.parameter
+        _check_config(self._weight, self._config)
         if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 has unsharded it
             if self._box is None:
                 self._box, self._writes, self._version = weight.box, weight.box.writes, get_version(parameter)
@@ -115,8 +120,8 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
         model: a model with float8 modules, wrapped or not.
         holder: a name for the error of a second scope that is entered while this one is open.
     Raises:
-        RuntimeError: the scope is already open for one of the modules; or a weight was changed or replaced inside it,
-            which raises at the next eager use of the module, at the next all-gather, or at the exit.
+        RuntimeError: the scope is already open for one of the modules; or a weight was changed, replaced or given
+            another config inside it, which raises at the next eager use, at the next all-gather, or at the exit.
     """
     weights = [weight for _, weight in weights_under(model)]
     whole = [weight for weight in weights if _is_whole(weight)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import quaver.fsdp.gathered as fsdp
-from quaver import cast_weights_once, convert_to_float8_training
+from quaver import cast_weights_once, convert_to_float8_training, set_high_precision_matmuls
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests import steps
 from tests.counting import CollectiveCounter
@@ -131,6 +131,16 @@ def test_a_change_before_the_cast_is_never_stale():
             model(part_of(batch))
         model[1].up.weight.div_(2)
         assert scoped.equal(model(part_of(batch)))
+
+
+@on_ranks(2)
+def test_another_config_inside_is_an_error_at_the_next_all_gather():
+    model, batch = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
+    with pytest.raises(RuntimeError, match="given another config"), cast_weights_once(model):
+        model(batch)
+        set_high_precision_matmuls(model, ["grad_weight"])
+        with pytest.raises(RuntimeError, match="given another config"):
+            model(batch)
 
 
 @on_ranks(2)
