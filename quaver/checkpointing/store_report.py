@@ -85,12 +85,13 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     finally:
         for name, parameter in parameters.items():
             parameter.grad = before[name]
+    gradient_sqnr_db = _compare_by_block(exact, stored)  # a collective: before an error that only some ranks raise
     if not saved:
         raise ValueError(
             "expected a step that saves activations in float8, but no module that stores saved anything: call "
             "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints"
         )
-    return ActivationReport(tuple(saved), _compare_by_block(exact, stored))
+    return ActivationReport(tuple(saved), gradient_sqnr_db)
 
 
 def _compute_gradients(parameters: dict[str, nn.Parameter], step: Callable[[], object]) -> dict[str, Tensor]:

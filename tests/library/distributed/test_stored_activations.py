@@ -2,9 +2,11 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -15,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from quaver.checkpointing import activation_report, store_activations_in_float8
 from tests.ranks import mesh_of, on_ranks
@@ -80,3 +83,17 @@ def test_each_rank_stores_its_part_of_what_one_process_stores():
     reports = [activation_report(model, lambda model=model: gradients(model)) for model in (stored, parallel)]
     stored_in = [[each.module for each in report.saved if each.sqnr_db is not None] for report in reports]
     assert stored_in[0] == stored_in[1] == ["1", "2.activation"]
+
+
+@on_ranks(2)
+def test_a_rank_that_stores_nothing_raises_and_leaves_the_other_no_collective_to_wait_for():
+    model = parallelize_module(nn.Sequential(nn.Linear(128, 512), nn.GELU()), mesh_of((2,)), {"0": ColwiseParallel()})
+    store_activations_in_float8(model, modules=["1"])
+    x = torch.randn(8, 128)
+
+    def run():
+        output = checkpoint(model, x, use_reentrant=False) if dist.get_rank() else model(x)
+        output.square().sum().backward()
+
+    with pytest.raises(ValueError, match="no module that stores saved anything") if dist.get_rank() else nullcontext():
+        assert activation_report(model, run).saved
