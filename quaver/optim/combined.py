@@ -159,12 +159,14 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
     """Give `target` the states of `source`, an optimizer of the same parameters, and the options that both have.
 
     Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments are converted
-    through float32, which temporarily takes 8 bytes per parameter. Param groups may differ. torch's Muon counts no
-    steps, so Float8Muon starts again at step 0.
+    through float32, which temporarily takes 8 bytes per parameter. Param groups may differ, but the parameters of a
+    group of `target` must have the same options in `source`. torch's Muon counts no steps, so Float8Muon starts again
+    at step 0.
 
     Raises:
         ValueError: a parameter has Muon in one optimizer and AdamW in the other, is missing in `source`, or uses an
-            option of torch's that `target` lacks. `target` does not change.
+            option of torch's that `target` lacks; the parameters of a group have different options in `source`.
+            `target` does not change.
     """
     states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
     for part in list_parts(source):
@@ -197,8 +199,12 @@ def _torch_state_dict(target: Optimizer, states: dict[Tensor, tuple[Optimizer, d
                 raise ValueError(f"states of {source_algorithm.__name__} cannot become those of {algorithm.__name__}")
             if isinstance(target, Float8Optimizer):
                 check_same_algorithm(packed_group)
-            shared = source.defaults.keys() & target.defaults.keys() & packed_group.keys()
-            options = {name: packed_group[name] for name in shared}
+            for name in source.defaults.keys() & target.defaults.keys() & packed_group.keys():
+                if options.setdefault(name, packed_group[name]) != packed_group[name]:
+                    values_of_option = f"{options[name]} and {packed_group[name]}"
+                    raise ValueError(
+                        f"{name}: expected one value for the parameters of a group, got {values_of_option}"
+                    )
             if values and type(target) is torch.optim.Muon:  # a later load would read a step that Muon never advances
                 values = {name: value for name, value in values.items() if name != "step"}
             if values:

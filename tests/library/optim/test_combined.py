@@ -114,6 +114,8 @@ def test_param_groups_may_be_others_where_states_are_converted():
     load_states_of(target, source)
     assert [group["weight_decay"] for group in target.param_groups] == [0.01, 0.01, 0.3]
     assert all(target.state[parameter]["step"] == 2 for parameter in parameters)
+    with pytest.raises(ValueError, match=r"weight_decay: expected one value .* of a group, got 0\.3 and 0\.01"):
+        load_states_of(Float8AdamW(parameters), source)
 
 
 @pytest.mark.parametrize("load", [load_states_of, lambda target, source: target.load_state_dict(source.state_dict())])
