@@ -86,10 +86,13 @@ def matches_serving(
         folder: an export of `model` by `save_float8`; None for a temporary one in the format of the engine.
         serving: an engine of quaver/recipes/serving.py; None for the engine that the model was converted with.
     Raises:
-        ValueError: `serving` is unknown, or None for a model with no engine or several; the folder lacks a weight.
+        ValueError: `serving` is unknown, or None for a model with no engine or several; the folder lacks a weight, or
+            is given beside a model that is a folder.
         NotImplementedError: the model is sharded; or as `save_float8`.
     """
     if isinstance(model, Path | str):
+        if folder is not None:
+            raise ValueError(f"folder: expected None for a model that is a folder, got {str(folder)!r}")
         folder, model = model, _load_frozen_model(Path(model), serving)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     name = serving or _common_engine(linears)

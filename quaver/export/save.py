@@ -58,8 +58,8 @@ def save_float8(
             `iter_float8_weights`. All ranks of a sharded model call this; rank 0 writes, its errors are raised on all.
             Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`, `set_kv_scales`).
         folder: a new path. comfyui writes one file NAME.safetensors, with the record in its header, from memory.
-        config: config.json without quantization_config; None for the model's, with its generation config. Its dtype
-            becomes `dtype`, if given, and for MXFP8 bfloat16, in which alone transformers can run it.
+        config: config.json without quantization_config; None for the model's, with its generation config, and for
+            comfyui. Its dtype becomes `dtype`, if given, and for MXFP8 bfloat16, in which alone transformers runs it.
         max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
         about: the origin, for the record of the bundle: "source", "step".
         files: more files to copy, such as the tokenizer's.
@@ -84,7 +84,7 @@ def save_float8(
         module_filter_fn=module_filter_fn,
     )
     path, plan = Path(folder), tensors.plan
-    plan.format.check_target(path, plan.names, files=files, high_precision_model=high_precision_model)
+    plan.format.check_target(path, plan.names, config=config, files=files, high_precision_model=high_precision_model)
     record = {"format": format, "recipe": plan.recipe, **(about or {})}
     if plan.format.is_file:
         target = _new_file(path, model, tensors, record)

@@ -107,14 +107,15 @@ def iter_float8_weights(
         module_filter_fn: chooses the layers for `recipe`, as for `convert_to_float8_training`. None for all except
             `lm_head`, routers and tied linears.
     Raises (when called):
-        ValueError: no linear or expert is float8; a float8 weight is tied; a weight is missing; PEFT's adapters are not
-            merged; the recipe has delayed or static scales; a layer is converted with another recipe.
+        ValueError: `dtype` or `rounded_from` is not float32, bfloat16 or float16; no linear or expert is float8; a
+            float8 weight is tied; a weight is missing; PEFT's adapters are not merged; the recipe has delayed or static
+            scales; a layer is converted with another recipe.
         NotImplementedError: the format does not hold the recipe, weights have several recipes, this rank has only some
             of the experts, or groups of MXFP8 do not divide the inputs of a weight.
     Raises (in the iteration):
         ValueError: a weight is not finite or on the meta device, or the scale of an input is unknown.
     """
-    forward_dtype = _dtype_to_round_to(rounded_from)
+    dtype, forward_dtype = _parse_dtype("dtype", dtype), _parse_dtype("rounded_from", rounded_from)
     model, view = unwrap_ddp(model), None
     if recipe is None and module_filter_fn is not None:
         raise ValueError("module_filter_fn: expected none without a recipe: the model's layers are converted, or not")
@@ -129,11 +130,11 @@ def unwrap_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _dtype_to_round_to(rounded_from: torch.dtype | str | None) -> torch.dtype | None:
-    dtype: torch.dtype | None = getattr(torch, rounded_from, None) if isinstance(rounded_from, str) else rounded_from
-    if rounded_from is not None and dtype not in HP_DTYPES:
+def _parse_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    dtype: torch.dtype | None = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and dtype not in HP_DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in HP_DTYPES)
-        raise ValueError(f"rounded_from: expected one of {names}, got {rounded_from!r}")
+        raise ValueError(f"{argument}: expected one of {names}, got {value!r}")
     return dtype
 
 

@@ -118,10 +118,11 @@ def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8W
             raise ValueError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
         set_kv_scales(source.model, scales)
     files = source.files if options.tokenizer is None else list_tokenizer_files(expand_user(options.tokenizer))
+    is_file = CHECKPOINT_FORMATS[options.format].is_file
     return save_float8(
         source.model,
         target,
-        config=source.config,
+        config=None if is_file else source.config,
         format=options.format,
         weights=source.weights,
         dtype=getattr(torch, options.dtype),
@@ -129,7 +130,7 @@ def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8W
         share_fused_scales=not options.own_scales,
         max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
         about=source.about,
-        files=[] if CHECKPOINT_FORMATS[options.format].is_file else files,
+        files=[] if is_file else files,
         high_precision_model=source.high_precision_model if options.measure_tokens else None,
         measure_tokens=options.measure_tokens,
     )

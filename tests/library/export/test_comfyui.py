@@ -265,6 +265,7 @@ def test_what_is_refused(tmp_path):
     file = tmp_path / "out.safetensors"
     for path, options, message in (
         (tmp_path / "out", {}, "out': expected a name that ends in .safetensors; the format comfyui is one file"),
+        (file, {"config": {"model_type": "tiny"}}, "config: expected none for the format comfyui"),
         (file, {"files": [tmp_path]}, "files: expected none for the format comfyui"),
         (file, {"high_precision_model": tiny}, "high_precision_model: expected none for the format comfyui"),
     ):

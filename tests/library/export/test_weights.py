@@ -228,6 +228,7 @@ def test_a_recipe_is_for_layers_that_a_filter_admits_and_a_format_holds():
         ({"recipe": "rowwise", "format": "fp8"}, NotImplementedError, "expected weights with a scale per block"),
         ({"recipe": "int4"}, ValueError, "unknown recipe 'int4'"),
         ({"recipe": "rowwise", "rounded_from": "int8"}, ValueError, "expected one of float32, bfloat16, float16, got"),
+        ({"recipe": "rowwise", "dtype": torch.int8}, ValueError, "dtype: expected one of float32, bfloat16, float16"),
         ({"module_filter_fn": bool}, ValueError, "expected none without a recipe"),
     ):
         with pytest.raises(error, match=message):

@@ -99,6 +99,8 @@ def test_a_folder_alone(tmp_path):
     assert match.engine < 0.1
     with pytest.raises(ValueError, match="and blockwise 128 x 128 weights as the checkpoint, got 'vllm-per-token'"):
         matches_serving(tmp_path / "served", TOKENS, serving="vllm-per-token")
+    with pytest.raises(ValueError, match="folder: expected None for a model that is a folder"):
+        matches_serving(tmp_path / "served", TOKENS, folder=tmp_path / "other", serving="vllm-block")
     with pytest.raises(ValueError, match="serving: expected one of vllm-per-token, .* for a folder, got None"):
         matches_serving(tmp_path / "served", TOKENS)
 
