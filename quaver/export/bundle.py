@@ -14,7 +14,7 @@ from typing import Any
 
 from quaver.conversion.report import ConversionReport
 from quaver.export.files import check_names, read_json_object, write_json
-from quaver.export.folders import file_threads
+from quaver.export.folders import make_file_threads
 from quaver.runtime.names import join_names
 
 RECORD = "quaver_export.json"
@@ -29,23 +29,27 @@ _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of the tokenizer in `folder`. Raises FileNotFoundError if it has none."""
-    files = sorted(file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file())
+    files = _find_files(folder, *_TOKENIZER)
     if not files:
         raise FileNotFoundError(f"{str(folder)!r}: expected files of a tokenizer, such as tokenizer.json, got none")
     return files
 
 
-def copied_files(folder: Path) -> list[Path]:
+def list_copied_files(folder: Path) -> list[Path]:
     """Return the files of the tokenizer and the generation config, which do not depend on the weights."""
-    patterns = (*_TOKENIZER, GENERATION)
+    return _find_files(folder, *_TOKENIZER, GENERATION)
+
+
+def _find_files(folder: Path, *patterns: str) -> list[Path]:
     return sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
 
 
 def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport) -> None:
     """Write the card and the record, the last files of an export."""
-    (folder / CARD).write_text("\n".join(_card(record, report)) + "\n", encoding="utf-8")
+    (folder / CARD).write_text("\n".join(_format_card(record, report)) + "\n", encoding="utf-8")
     about = {"quaver": version("quaver"), **record, "conversion_report": report.to_dict()}
-    write_json(folder / RECORD, {**about, "sha256": _digests(folder, sorted(file.name for file in folder.iterdir()))})
+    digests = _compute_digests(folder, sorted(file.name for file in folder.iterdir()))
+    write_json(folder / RECORD, {**about, "sha256": digests})
 
 
 def check_bundle(folder: Path) -> None:
@@ -65,7 +69,7 @@ def check_bundle(folder: Path) -> None:
     missing = sorted(name for name in digests if not (folder / name).is_file())
     if missing:
         raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD} names: {join_names(missing)}")
-    actual = _digests(folder, list(digests))
+    actual = _compute_digests(folder, list(digests))
     differing = sorted(name for name in digests if actual[name] != digests[name])
     if differing:
         raise ValueError(
@@ -74,17 +78,17 @@ def check_bundle(folder: Path) -> None:
         )
 
 
-def _digests(folder: Path, names: list[str]) -> dict[str, str]:
-    with file_threads() as threads:
-        return dict(zip(names, threads.map(_sha256, [folder / name for name in names]), strict=True))
+def _compute_digests(folder: Path, names: list[str]) -> dict[str, str]:
+    with make_file_threads() as threads:
+        return dict(zip(names, threads.map(_compute_sha256, [folder / name for name in names]), strict=True))
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
+def _format_card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
     yield from ("# Float8 weights", "")
     yield from (f"Exported by quaver {version('quaver')} in the format `{record['format']}`.", "")
     for name in ("source", "recipe", "step"):
@@ -96,12 +100,13 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
             "- A write, such as the merge of an adapter, quantized these weights again: the logits of the merged model "
             "differ from those of the base with a separate adapter. SQNR of the written weight in dB:"
         )
-        yield from _table("weight (of experts, the stack)", ["after the write"], {n: [db] for n, db in written.items()})
+        rows = {name: [sqnr_db] for name, sqnr_db in written.items()}
+        yield from _format_table("weight (of experts, the stack)", ["after the write"], rows)
         yield ""
     if requantized:
         yield "- The codes of these weights differ from the training forward; SQNR of the weight in dB:"
-        rows = {name: [decibels["training_db"], decibels["stored_db"]] for name, decibels in requantized.items()}
-        yield from _table("weight (of experts, the worst one)", ["training", "stored"], rows)
+        rows = {name: [sqnr["training_db"], sqnr["stored_db"]] for name, sqnr in requantized.items()}
+        yield from _format_table("weight (of experts, the worst one)", ["training", "stored"], rows)
     else:
         forward = "the forward of the merged model" if written else "the training forward"
         yield f"- Codes and scales are bit-identical to {forward}."
@@ -120,17 +125,17 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
     else:
         yield (
             f"On {logits['tokens']} random tokens, the dequantized weights against the high-precision weights, both "
-            f"multiplied in high precision: SQNR {_decibels(logits['sqnr_db'])} dB, largest difference "
+            f"multiplied in high precision: SQNR {_format_decibels(logits['sqnr_db'])} dB, largest difference "
             f"{logits['max_difference']:.4g}, the same most likely token at {logits['same_argmax']:.1%} of positions."
         )
     yield from ("", "## Conversion", "", "```", str(report), "```")
 
 
-def _table(name: str, columns: list[str], rows: Mapping[str, list[float | None]]) -> Iterator[str]:
+def _format_table(name: str, columns: list[str], rows: Mapping[str, list[float | None]]) -> Iterator[str]:
     yield from ("", f"| {' | '.join([name, *columns])} |", f"| --- |{' ---: |' * len(columns)}")
     for weight, decibels in rows.items():
-        yield f"| {' | '.join([weight, *map(_decibels, decibels)])} |"
+        yield f"| {' | '.join([weight, *map(_format_decibels, decibels)])} |"
 
 
-def _decibels(value: float | None) -> str:
+def _format_decibels(value: float | None) -> str:
     return "exact" if value is None else f"{value:.2f}"

@@ -36,7 +36,7 @@ PartNames = tuple[str, ...]
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 """Prefixes of the names of a diffusion model in files that hold several models."""
 
-KEPT_IN_FLOAT32 = "e_score_correction_bias"
+FLOAT32_LEAF = "e_score_correction_bias"
 """The last part of the name of a bias that routers add to scores. No export rounds it."""
 
 _LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
@@ -66,32 +66,32 @@ class CheckpointNames:
         whole_stacks = [name for name in self.whole_stacks if name not in stored_stacks]
         return replace(self, stacks=self.stacks | stored_stacks, whole_stacks=whole_stacks)
 
-    def stored_name(self, name: str) -> str:
+    def get_stored_name(self, name: str) -> str:
         """Return the stored name of a tensor that is not a stack, or of a module, whose `name` ends with a dot."""
-        return self.conversions.stored_name(name)
+        return self.conversions.get_stored_name(name)
 
-    def parts(self, name: str) -> list[PartNames]:
+    def get_parts(self, name: str) -> list[PartNames]:
         """Return the stored names of the parts of each matrix of a stack; any other tensor is one part."""
         stack = self.stacks.get(name)
-        return [(self.stored_name(name),)] if stack is None else stack
+        return [(self.get_stored_name(name),)] if stack is None else stack
 
-    def stored_names(self, name: str) -> list[str]:
+    def get_stored_names(self, name: str) -> list[str]:
         """Return the stored name of a tensor, or the names of all parts of a stack."""
-        return [part for parts in self.parts(name) for part in parts]
+        return [part for parts in self.get_parts(name) for part in parts]
 
-    def modules(self, name: str) -> list[str]:
+    def list_modules(self, name: str) -> list[str]:
         """Return the modules of a tensor, or of each matrix of a stack, by their names in model and checkpoint.
 
         vLLM and SGLang match `ignore` and `targets` of a config.json with the checkpoint's names, transformers with
         the model's.
         """
         own = [] if name in self.stacks else [name]
-        return list(dict.fromkeys(tensor.rpartition(".")[0] for tensor in (*own, *self.stored_names(name))))
+        return list(dict.fromkeys(tensor.rpartition(".")[0] for tensor in (*own, *self.get_stored_names(name))))
 
-    def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def split_tensor(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return a tensor of the model by its stored name; for a stack, views [N, K] by the names of its parts."""
         if name not in self.stacks:
-            return {self.stored_name(name): tensor}
+            return {self.get_stored_name(name): tensor}
         experts = tensor.mT if name in self.transposed else tensor
         return {
             part: rows
@@ -102,32 +102,32 @@ class CheckpointNames:
     def read_stack(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
         """Return a stack of the model; `read` returns the matrix with a stored name."""
         stack = torch.empty(tuple(shape), dtype=dtype)
-        for part, matrix in self.matrices(name, stack).items():
+        for part, matrix in self.split_tensor(name, stack).items():
             matrix.copy_(read(part))
         return stack
 
-    def in_model(self, model_names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    def find_model_names(self, model_names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
         """Return the name in the model of each stored tensor, or its own name if it is unknown.
 
         `stored` may have names of the model or of the checkpoint.
         """
         known = set(model_names)
-        owners = {part: name for name in known for part in self.stored_names(name)}
-        parts = {stored_name: part for part, stored_name in self.stored_parts(stored).items()}
+        owners = {part: name for name in known for part in self.get_stored_names(name)}
+        parts = {stored_part: part for part, stored_part in self.find_stored_parts(stored).items()}
         named = {name: name if name in known else owners.get(parts.get(name, name)) for name in stored}
         free = known.difference(named.values())
-        return {name: in_model or self.conversions.other_name(name, free) for name, in_model in named.items()}
+        return {name: owner or self.conversions.find_other_name(name, free) for name, owner in named.items()}
 
-    def stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
+    def find_stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the name in `stored` of each part of the stacks. It may be the name in a larger or a smaller model."""
         parts = {part for stack in self.stacks.values() for parts in stack for part in parts}
-        stored_names = {name: name for name in stored if name in parts}
+        get_stored_names = {name: name for name in stored if name in parts}
         for name in stored:
-            if name in stored_names:
+            if name in get_stored_names:
                 continue
-            if part := next((candidate for candidate in other_names(name) if candidate in parts), None):
-                stored_names.setdefault(part, name)
-        return stored_names
+            if part := next((candidate for candidate in list_other_names(name) if candidate in parts), None):
+                get_stored_names.setdefault(part, name)
+        return get_stored_names
 
 
 def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
@@ -144,47 +144,53 @@ def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Chec
     for prefix, module in experts.items():
         for leaf, weight in get_expert_weights(module).items():
             name, count = f"{prefix}{'.' if prefix else ''}{leaf}", weight.shape[0]
-            parts = conversions.parts(name, count) if conversions.is_known else _default_parts(prefix, leaf, module)
-            if parts is None and has_linears and _original_class_name(module) == "Llama4TextExperts":
-                matrices = _names_of_matrices(prefix, leaf, count)
-                parts = [tuple(map(conversions.stored_name, names)) for names in matrices]
+            parts = (
+                conversions.find_parts(name, count)
+                if conversions.is_known
+                else _make_default_parts(prefix, leaf, module)
+            )
+            if parts is None and has_linears and _get_original_class_name(module) == "Llama4TextExperts":
+                matrices = _name_matrices(prefix, leaf, count)
+                parts = [tuple(map(conversions.get_stored_name, names)) for names in matrices]
                 transposed.add(name)
             if parts is None:
                 whole_stacks.append(name)
-                linears[name] = _linear_variants(prefix, leaf, module, conversions)
+                linears[name] = _list_linear_variants(prefix, leaf, module, conversions)
             else:
                 stacks[name] = parts
     return CheckpointNames(stacks, transposed, whole_stacks, conversions, linears)
 
 
-def _original_class_name(experts: nn.Module) -> str:
+def _get_original_class_name(experts: nn.Module) -> str:
     return get_class_parts(experts).original.__name__
 
 
-def _default_parts(prefix: str, leaf: str, module: nn.Module) -> list[PartNames] | None:
+def _make_default_parts(prefix: str, leaf: str, module: nn.Module) -> list[PartNames] | None:
     is_plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_bias", False)
     if is_transposed(module) or not is_plain:
         return None
-    return _names_of_matrices(prefix, leaf, getattr(module, leaf).shape[0])
+    return _name_matrices(prefix, leaf, getattr(module, leaf).shape[0])
 
 
-def _linear_variants(prefix: str, leaf: str, module: nn.Module, conversions: _Conversions) -> list[list[PartNames]]:
+def _list_linear_variants(
+    prefix: str, leaf: str, module: nn.Module, conversions: _Conversions
+) -> list[list[PartNames]]:
     """Return the variants of a whole stack as linears: gate and up each, or one linear for each expert.
 
     Granite's `input_linear.weight`, a stack of gate and up, becomes `input_linear.7.weight` or, in older files,
     `input_linear.experts.7.weight`.
     """
-    parts = _default_parts(prefix, leaf, module)
+    parts = _make_default_parts(prefix, leaf, module)
     if parts is None:
         return []
-    base = conversions.stored_name(f"{prefix}.{leaf}".lstrip(".")).removesuffix(".weight")
-    variants: list[list[PartNames]] = [[tuple(map(conversions.stored_name, names)) for names in parts]]
+    base = conversions.get_stored_name(f"{prefix}.{leaf}".lstrip(".")).removesuffix(".weight")
+    variants: list[list[PartNames]] = [[tuple(map(conversions.get_stored_name, names)) for names in parts]]
     for infix in ("", ".experts"):
         variants.append([(f"{base}{infix}.{index}.weight",) for index in range(len(parts))])
     return variants
 
 
-def _names_of_matrices(prefix: str, leaf: str, count: int) -> list[PartNames]:
+def _name_matrices(prefix: str, leaf: str, count: int) -> list[PartNames]:
     dot = "." if prefix else ""
     return [tuple(f"{prefix}{dot}{index}.{part}.weight" for part in _LEAVES[leaf]) for index in range(count)]
 
@@ -197,7 +203,7 @@ class _Conversions:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.is_known = is_of_transformers(model)
+        self.is_known = is_transformers_model(model)
         base = self._model.base_model_prefix if self.is_known else ""
         self.base_prefix = f"{base}." if base else ""
         """The prefix of names in the base model, which may be loaded without its head."""
@@ -219,17 +225,17 @@ class _Conversions:
                 is_converter = isinstance(conversion, WeightConverter)
                 (self._converters if is_converter else self._renamings).append(conversion.reverse_transform())
 
-    def stored_name(self, name: str) -> str:
+    def get_stored_name(self, name: str) -> str:
         """Return the stored name of a whole tensor. A tensor that a converter computes keeps its name."""
-        return name if self._converter(name) else self._apply_renamings(name)
+        return name if self._find_converter(name) else self._apply_renamings(name)
 
-    def other_name(self, name: str, known: set[str]) -> str:
+    def find_other_name(self, name: str, known: set[str]) -> str:
         """Return the name among `known` into which `from_pretrained` reads the tensor `name`, else `name`."""
-        candidates = [name, *other_names(name)]
+        candidates = [name, *list_other_names(name)]
         if self.is_known:
             from transformers.core_model_loading import rename_source_key
 
-            renamings, converters = self._forwards
+            renamings, converters = self._forward_conversions
             prefix = self._model.base_model_prefix
             names = dict.fromkeys(known, True)
             matches = (rename_source_key(candidate, renamings, converters, prefix, names) for candidate in candidates)
@@ -237,7 +243,7 @@ class _Conversions:
         return next((candidate for candidate in candidates if candidate in known), name)
 
     @functools.cached_property
-    def _forwards(self) -> tuple[list[Any], list[Any]]:
+    def _forward_conversions(self) -> tuple[list[Any], list[Any]]:
         """The renamings and the converters with which `from_pretrained` reads checkpoints, legacy ones included."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
@@ -251,19 +257,19 @@ class _Conversions:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    def _converter(self, name: str) -> tuple[Any, str, str] | None:
+    def _find_converter(self, name: str) -> tuple[Any, str, str] | None:
         for converter in self._converters:
             target, pattern = converter.rename_source_key(name)
             if pattern is not None:
                 return converter, target, pattern
         return None
 
-    def parts(self, name: str, count: int) -> list[PartNames] | None:
+    def find_parts(self, name: str, count: int) -> list[PartNames] | None:
         """Return the parts of each expert of a stack; None unless each part is a contiguous range of rows [N, K].
 
         Converts a stack whose elements are their row numbers, and reads off which rows each part has.
         """
-        match = self._converter(name)
+        match = self._find_converter(name)
         if match is None:
             return None
         converter, target, pattern = match
@@ -272,12 +278,12 @@ class _Conversions:
         rows = torch.arange(count * _ROWS).view(count, _ROWS, 1)
         converter.add_tensor(target, name, pattern, rows)
         split = converter.convert(target, model=self._model, config=self._model.config)
-        first_rows = {_first_row(part): self._apply_renamings(part_name) for part_name, part in split.items()}
-        if None in first_rows or len(split) % count:
+        names_by_row = {_find_first_row(part): self._apply_renamings(part_name) for part_name, part in split.items()}
+        if None in names_by_row or len(split) % count:
             return None
-        height = len(split) // count
+        count_of_parts = len(split) // count
         return [
-            tuple(first_rows[row] for row in range(index * _ROWS, (index + 1) * _ROWS, _ROWS // height))
+            tuple(names_by_row[row] for row in range(index * _ROWS, (index + 1) * _ROWS, _ROWS // count_of_parts))
             for index in range(count)
         ]
 
@@ -286,7 +292,7 @@ _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model
 """Parts of names in a multimodal model that names in its text model lack."""
 
 
-def other_names(name: str) -> list[str]:
+def list_other_names(name: str) -> list[str]:
     """Return the names that a tensor may have in a part of the model, such as its text model, and the reverse."""
     in_text = [name.replace(part, "", 1) for part in _TEXT_PARTS if part in name]
     without_prefix = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
@@ -294,10 +300,10 @@ def other_names(name: str) -> list[str]:
 
 
 _ROWS = 4
-"""Rows of an expert in the probe stack of `_Conversions.parts`: two each for gate and up."""
+"""Rows of an expert in the probe stack of `_Conversions.find_parts`: two each for gate and up."""
 
 
-def _first_row(part: Tensor | list[Tensor]) -> int | None:
+def _find_first_row(part: Tensor | list[Tensor]) -> int | None:
     """Return the number of the first row if the rows are consecutive, else None."""
     rows = part[0] if isinstance(part, list) else part
     first = int(rows.flatten()[0])
@@ -305,7 +311,7 @@ def _first_row(part: Tensor | list[Tensor]) -> int | None:
     return first if rows.dim() == 2 and rows.shape[1] == 1 and torch.equal(rows[:, 0], expected) else None
 
 
-def is_of_transformers(model: nn.Module) -> bool:
+def is_transformers_model(model: nn.Module) -> bool:
     """Return whether transformers, 5.0 or newer, has a conversion mapping for `model`."""
     if not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         return False

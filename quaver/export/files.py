@@ -70,7 +70,7 @@ def encode_config(config: Mapping[str, Any]) -> str:
         ValueError: JSON cannot hold a value.
     """
     try:
-        return encode_json("config", _without_special_floats(config))
+        return encode_json("config", _replace_special_floats(config))
     except RecursionError as error:
         raise ValueError(f"config: expected what JSON holds, got {error}") from error
 
@@ -83,12 +83,12 @@ def encode_json(name: str, value: Any) -> str:
         raise ValueError(f"{name}: expected what JSON holds, got {error}") from error
 
 
-def _without_special_floats(value: Any) -> Any:
+def _replace_special_floats(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, Mapping):
-        return {key: _without_special_floats(item) for key, item in value.items()}
-    return [_without_special_floats(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_special_floats(item) for key, item in value.items()}
+    return [_replace_special_floats(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -105,7 +105,8 @@ class StoredTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path) -> None:
         self.path = folder
         index = _read_index(folder)
-        self._opened = {file: _open(file) for file in sorted(set(index.values()) if index else {_single_file(folder)})}
+        files = sorted(set(index.values())) if index else [_find_single_file(folder)]
+        self._opened = {file: _open_file(file) for file in files}
         stored = [(name, file) for file, opened in self._opened.items() for name in opened.keys()]  # noqa: SIM118
         self._file = dict(stored)
         self.metadata: list[dict[str, str]] = [opened.metadata() or {} for opened in self._opened.values()]
@@ -181,7 +182,7 @@ def _check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, 
         raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {join_names(differing)}")
 
 
-def _single_file(folder: Path) -> Path:
+def _find_single_file(folder: Path) -> Path:
     """Return `folder` if it is a file, else its model.safetensors, else its only safetensors file.
 
     Raises:
@@ -214,7 +215,7 @@ def _check_file(file: Path) -> None:
             raise ValueError(f"{str(file)!r} is one of the files of {index.name}; give their folder")
 
 
-def _open(file: Path) -> Any:
+def _open_file(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open  # optional: the rest of this file works without it
 
     try:

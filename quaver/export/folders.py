@@ -60,7 +60,7 @@ def rename(partial: Path, path: Path) -> None:
 
 def sync_all(folder: Path) -> None:
     """`sync` a folder and everything below it, concurrently: the file system writes them together."""
-    with file_threads() as threads:
+    with make_file_threads() as threads:
         list(threads.map(sync, (*folder.rglob("*"), folder)))
 
 
@@ -75,6 +75,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_threads() -> ThreadPoolExecutor:
+def make_file_threads() -> ThreadPoolExecutor:
     """Return a pool of threads for file operations that wait for the disk."""
     return ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), "files")

@@ -19,7 +19,7 @@ from quaver.export.checkpoint_names import PartNames
 from quaver.export.formats.stored import StoredScale
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
-from quaver.export.plan import linear_of
+from quaver.export.plan import get_linear_name
 from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
@@ -74,7 +74,7 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
         tie()  # init_empty_weights replaced the parameters that transformers had tied
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
     stored = StoredWeights(model, checkpoint, loaded, serving=serving)
-    problem = next(_problems(model, tensors, checkpoint, loaded, stored.weights), None)
+    problem = next(_find_problems(model, tensors, checkpoint, loaded, stored.weights), None)
     if problem is not None:
         raise ValueError(problem)
     set_kv_scales(model, checkpoint.kv_scales)
@@ -109,20 +109,20 @@ class StoredWeights:
     ) -> None:
         """`left_out`: the reasons why weights are dequantized, by module. `serving`: as for `load_frozen`."""
         self._checkpoint, self._loaded, self._left_out = checkpoint, loaded, left_out or {}
-        float8 = _float8_weights(model, checkpoint, loaded)
-        self.weights = {name: stack for name, stack in float8.items() if _owner(name) not in self._left_out}
+        float8 = _find_float8_weights(model, checkpoint, loaded)
+        self.weights = {name: stack for name, stack in float8.items() if _get_owner(name) not in self._left_out}
         names = [part for stack in self.weights.values() for parts in stack for part in parts]
-        self._granularity = _granularity(checkpoint, names)
-        config = _config(checkpoint, self._granularity, names)
-        self.config = config if serving is None else _with_casts_of(config, serving)
+        self._granularity = _find_granularity(checkpoint, names)
+        config = _make_config(checkpoint, self._granularity, names)
+        self.config = config if serving is None else _use_casts_of_engine(config, serving)
         self._dequantized = {
-            _owner(name) for name, stack in self.weights.items() if not _has_scales_of_stack(checkpoint, stack)
+            _get_owner(name) for name, stack in self.weights.items() if not _has_scales_of_stack(checkpoint, stack)
         }
-        self.frozen = {name: stack for name, stack in self.weights.items() if _owner(name) not in self._dequantized}
+        self.frozen = {name: stack for name, stack in self.weights.items() if _get_owner(name) not in self._dequantized}
 
     def convert(self, model: nn.Module, *, include_subclasses: bool = False) -> None:
         """Convert the modules of the frozen weights. They may be on the meta device."""
-        frozen = set(map(_owner, self.frozen))
+        frozen = set(map(_get_owner, self.frozen))
 
         def decide(_: nn.Module, name: str) -> FilterDecision:
             if name in frozen:
@@ -138,7 +138,7 @@ class StoredWeights:
 
         `dtype`: the high-precision dtype that the weight presents.
         """
-        module, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
+        module, leaf = model.get_submodule(_get_owner(name)), name.rpartition(".")[2]
         transposed = name in self._loaded.transposed
         shape = getattr(module, leaf).shape
         stack, granularity = self.frozen[name], self._granularity
@@ -150,18 +150,20 @@ class StoredWeights:
         store_float8_weight(module, codes, scale, config=self.config, dtype=dtype, name=leaf)
 
 
-def _owner(name: str) -> str:
+def _get_owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> dict[str, list[PartNames]]:
+def _find_float8_weights(
+    model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors
+) -> dict[str, list[PartNames]]:
     """Return the weights of linears and experts that the checkpoint has in float8, tied weights under one name."""
     float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
     weights = {}
     for name, stack in loaded.parts.items():
         if not float8.issuperset(itertools.chain(*stack)) or name in loaded.tied:
             continue
-        module = modules.get(_owner(name))
+        module = modules.get(_get_owner(name))
         is_linear = name.endswith(".weight") and isinstance(module, nn.Linear)
         if name in loaded.stacks or is_linear or _is_whole_stack(module, name, checkpoint, loaded):
             weights[name] = stack
@@ -199,7 +201,7 @@ def _read_parts(
     """Read the codes and the scale of a weight of `shape` [N, K], or of a stack, into new memory."""
     codes, scales = torch.empty(shape, dtype=E4M3.dtype, device=device), []
     for index, parts in enumerate(stack):
-        pairs = [_without_zero_scales(checkpoint.codes(part), checkpoint.scale(part)) for part in parts]
+        pairs = [_replace_zero_scales(checkpoint.codes(part), checkpoint.scale(part)) for part in parts]
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
         for rows, (part, _) in zip(matrix.chunk(len(parts)), pairs, strict=True):
             rows.copy_(part)
@@ -218,7 +220,7 @@ def _read_whole_stack(
     codes = torch.empty((stored.mT if swapped else stored).shape, dtype=E4M3.dtype, device=device)
     has_inputs_first, values_of_matrices = is_transposed(experts), []
     for matrix_codes, matrix, scale in zip(codes, stored, scales * (len(stored) // len(scales)), strict=True):
-        live, scale = _without_zero_scales(matrix, scale)
+        live, scale = _replace_zero_scales(matrix, scale)
         matrix_codes.copy_(live.t() if swapped else live)
         rows, columns = reversed(matrix_codes.shape) if has_inputs_first else matrix_codes.shape
         if swapped != has_inputs_first and scale.values.dim():
@@ -228,14 +230,14 @@ def _read_whole_stack(
     return codes, torch.stack(values_of_matrices).contiguous().to(device)
 
 
-def _without_zero_scales(codes: Tensor, scale: StoredScale) -> tuple[Tensor, StoredScale]:
+def _replace_zero_scales(codes: Tensor, scale: StoredScale) -> tuple[Tensor, StoredScale]:
     """Replace scales of 0, with which some writers store rows and blocks of zeros, by 1, and their codes by 0."""
-    dead = scale.values == 0
-    if not dead.any():
+    is_zero_scale = scale.values == 0
+    if not is_zero_scale.any():
         return codes, scale
     is_zero = scale.dequantize(torch.ones_like(codes), torch.float32) == 0
     zeroed = codes.view(torch.uint8).masked_fill(is_zero, 0).view(codes.dtype)
-    return zeroed, scale._replace(values=scale.values.masked_fill(dead, 1.0))
+    return zeroed, scale._replace(values=scale.values.masked_fill(is_zero_scale, 1.0))
 
 
 _GRANULARITIES = {
@@ -246,7 +248,7 @@ _GRANULARITIES = {
 """The layout of the scales of frozen weights by their kind. A single number counts as row-wise."""
 
 
-def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
+def _find_granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
     """Return the granularity of the scales of the weights `names`. A scale per tensor fits any granularity.
 
     Raises:
@@ -254,12 +256,12 @@ def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
     """
     kinds = {scale.kind for name in names for scale in checkpoint.scales(name)} or {"tensor"}
     kinds = kinds - {"tensor"} or kinds
-    e5m2 = [name for name in names if checkpoint.dtype_of_codes(name) != "F8_E4M3"]
+    e5m2 = [name for name in names if checkpoint.get_code_dtype(name) != "F8_E4M3"]
     if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or e5m2:
-        got = ", ".join(sorted(kinds)) + (f"; {join_names(e5m2)} in F8_E5M2" if e5m2 else "")
+        actual = ", ".join(sorted(kinds)) + (f"; {join_names(e5m2)} in F8_E5M2" if e5m2 else "")
         raise NotImplementedError(
             f"frozen weights: expected F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got "
-            f"{got}; use load_float8, which dequantizes them, and freeze_to_float8"
+            f"{actual}; use load_float8, which dequantizes them, and freeze_to_float8"
         )
     return next(iter(kinds))
 
@@ -270,7 +272,7 @@ def _expand_scale(scale: StoredScale, shape: torch.Size, granularity: str) -> Te
     return scale.values.expand(_GRANULARITIES[granularity].get_scale_shape(shape[0], shape[1]))
 
 
-def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) -> Float8LinearConfig:
+def _make_config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) -> Float8LinearConfig:
     """Return the config of the forward that the checkpoint describes; gradients are as in the matching recipe.
 
     Only the weights `names` count: tensors outside the model, such as layers that predict further tokens, may differ.
@@ -282,8 +284,8 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
         return make_blockwise_config(power_of_2=power_of_2)
     if layout.is_blockwise:
         mx = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.MXFP8)
-        return mx if power_of_2 else _with_float32_scales(mx)
-    if granularity == "tensor" and not checkpoint.format.has_rows(names):
+        return mx if power_of_2 else _use_float32_scales(mx)
+    if granularity == "tensor" and not checkpoint.format.has_token_scales(names):
         return Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE)
     rowwise = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.ROWWISE)
     weight_granularity = ScalingGranularity.ROWWISE if granularity == "channel" else ScalingGranularity.TENSORWISE
@@ -291,7 +293,7 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
     return replace(rowwise, cast_config_weight=weight, round_scales_to_power_of_2=power_of_2)
 
 
-def _with_casts_of(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
+def _use_casts_of_engine(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
     """Return the config with the casts of an engine; the backward reads the stored codes."""
     served, weight = get_serving(serving), config.casts.weight.row
     if served.input.is_persistent or served.weight.granularity != weight.granularity:
@@ -302,13 +304,13 @@ def _with_casts_of(config: Float8LinearConfig, serving: str) -> Float8LinearConf
     return replace(serving_config(serving, config), cast_config_weight_for_grad_input=served.weight)
 
 
-def _with_float32_scales(config: Float8LinearConfig) -> Float8LinearConfig:
+def _use_float32_scales(config: Float8LinearConfig) -> Float8LinearConfig:
     names = [f"cast_config_{operand}" for operand in ("input", "weight", "grad_output")]
     casts = {name: replace(getattr(config, name), scale_calculation_mode=None) for name in names}
     return replace(config, round_scales_to_power_of_2=False, **casts)
 
 
-def _problems(
+def _find_problems(
     model: nn.Module,
     tensors: dict[str, Tensor],
     checkpoint: Float8Checkpoint,
@@ -334,7 +336,7 @@ def _problems(
         )
     frozen = set()
     for name, stack in weights.items():
-        module, label = modules[_owner(name)], linear_of(name)
+        module, label = modules[_get_owner(name)], get_linear_name(name)
         if isinstance(module, Float8Linear | Float8Experts):
             yield f"{label} is converted to float8 already; call convert_to_high_precision first"
         elif obstacle := find_frozen_obstacle(module):

@@ -61,7 +61,7 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
         RuntimeError: at the exit, if no batch reached an attention, or keys or values were all 0 or not finite. The
             scales then stay unchanged.
     """
-    attentions = {name: module for name, module in model.named_modules() if _cache_argument(module)}
+    attentions = {name: module for name, module in model.named_modules() if _find_cache_argument(module)}
     if not attentions:
         raise ValueError(f"{type(model).__name__}: expected a decoder of transformers, whose attention takes a cache")
     latent = [name for name, attention in attentions.items() if hasattr(attention, "kv_b_proj")]
@@ -76,12 +76,12 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
             hook = partial(_wrap_cache, amaxes.setdefault(name, []))
             hooks.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
-    scales = _kv_scales(amaxes)
+    scales = _compute_kv_scales(amaxes)
     for name, scale in scales.items():
         setattr(attentions[name], _ATTRIBUTE, scale)
 
 
-def _cache_argument(module: nn.Module) -> str | None:
+def _find_cache_argument(module: nn.Module) -> str | None:
     """Return the name of an attention's argument for its cache, as compressed-tensors does; None for other modules."""
     if "attention" not in type(module).__name__.lower():
         return None
@@ -93,7 +93,7 @@ def _wrap_cache(
     amaxes: list[Tensor], module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Wrap the cache of an attention in one that records amaxes, as a pre-hook."""
-    argument = str(_cache_argument(module))
+    argument = str(_find_cache_argument(module))
     return args, {**kwargs, argument: _RecordingCache(amaxes, kwargs.get(argument))}
 
 
@@ -112,7 +112,7 @@ class _RecordingCache:
         return getattr(self._cache, name)
 
 
-def _kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
+def _compute_kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
     ranks: list[dict[str, list[float]]] = [{name: amax[0].tolist() for name, amax in amaxes.items() if amax}]
     if dist.is_available() and dist.is_initialized():
         local, ranks = ranks[0], [{}] * dist.get_world_size()
@@ -128,7 +128,7 @@ def _kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
     return {name: dict(zip(LEAVES, pair, strict=True)) for name, pair in zip(largest, scales.tolist(), strict=True)}
 
 
-def kv_scales_of(model: nn.Module) -> dict[str, float]:
+def get_kv_scales(model: nn.Module) -> dict[str, float]:
     """Return the scales of `model` from a calibration or a checkpoint, by name: `model.layers.0.self_attn.k_scale`."""
     return {
         strip_wrappers(f"{name}.{leaf}".lstrip(".")): scale
@@ -149,7 +149,7 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
     """
     modules = {strip_wrappers(name): module for name, module in model.named_modules()}
     known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in LEAVES}
-    in_model = make_checkpoint_names(model).in_model(known, scales)
+    in_model = make_checkpoint_names(model).find_model_names(known, scales)
     unknown = [stored for stored, name in in_model.items() if name not in known]
     if unknown:
         raise ValueError(f"the model has no attention for these scales of a KV cache: {join_names(unknown)}")
@@ -160,7 +160,7 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
         modules[owner].__dict__.setdefault(_ATTRIBUTE, {})[leaf] = scales[stored]
 
 
-def stored_kv_scales(names: list[str], quantized: Container[str]) -> dict[str, tuple[str, ...]]:
+def find_kv_scale_names(names: list[str], quantized: Container[str]) -> dict[str, tuple[str, ...]]:
     """Return the names in a model, one or two, of each scale of a KV cache, by its name in the file.
 
     Other modules may have parameters with these names. A scale therefore counts only if its module has both scales, or

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.quantized_configs import keep_configs_true
-from quaver.export.bundle import HEADER_RECORD, check_bundle, copied_files
+from quaver.export.bundle import HEADER_RECORD, check_bundle, list_copied_files
 from quaver.export.checkpoint_names import PREFIXES, PartNames, make_checkpoint_names
 from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.export.formats.comfyui import MarkedFormat
 from quaver.export.formats.stored import StoredFormat, StoredScale
-from quaver.export.layouts import read_stored_format, sort_tensors, without_quantization
+from quaver.export.tensor_roles import read_stored_format, remove_quantization, sort_tensors
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
 
@@ -42,8 +42,8 @@ def load_float8(
 
     Args:
         folder: a folder with config.json and safetensors files of compressed-tensors, AutoFP8, DeepSeek, FBGEMM,
-            modelopt and others (layouts.py); files of quaver's bundles are first compared with their sha256. Or one
-            .safetensors file, as for ComfyUI, where the values of a float8 tensor without a scale are its codes.
+            modelopt and others (tensor_roles.py), or one .safetensors file, as for ComfyUI, where the values of a
+            float8 tensor without a scale are its codes. Files of quaver's exports are compared with their sha256.
         dtype: float32, bfloat16 or float16.
         model: return tensors under the names and in the stacks of this model, converted or not, on any device; None for
             the stored names. The result keeps the names of tensors that the model lacks. It leaves out tensors that
@@ -92,9 +92,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             raise ValueError(
                 f"expected float8 weights for quant_method {self.format.method!r} of config.json, got none"
             )
-        self._cut: dict[str, list[int]] = {}
+        self._unpadded: dict[str, list[int]] = {}
         for name, shape in self.format.shapes.items():
-            self.cut(name, shape)
+            self.remove_padding(name, shape)
         for name in self._scale_of:
             self.scales(name)
         self.float8_names = list(self._scale_of)
@@ -114,19 +114,20 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def scales(self, name: str) -> list[StoredScale]:
         """Return the scales of a float8 weight: one for a matrix or a whole stack, else one for each matrix."""
-        stored = self._scale_of[name]
-        return self.format.scales(name, self.shape(name), torch.ones(()) if stored is None else self._stored[stored])
+        scale_name = self._scale_of[name]
+        stored = torch.ones(()) if scale_name is None else self._stored[scale_name]
+        return self.format.parse_scales(name, self.shape(name), stored)
 
-    def cut(self, name: str, shape: Sequence[int]) -> None:
+    def remove_padding(self, name: str, shape: Sequence[int]) -> None:
         """If the file holds a matrix padded, read only `shape` of it from now on."""
-        padded = self.format.padded_shape(name, shape)
+        padded = self.format.get_padded_shape(name, shape)
         if padded is not None and padded == self._stored.shape(name):
-            self._cut[name] = list(shape)
+            self._unpadded[name] = list(shape)
 
     def _read(self, name: str) -> Tensor:
         tensor = self._stored[name]
-        if name in self._cut:
-            rows, columns = self._cut[name]
+        if name in self._unpadded:
+            rows, columns = self._unpadded[name]
             return tensor[:rows, :columns].contiguous()
         return tensor
 
@@ -154,7 +155,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         return self._stored.files
 
     @property
-    def scales_beside(self) -> list[str]:
+    def other_tensors(self) -> list[str]:
         """The names of stored scales and marks, which are not tensors of a model."""
         return [name for name in self._stored if name not in self._names]
 
@@ -164,7 +165,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         _check_codes(name, codes)
         return codes
 
-    def dtype_of_codes(self, name: str) -> str:
+    def get_code_dtype(self, name: str) -> str:
         """Return the dtype of a float8 weight, as the header of its file names it."""
         return self._stored.dtype(name)
 
@@ -190,7 +191,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor, from the header of its file."""
-        return self._cut.get(name) or self._stored.shape(name)
+        return self._unpadded.get(name) or self._stored.shape(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names  # Mapping's method would read the tensor
@@ -223,19 +224,19 @@ class ModelTensors(Mapping[str, Tensor]):
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         self.parts: dict[str, list[PartNames]] = {}
         stacks: dict[str, list[PartNames]] = {}
-        stored_parts = self._names.stored_parts(checkpoint)
-        outside, in_model = [], self._names.in_model(tensors, checkpoint)
+        find_stored_parts = self._names.find_stored_parts(checkpoint)
+        outside, in_model = [], self._names.find_model_names(tensors, checkpoint)
         pairs = in_model.items()
         prefix = next((start for start in PREFIXES if any(s == f"{start}{name}" for s, name in pairs)), "")
         for stored, name in in_model.items():
             if name in self._names.stacks and stored != name:
                 stacks[name] = [
-                    tuple(stored_parts.get(part, part) for part in parts) for parts in self._names.stacks[name]
+                    tuple(find_stored_parts.get(part, part) for part in parts) for parts in self._names.stacks[name]
                 ]
             elif name in tensors:
                 self.parts[name] = [(stored,)]
                 if isinstance(tensors[name], Tensor):
-                    checkpoint.cut(stored, tensors[name].shape)
+                    checkpoint.remove_padding(stored, tensors[name].shape)
             elif checkpoint.has_part(model) or not stored.startswith(prefix):  # of another part, or another model
                 outside.append(stored)
             elif not any(re.search(pattern, name) for pattern in ignored):
@@ -274,9 +275,9 @@ class ModelTensors(Mapping[str, Tensor]):
             )
         expected = [self._checkpoint.shape(stack[0][0])] * len(stack[0])
         for parts in stack:
-            got = [self._checkpoint.shape(part) for part in parts]
-            if got != expected:
-                raise ValueError(f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {got}")
+            shapes = [self._checkpoint.shape(part) for part in parts]
+            if shapes != expected:
+                raise ValueError(f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {shapes}")
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name, self._checkpoint.dtype)
@@ -286,7 +287,7 @@ class ModelTensors(Mapping[str, Tensor]):
         if name not in self.stacks:
             tensor = self._checkpoint.read(self.parts[name][0][0], dtype)
             return tensor.mT.contiguous() if name in self.swapped else tensor
-        stored = dict(zip(self._names.stored_names(name), itertools.chain(*self.parts[name]), strict=True))
+        stored = dict(zip(self._names.get_stored_names(name), itertools.chain(*self.parts[name]), strict=True))
         return self._names.read_stack(
             name, self.shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
         )
@@ -351,9 +352,9 @@ def import_float8(
     if folder.is_file():
         weights.write_file(out)
         return len(weights.float8_names)
-    config = without_quantization(read_config(folder))
+    config = remove_quantization(read_config(folder))
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)
     with new_folder(out) as partial:
-        write_model(partial, weights.items(), config, copied_files(folder), max_shard_bytes)
+        write_model(partial, weights.items(), config, list_copied_files(folder), max_shard_bytes)
     return len(weights.float8_names)

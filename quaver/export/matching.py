@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.export.checkpoint_names import is_of_transformers
+from quaver.export.checkpoint_names import is_transformers_model
 from quaver.export.files import StoredTensors
 from quaver.export.frozen import load_frozen
-from quaver.export.plan import linear_of
+from quaver.export.plan import get_linear_name
 from quaver.export.save import save_float8
 from quaver.export.weights import Float8Weights, get_input_scale, iter_float8_weights
 from quaver.kernels.operands import Operand, expect
@@ -95,31 +95,31 @@ def matches_serving(
             raise ValueError(f"folder: expected None for a model that is a folder, got {str(folder)!r}")
         folder, model = model, _load_frozen_model(Path(model), serving)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    name = serving or _common_engine(linears)
+    name = serving or _find_common_engine(linears)
     served = get_serving(name)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise NotImplementedError("model: expected one without shards, got a sharded model; save and load it first")
     with ExitStack() as stack:
-        stack.enter_context(_eval_mode(model))
+        stack.enter_context(_set_eval_mode(model))
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "served"
-            save_float8(model, folder, format=served.format, config=None if is_of_transformers(model) else {})
+            save_float8(model, folder, format=served.format, config=None if is_transformers_model(model) else {})
         stored = StoredTensors(Path(folder))
         tensors = iter_float8_weights(model, format=served.format)
         weights = dict(_compare_weights(tensors, stored))
-        rows_of: dict[str, Tensor] = {}
-        trained = _log_probabilities(_recording_inputs(model, linears, rows_of), inputs)
-        shares = {linear: _compare_inputs(linears[linear], rows, served.input) for linear, rows in rows_of.items()}
-        operands = {linear_of(weight): operand for weight, operand in _stored_operands(tensors, stored)}
-        engine = _log_probabilities(_with_equations(model, linears, operands, served), inputs)
+        first_inputs: dict[str, Tensor] = {}
+        trained = _compute_log_probabilities(_record_inputs(model, linears, first_inputs), inputs)
+        shares = {linear: _compare_inputs(linears[linear], rows, served.input) for linear, rows in first_inputs.items()}
+        operands = {get_linear_name(weight): operand for weight, operand in _read_operands(tensors, stored)}
+        engine = _compute_log_probabilities(_replace_linears(model, linears, operands, served), inputs)
         difference = None
-        if is_of_transformers(model):
+        if is_transformers_model(model):
             loaded = _load_in_transformers(Path(folder), model)
-            difference = _largest_difference(trained, _log_probabilities(loaded, inputs))
-    return ServingMatch(name, weights, shares, _largest_difference(trained, engine), difference)
+            difference = _compute_largest_difference(trained, _compute_log_probabilities(loaded, inputs))
+    return ServingMatch(name, weights, shares, _compute_largest_difference(trained, engine), difference)
 
 
-def _common_engine(linears: Mapping[str, Float8Linear]) -> str:
+def _find_common_engine(linears: Mapping[str, Float8Linear]) -> str:
     engines = {find_serving(linear.config) for linear in linears.values()}
     engine = engines.pop() if len(engines) == 1 else None
     if engine is None:
@@ -131,7 +131,7 @@ def _common_engine(linears: Mapping[str, Float8Linear]) -> str:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def _set_eval_mode(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -142,35 +142,35 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _compare_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, float]]:
-    for name, part, codes, scale in _expected_parts(tensors):
-        names = part, tensors.plan.format.name_of_scale(part)
-        missing = [stored_name for stored_name in names if stored_name not in stored]
+    for name, part, codes, scale in _iter_expected_parts(tensors):
+        names = part, tensors.plan.format.get_scale_name(part)
+        missing = [get_stored_name for get_stored_name in names if get_stored_name not in stored]
         if missing:
             raise ValueError(f"folder: expected an export of this model, got one without {join_names(missing)}")
-        shares = [_equal_share(stored[names[0]], codes)]
-        shares += [] if scale is None else [_equal_share(stored[names[1]], scale)]
-        yield (part if part != name else linear_of(name)), min(shares)
+        shares = [_compute_equal_share(stored[names[0]], codes)]
+        shares += [] if scale is None else [_compute_equal_share(stored[names[1]], scale)]
+        yield (part if part != name else get_linear_name(name)), min(shares)
 
 
-def _expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
+def _iter_expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
     """Yield the weight's name, the stored name, the codes in the forward and the stored scale of each float8 matrix.
 
     There is no scale if the blocks of the format and of the forward differ.
     """
     format = tensors.plan.format
-    rows_of_block = (format.block_size or (1, 1))[0]
+    rows_per_block = (format.block_size or (1, 1))[0]
     for name, weight in tensors.plan.float8.items():
         for parts, _, operand in tensors.forward_operands(name):
-            held, count = format.as_stored(operand, weight.config.casts.weight.row), len(parts)
-            if count > 1 and operand.data.shape[0] // count % rows_of_block:  # gate and up share a block
+            held, count = format.convert_operand(operand, weight.config.casts.weight.row), len(parts)
+            if count > 1 and operand.data.shape[0] // count % rows_per_block:  # gate and up share a block
                 held = None
             scale = None if held is None else expect(held.dequant_scale)
             scales = scale.chunk(count) if scale is not None and scale.dim() else [scale] * count
             for part, codes, part_scale in zip(parts, operand.data.chunk(count), scales, strict=True):
-                yield name, part, codes, None if part_scale is None else format.stored_scale(part_scale)
+                yield name, part, codes, None if part_scale is None else format.convert_scale(part_scale)
 
 
-def _equal_share(actual: Tensor, expected: Tensor) -> float:
+def _compute_equal_share(actual: Tensor, expected: Tensor) -> float:
     """Return the share of elements with equal bits; 0 if shapes or dtypes differ."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return 0.0
@@ -180,41 +180,41 @@ def _equal_share(actual: Tensor, expected: Tensor) -> float:
     return (a == b).all(1).double().mean().item()
 
 
-def _stored_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
+def _read_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
     """Yield the stored operand of each linear's weight, by its name in the model."""
     format = tensors.plan.format
     for name, weight in tensors.plan.float8.items():
         if isinstance(weight.module, Float8Linear):
-            part, device = tensors.plan.checkpoint.stored_names(name)[0], weight.parameter.device
-            codes, scale = stored[part].to(device), stored[format.name_of_scale(part)].to(device)
+            part, device = tensors.plan.checkpoint.get_stored_names(name)[0], weight.parameter.device
+            codes, scale = stored[part].to(device), stored[format.get_scale_name(part)].to(device)
             scale = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
             yield name, Operand(codes, scale.squeeze() if scale.numel() == 1 else scale)
 
 
-def _recording_inputs(
-    model: nn.Module, linears: Mapping[str, Float8Linear], rows_of: dict[str, Tensor]
+def _record_inputs(
+    model: nn.Module, linears: Mapping[str, Float8Linear], first_inputs: dict[str, Tensor]
 ) -> Callable[..., Any]:
-    """Return a function that calls `model` and stores the rows of each linear's first input in `rows_of`."""
+    """Return a function that calls `model` and stores the rows of each linear's first input in `first_inputs`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for name, linear in linears.items():
-                record = partial(_record_input, rows_of, name)
+                record = partial(_record_input, first_inputs, name)
                 stack.callback(linear.register_forward_pre_hook(record).remove)
             return model(*args, **kwargs)
 
     return call
 
 
-def _record_input(rows_of: dict[str, Tensor], name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-    rows_of.setdefault(name, flatten_to_matrix(args[0].detach()))
+def _record_input(first_inputs: dict[str, Tensor], name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    first_inputs.setdefault(name, flatten_to_matrix(args[0].detach()))
 
 
 def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
     own = linear.persistent_scales(rows.device, recording=False).input
     operand = expect(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
     codes, scale = quantize_by_equations(rows, cast, linear)
-    return min(_equal_share(operand.data, codes), _equal_share(expect(operand.dequant_scale), scale))
+    return min(_compute_equal_share(operand.data, codes), _compute_equal_share(expect(operand.dequant_scale), scale))
 
 
 def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) -> tuple[Tensor, Tensor]:
@@ -230,29 +230,29 @@ def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) 
     return codes, scale
 
 
-def _with_equations(
+def _replace_linears(
     model: nn.Module, linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], served: Serving
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for name, linear in linears.items():
                 if name in weights:
-                    vars(linear)["forward"] = partial(_linear_by_equations, linear, weights[name], served.input)
+                    vars(linear)["forward"] = partial(_run_linear_by_equations, linear, weights[name], served.input)
                     stack.callback(vars(linear).pop, "forward")
             return model(*args, **kwargs)
 
     return call
 
 
-def _linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
+def _run_linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
     """Return [..., N] for an input [..., K]: products of dequantized codes, summed in float64 and rounded once."""
     codes, scale = quantize_by_equations(flatten_to_matrix(input), cast, linear)
-    output = _values(codes, scale) @ _values(weight.data, expect(weight.dequant_scale)).t()
+    output = _dequantize_exactly(codes, scale) @ _dequantize_exactly(weight.data, expect(weight.dequant_scale)).t()
     output = output if linear.bias is None else output + linear.bias.double()
     return output.to(input.dtype).view(*input.shape[:-1], -1)
 
 
-def _values(codes: Tensor, scale: Tensor) -> Tensor:
+def _dequantize_exactly(codes: Tensor, scale: Tensor) -> Tensor:
     ones = torch.ones(codes.shape, dtype=torch.float32, device=codes.device)
     return codes.double() * scaling.multiply_scale_(ones, scale).double()
 
@@ -275,10 +275,10 @@ def _load_in_transformers(folder: Path, model: nn.Module) -> nn.Module:
     return loaded.to(next(model.parameters()).device).eval()
 
 
-def _log_probabilities(model: Callable[..., Any], inputs: Tensor | Mapping[str, Any]) -> Tensor:
+def _compute_log_probabilities(model: Callable[..., Any], inputs: Tensor | Mapping[str, Any]) -> Tensor:
     output = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
     return getattr(output, "logits", output).double().log_softmax(-1)
 
 
-def _largest_difference(a: Tensor, b: Tensor) -> float:
+def _compute_largest_difference(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()

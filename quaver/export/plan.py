@@ -12,7 +12,7 @@ from quaver.experts.grouped_mm_method import Float8GroupedMM
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.export.checkpoint_names import CheckpointNames, make_checkpoint_names
-from quaver.export.formats import CHECKPOINT_FORMATS, get_weight_format, weight_format
+from quaver.export.formats import CHECKPOINT_FORMATS, find_format_class, make_weight_format
 from quaver.export.formats.base import WeightFormat
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.config import Float8LinearConfig
@@ -50,27 +50,26 @@ class Plan:
     @property
     def count(self) -> int:
         """The number of matrices that are stored in float8."""
-        return sum(len(self.checkpoint.stored_names(name)) for name in self.float8)
+        return sum(len(self.checkpoint.get_stored_names(name)) for name in self.float8)
 
 
-def linear_of(name: str) -> str:
+def get_linear_name(name: str) -> str:
     """Return the name of the linear of a float8 weight; a stack of experts keeps its name."""
     return name.removesuffix(".weight")
 
 
 def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
     """Decide which tensors an export of `model` writes; see `iter_float8_weights` for arguments and errors."""
-    kind = get_weight_format(format)
-    converted = {
-        name: weight for name, weight in float8_weights(model).items() if not weight.config.casts.weight.row.is_disabled
-    }
+    kind = find_format_class(format)
+    weights_of_model = find_float8_weights(model).items()
+    converted = {name: weight for name, weight in weights_of_model if not weight.config.casts.weight.row.is_disabled}
     _check_experts(converted)
     stacks = [name for name, weight in converted.items() if isinstance(weight.module, Float8Experts)]
     transposed = [
         name for name, weight in converted.items() if getattr(weight.module, "state_dict_is_transposed", False)
     ]
-    linears = [linear_of(name) for name in converted if name not in (*stacks, *transposed)]
-    high_precision_linears = kind.left_out(model, linears, stacks)
+    linears = [get_linear_name(name) for name in converted if name not in (*stacks, *transposed)]
+    high_precision_linears = kind.list_unsupported(model, linears, stacks)
     report, checkpoint = conversion_report(model), make_checkpoint_names(model, has_linears=kind.has_linears)
     whole_stacks = [name for name in stacks if name not in checkpoint.stacks]
     left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
@@ -78,38 +77,29 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     if transposed and not float8:
         raise ValueError(
             f"no server reads Conv1D weights in float8, and all float8 layers of the model are Conv1Ds "
-            f"({join_names([linear_of(name) for name in transposed])}); save_pretrained writes them in high precision"
+            f"({join_names(list(map(get_linear_name, transposed)))}); save_pretrained writes them in high precision"
         )
-    config, stored = _common_format(format, float8)
-    names, tied = _names(model)
-    if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
-        raise ValueError(
-            "the model has adapters of PEFT, under names that no server loads; export model.merge_and_unload(), or "
-            "model.get_base_model() where the adapters are prompts"
-        )
-    both = [name for name in tied if name in float8]
-    if both:
-        raise ValueError(
-            f"a tied weight cannot be stored in float8: {join_names(both)}; filter the linear out, or untie it"
-        )
-    given = {} if weights is None else _names_given(names, weights, checkpoint, float8)
+    config, weight_format = _choose_common_format(format, float8)
+    names, tied = _list_names(model)
+    _check_names(model, names, [name for name in tied if name in float8])
+    given = {} if weights is None else _match_given_names(names, weights, checkpoint, float8)
     names = names if weights is None else list(given)
-    ignore = _ignored(model, names, tied, float8, checkpoint)
-    sizes = {name: _stored_size(name, weight, checkpoint) for name, weight in float8.items()}
-    stored.check(model, sizes, ignore)
-    has_blocks = stored.block_size == (BLOCK_SIZE, BLOCK_SIZE)
+    ignore = _list_ignored_modules(model, names, tied, float8, checkpoint)
+    sizes = {name: _compute_matrix_size(name, weight, checkpoint) for name, weight in float8.items()}
+    weight_format.check_weights(model, sizes, ignore)
+    has_blocks = weight_format.block_size == (BLOCK_SIZE, BLOCK_SIZE)
     ragged = [name for name, size in sizes.items() if has_blocks and any(length % BLOCK_SIZE for length in size)]
-    cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint.modules(name))
+    cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint.list_modules(name))
     return Plan(
         float8=float8 if format in CHECKPOINT_FORMATS else {},
-        whole_stacks=whole_stacks + _stacks_of_torchtitan(model),
+        whole_stacks=whole_stacks + _list_torchtitan_stacks(model),
         high_precision_linears=high_precision_linears,
         names=names,
         given=given,
         checkpoint=checkpoint,
         ignore=ignore,
-        format=stored,
-        ragged=[linear_of(name) for name in ragged],
+        format=weight_format,
+        ragged=[get_linear_name(name) for name in ragged],
         cut_inputs=list(dict.fromkeys(cut)),
         recipe=config.recipe_name.value if config.recipe_name else find_serving(config) or str(config),
         report=report,
@@ -126,7 +116,19 @@ def _check_experts(float8: Mapping[str, ModuleWeight]) -> None:
             )
 
 
-def _stacks_of_torchtitan(model: nn.Module) -> list[str]:
+def _check_names(model: nn.Module, names: list[str], tied_float8: list[str]) -> None:
+    if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
+        raise ValueError(
+            "the model has adapters of PEFT, under names that no server loads; export model.merge_and_unload(), or "
+            "model.get_base_model() where the adapters are prompts"
+        )
+    if tied_float8:
+        raise ValueError(
+            f"a tied weight cannot be stored in float8: {join_names(tied_float8)}; filter the linear out, or untie it"
+        )
+
+
+def _list_torchtitan_stacks(model: nn.Module) -> list[str]:
     return [
         strip_wrappers(f"{prefix}.{leaf}".lstrip("."))
         for prefix, module in model.named_modules()
@@ -136,30 +138,30 @@ def _stacks_of_torchtitan(model: nn.Module) -> list[str]:
     ]
 
 
-def _common_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8LinearConfig, WeightFormat]:
+def _choose_common_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8LinearConfig, WeightFormat]:
     configs = {str(weight.config): weight.config for weight in float8.values()}
     if not configs:
         raise ValueError("expected a model with float8 linears, got none; convert it, or give a recipe")
-    stored = [weight_format(format, config) for config in configs.values()]
-    if any(held != stored[0] for held in stored):
+    formats = [make_weight_format(format, config) for config in configs.values()]
+    if any(other != formats[0] for other in formats):
         raise NotImplementedError(
             f"expected one recipe for all float8 linears, got {'; '.join(configs)}; export the layers of each "
             "recipe separately"
         )
-    return next(iter(configs.values())), stored[0]
+    return next(iter(configs.values())), formats[0]
 
 
-def _names_given(
+def _match_given_names(
     names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: Iterable[str]
 ) -> dict[str, str]:
     """Return the user's name of each tensor, or of the last matrix of a stack, by its name in the model."""
-    given = {name: stored for stored, name in checkpoint.in_model(names, weights).items()}
+    given = {name: stored for stored, name in checkpoint.find_model_names(names, weights).items()}
     missing = [name for name in float8 if name not in given]
     missing += [
         part
         for name in checkpoint.stacks
         if name in given and name not in weights
-        for part in checkpoint.stored_names(name)
+        for part in checkpoint.get_stored_names(name)
         if part not in weights
     ]
     if missing:
@@ -167,7 +169,7 @@ def _names_given(
     return given
 
 
-def _ignored(
+def _list_ignored_modules(
     model: nn.Module, names: list[str], tied: list[str], in_float8: Iterable[str], checkpoint: CheckpointNames
 ) -> list[str]:
     """Return the modules whose matrices stay in high precision, by every name that readers look for.
@@ -179,8 +181,8 @@ def _ignored(
     tensors = model.state_dict(keep_vars=True)
     dims = {strip_wrappers(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     matrices = [name for name in (*names, *tied) if name not in in_float8 and (dims.get(name, 2) >= 2 or name in tied)]
-    ignored = {module for name in matrices for module in _modules_in_readers(name, checkpoint)}
-    quantized = {module for name in in_float8 for module in checkpoint.modules(name)}
+    ignored = {module for name in matrices for module in _list_modules_in_readers(name, checkpoint)}
+    quantized = {module for name in in_float8 for module in checkpoint.list_modules(name)}
     ends = {module[index + 1 :] for module in quantized for index, character in enumerate(module) if character == "."}
     base = checkpoint.conversions.base_prefix  # a model that is loaded without its head lacks this prefix
     ignored |= {module.removeprefix(base) for module in ignored} - ends
@@ -190,33 +192,33 @@ def _ignored(
     return sorted(ignored)
 
 
-def _modules_in_readers(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
+def _list_modules_in_readers(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
     """Yield the modules of a tensor, and the names by which readers ignore experts.
 
     transformers looks for the module of all experts: any module called `experts`. In compressed-tensors, vLLM and
     SGLang look for the three linears of the first expert under their most common names.
     """
-    modules = checkpoint.modules(name)
+    modules = checkpoint.list_modules(name)
     if name in checkpoint.stacks or name in checkpoint.whole_stacks:
         experts = name.rpartition(".")[0]
-        modules += [experts, checkpoint.stored_name(f"{experts}.").removesuffix(".")]
+        modules += [experts, checkpoint.get_stored_name(f"{experts}.").removesuffix(".")]
         modules += [f"{modules[-1]}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
     modules += [f"{module.partition('.experts.')[0]}.experts" for module in modules if ".experts." in module]
     yield from modules
 
 
-def _stored_size(name: str, weight: ModuleWeight, checkpoint: CheckpointNames) -> Sequence[int]:
+def _compute_matrix_size(name: str, weight: ModuleWeight, checkpoint: CheckpointNames) -> Sequence[int]:
     size = list(weight.parameter.shape[-2:])
     rows, columns = reversed(size) if name in checkpoint.transposed else size
-    return [rows // len(checkpoint.parts(name)[0]), columns]
+    return [rows // len(checkpoint.get_parts(name)[0]), columns]
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def get_named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of `model` with names without wrappers. A sharded weight is a plain DTensor."""
     return {strip_wrappers(name): tensor for name, tensor in model.state_dict().items()}
 
 
-def float8_weights(model: nn.Module) -> dict[str, ModuleWeight]:
+def find_float8_weights(model: nn.Module) -> dict[str, ModuleWeight]:
     """Return the weights of float8 modules, by their names without wrappers."""
     return {
         strip_wrappers(f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight
@@ -224,15 +226,15 @@ def float8_weights(model: nn.Module) -> dict[str, ModuleWeight]:
     }
 
 
-def frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
+def find_frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
     """Return the frozen float8 weights of `model`, or this rank's shards of them, by their names without wrappers."""
-    weights = {name: weight.local for name, weight in float8_weights(model).items()}
+    weights = {name: weight.local for name, weight in find_float8_weights(model).items()}
     return {name: local for name, local in weights.items() if isinstance(local, FrozenFloat8Weight)}
 
 
-def _names(model: nn.Module) -> tuple[list[str], list[str]]:
+def _list_names(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return one name of each tensor, and all names of tied parameters."""
     owners = [[strip_wrappers(name) for name in names] for names in find_parameter_names(model).values()]
     again = {name for names in owners for name in names[1:]}
     tied = [name for names in owners if len(names) > 1 for name in names]
-    return [name for name in named_tensors(model) if name not in again], tied
+    return [name for name in get_named_tensors(model) if name not in again], tied

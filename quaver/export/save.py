@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
 from quaver.export.bundle import GENERATION, HEADER_RECORD, write_bundle
+from quaver.export.converted_view import Recipe
 from quaver.export.files import CONFIG, SINGLE, SafetensorsWriter, encode_config, encode_json
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
-from quaver.export.plan import Plan, frozen_weights
-from quaver.export.unconverted import Recipe
+from quaver.export.plan import Plan, find_frozen_weights
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
@@ -86,12 +86,15 @@ def save_float8(
     path, plan = Path(folder), tensors.plan
     plan.format.check_target(path, plan.names, config=config, files=files, high_precision_model=high_precision_model)
     record = {"format": format, "recipe": plan.recipe, **(about or {})}
+    encode_json("about", record)  # raises before anything is written
     if plan.format.is_file:
-        target = _new_file(path, model, tensors, record)
+        target = _create_file(path, model, tensors, record)
     else:
-        measure = None if high_precision_model is None else partial(_measure, high_precision_model, measure_tokens)
-        config = _config_of(model) if config is None else config
-        target = _new_bundle(path, model, tensors, record, config, dtype, max_shard_bytes, files, measure)
+        measure = (
+            None if high_precision_model is None else partial(_measure_logits, high_precision_model, measure_tokens)
+        )
+        text = _encode_quantized_config(_get_config(model) if config is None else config, model, tensors, dtype)
+        target = _create_bundle(path, model, tensors, record, text, max_shard_bytes, files, measure)
     held = itertools.chain(model.parameters(), (weights or {}).values())
     _write(any(isinstance(tensor, DTensor) for tensor in held), tensors, target)
     return tensors
@@ -123,62 +126,68 @@ def _write(is_sharded: bool, tensors: Float8Weights, target: AbstractContextMana
 
 
 @contextmanager
-def _new_file(
+def _create_file(
     path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
-    encode_json("about", record)  # raises before anything is written
     _warn(tensors.plan)
     with new_folder(path, file=SINGLE) as staging:
         writer = SafetensorsWriter(staging, None)
         yield writer
-        writer.metadata[HEADER_RECORD] = json.dumps({"quaver": version("quaver"), **record, **_costs(model, tensors)})
+        writer.metadata[HEADER_RECORD] = json.dumps(
+            {"quaver": version("quaver"), **record, **_measure_costs(model, tensors)}
+        )
         writer.close()
 
 
 @contextmanager
-def _new_bundle(
+def _create_bundle(
     path: Path,
     model: nn.Module,
     tensors: Float8Weights,
     record: dict[str, Any],
-    config: Mapping[str, Any],
-    dtype: torch.dtype | None,
+    config: str,
     max_shard_bytes: int,
     files: Sequence[Path],
     measure: Callable[[Path], dict[str, Any]] | None,
 ) -> Iterator[SafetensorsWriter]:
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
-    encode_json("about", record)  # raises before anything is written
-    plan, text = tensors.plan, _quantized_config(config, model, tensors, dtype)
+    plan = tensors.plan
     _warn(plan)
     with new_folder(path) as staging:
         writer = SafetensorsWriter(staging, max_shard_bytes)
         yield writer
         writer.close()
-        (staging / CONFIG).write_text(text, encoding="utf-8")
+        (staging / CONFIG).write_text(config, encoding="utf-8")
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.to_json_file(staging / GENERATION)
         for file in files:  # may replace the generation config
             shutil.copyfile(file, staging / file.name)
         logits = None if measure is None else measure(staging)
-        record |= {**_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks, "logits": logits}
+        record |= {
+            **_measure_costs(model, tensors),
+            "ragged": plan.ragged,
+            "whole_stacks": plan.whole_stacks,
+            "logits": logits,
+        }
         write_bundle(staging, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
-def _costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
+def _measure_costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
     """Return the SQNR of weights that the format, or a write to a frozen weight, quantized again."""
     requantized = {name: replace_inf(cost._asdict()) for name, cost in tensors.requantized.items()}
-    written = {name: weight.requantized_sqnr_db for name, weight in frozen_weights(model).items()}
+    written = {name: weight.requantized_sqnr_db for name, weight in find_frozen_weights(model).items()}
     written = replace_inf({name: decibels for name, decibels in written.items() if decibels is not None})
     return {"requantized": requantized, "written": written}
 
 
-def _quantized_config(
+def _encode_quantized_config(
     config: Mapping[str, Any], model: nn.Module, tensors: Float8Weights, dtype: torch.dtype | None
 ) -> str:
     plan = tensors.plan
-    quantization = plan.format.quantization_config(plan.ignore, plan.cut_inputs, has_kv_scales=bool(tensors.kv_scales))
+    quantization = plan.format.make_quantization_config(
+        plan.ignore, plan.cut_inputs, has_kv_scales=bool(tensors.kv_scales)
+    )
     written = {**config, "quantization_config": quantization}
     key = "dtype" if "dtype" in config else "torch_dtype"
     stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
@@ -190,7 +199,7 @@ def _quantized_config(
 
 
 def _warn(plan: Plan) -> None:
-    for warning in plan.format.warnings(plan.ragged, plan.high_precision_linears):
+    for warning in plan.format.list_warnings(plan.ragged, plan.high_precision_linears):
         logger.warning(warning)
     if plan.whole_stacks:
         logger.warning(
@@ -200,31 +209,31 @@ def _warn(plan: Plan) -> None:
         )
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def _get_config(model: nn.Module) -> dict[str, Any]:
     """Return the model's config as `save_pretrained` of transformers writes it: without defaults and local paths."""
-    of_model: Any = getattr(model, "config", None)
-    if not hasattr(of_model, "to_dict"):
+    model_config: Any = getattr(model, "config", None)
+    if not hasattr(model_config, "to_dict"):
         raise ValueError(
             "config: expected the content of config.json, because the model is not from transformers, got None"
         )
-    whole: dict[str, Any] = of_model.to_dict()
-    config: dict[str, Any] = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else whole
+    with_defaults: dict[str, Any] = model_config.to_dict()
+    config: dict[str, Any] = model_config.to_diff_dict() if hasattr(model_config, "to_diff_dict") else with_defaults
     config.pop("_name_or_path", None)
-    if "dtype" in whole:
+    if "dtype" in with_defaults:
         config.setdefault("dtype", None)  # transformers before 5 calls it torch_dtype
-    if "architectures" in whole and not config.get("architectures"):  # readers need it; save_pretrained fills it in
+    if "architectures" in with_defaults and not config.get("architectures"):  # save_pretrained sets it for readers
         config["architectures"] = [type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")]
     return config
 
 
 @torch.no_grad()
-def _measure(make_model: Callable[[], nn.Module], count: int, folder: Path) -> dict[str, Any]:
+def _measure_logits(make_model: Callable[[], nn.Module], count: int, folder: Path) -> dict[str, Any]:
     """Measure how the logits on `count` random tokens change with the dequantized weights in `folder`."""
     model = make_model().eval()
     vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
     tokens = torch.randint(vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
     try:
-        before = _logits(model, tokens)
+        before = _compute_logits(model, tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"the logits cannot be measured: {type(model).__name__} does not take tokens alone ({error})"
@@ -233,7 +242,7 @@ def _measure(make_model: Callable[[], nn.Module], count: int, folder: Path) -> d
     for name, tensor in load_float8(folder, dtype=torch.float32, model=model).items():
         if tensor.numel():  # where quaver train has no shared experts, transformers has empty ones
             state[name].copy_(tensor)
-    after = _logits(model, tokens)
+    after = _compute_logits(model, tokens)
     return {
         "tokens": count,
         **replace_inf({"sqnr_db": compute_sqnr_db(before, after)}),
@@ -242,7 +251,7 @@ def _measure(make_model: Callable[[], nn.Module], count: int, folder: Path) -> d
     }
 
 
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def _compute_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     output = model(tokens)
     logits: Tensor = getattr(output, "logits", output)
     return logits.double()

@@ -35,12 +35,12 @@ def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearCon
         weight: [N, K], or a stack of E matrices [E, N, K].
         local: this rank's shard, in the dtype that is cast.
     """
-    layout, (experts, *size) = _layout(config), _stack(weight.shape)
-    first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)
+    layout, (experts, *size) = _get_layout(config), _add_stack_dim(weight.shape)
+    first, *offset = _add_stack_dim(local_shape_and_offset(weight)[1], leading=0)
     counts = [1 if length == ALL else -(-n // length) for length, n in zip(layout[:2], size, strict=True)]
     amaxes = torch.zeros(experts, *counts, device=local.device)
     if local.numel():
-        for index, matrix in enumerate(local.view(_stack(local.shape)), start=first):
+        for index, matrix in enumerate(local.view(_add_stack_dim(local.shape)), start=first):
             amax, corner = compute_part_amaxes(matrix, offset, layout)
             amaxes[index].narrow(0, corner[0], amax.shape[0]).narrow(1, corner[1], amax.shape[1]).copy_(amax)
     amaxes = amaxes.to(weight.device_mesh.device_type)  # an offloaded shard is on the CPU
@@ -55,8 +55,8 @@ def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearCo
 
     `amaxes`: from `compute_whole_amaxes`, whose other arguments are the same.
     """
-    layout, size = _layout(config), _stack(weight.shape)[1:]
-    first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)
+    layout, size = _get_layout(config), _add_stack_dim(weight.shape)[1:]
+    first, *offset = _add_stack_dim(local_shape_and_offset(weight)[1], leading=0)
     flat_amaxes = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
     scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *get_rounding_rule(config))[0]
     factor, division = choose_factor(scales, config.casts.weight.row.mode)
@@ -64,29 +64,29 @@ def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearCo
     quant, dequant = scales.quant.view_as(amaxes), scales.dequant.view_as(amaxes)
     codes = torch.empty(local.shape, dtype=config.casts.weight.row.float8_dtype, device=local.device)
     if local.numel():
-        parts = codes.view(_stack(local.shape))
-        for index, matrix in enumerate(local.view(_stack(local.shape))):
+        parts = codes.view(_add_stack_dim(local.shape))
+        for index, matrix in enumerate(local.view(_add_stack_dim(local.shape))):
             matrix_factor = factor[first + index].to(local.device)
-            parts[index].copy_(_codes(matrix, matrix_factor, offset, layout, codes.dtype, division))
+            parts[index].copy_(_cast_part(matrix, matrix_factor, offset, layout, codes.dtype, division))
     as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # every backend gathers bytes
     gathered = from_local_like(as_bytes, weight).full_tensor().view(codes.dtype)
     shape = layout.get_scale_shape(*size)
     return [
         Operand(matrix, dequant[index].view(shape), layout, quant[index].view(shape))
-        for index, matrix in enumerate(gathered.view(_stack(weight.shape)))
+        for index, matrix in enumerate(gathered.view(_add_stack_dim(weight.shape)))
     ]
 
 
-def _layout(config: Float8LinearConfig) -> ScaleLayout:
+def _get_layout(config: Float8LinearConfig) -> ScaleLayout:
     return config.casts.weight.row.known_layout("export")
 
 
-def _stack(shape: tuple[int, ...] | torch.Size, leading: int = 1) -> tuple[int, ...]:
+def _add_stack_dim(shape: tuple[int, ...] | torch.Size, leading: int = 1) -> tuple[int, ...]:
     """Return a shape, or an offset, with three dims. `leading` is the first dim of a matrix."""
     return (leading, *shape) if len(shape) == 2 else tuple(shape)
 
 
-def _codes(
+def _cast_part(
     matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, division: str
 ) -> Tensor:
     """Return the codes of a shard at `offset`. `factor`: of the whole matrix, from `choose_factor`."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
 from quaver.conversion.roles import LM_HEAD, ROUTERS
-from quaver.export.bundle import copied_files
+from quaver.export.bundle import list_copied_files
 from quaver.export.files import StoredTensors, read_config
-from quaver.export.layouts import quantization_of
+from quaver.export.tensor_roles import find_quantization
 from quaver.runtime.names import find_tied_modules
 
 DEFAULT_FILTER = (LM_HEAD,)
@@ -35,7 +35,9 @@ class ExportSource:
     rounded_from: torch.dtype | None = None
 
 
-def skip_names(filter_fqns: Sequence[str], tied: Collection[str] = ()) -> Callable[[nn.Module, str], FilterDecision]:
+def make_name_filter(
+    filter_fqns: Sequence[str], tied: Collection[str] = ()
+) -> Callable[[nn.Module, str], FilterDecision]:
     """Return a filter that leaves out routers, `tied` linears, and those whose name contains one of `filter_fqns`."""
 
     def decide(module: nn.Module, name: str) -> FilterDecision:
@@ -50,7 +52,7 @@ def skip_names(filter_fqns: Sequence[str], tied: Collection[str] = ()) -> Callab
     return decide
 
 
-def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> ExportSource:
+def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> ExportSource:
     """Return the model of a high-precision Hugging Face folder, to export with the codes of `recipe`.
 
     Raises:
@@ -58,32 +60,33 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
             installed.
     """
     config = read_config(folder)
-    if quantization_of(config) is not None:
+    if find_quantization(config) is not None:
         raise ValueError(
             f"{str(folder)!r} is quantized already; expected a model in high precision: use quaver import first"
         )
     weights = StoredTensors(folder)
     model = build_skeleton(folder, config)
-    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns, find_tied_modules(model)))
+    admits = make_name_filter(filter_fqns, find_tied_modules(model))
+    convert_to_float8_training(model, config=recipe, module_filter_fn=admits)
 
     def high_precision_model() -> nn.Module:
-        model_class, _ = _class_of(folder, config)
+        model_class, _ = _find_model_class(folder, config)
         loaded: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return loaded
 
     about = {"source": "a Hugging Face folder", "step": None}
-    return ExportSource(model, weights, config, high_precision_model, about, copied_files(folder))
+    return ExportSource(model, weights, config, high_precision_model, about, list_copied_files(folder))
 
 
 def build_skeleton(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a Hugging Face folder on the meta device, from its config. Raises as `huggingface_source`."""
-    model_class, model_config = _class_of(folder, config)
+    """Build the model of a Hugging Face folder on the meta device. Raises as `open_huggingface_source`."""
+    model_class, model_config = _find_model_class(folder, config)
     with torch.device("meta"):
         model: nn.Module = model_class._from_config(model_config)
     return model
 
 
-def _class_of(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
+def _find_model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the class in transformers of a folder's model, and its config.
 
     `architectures` in config.json names the class. Without it, the class is the causal language model, else the

@@ -10,7 +10,7 @@ bit-identical to the next training step's, with two exceptions, whose SQNR is in
 
 Frozen weights (`freeze_to_float8`, `load_frozen`) are written with their codes.
 
-A model that trains in high precision is read through a view that is converted to a recipe (unconverted.py). If its
+A model that trains in high precision is read through a view that is converted to a recipe (converted_view.py). If its
 weights are sharded, ranks reduce amaxes and all-gather codes (shards.py).
 
 A mixture gets the names of its checkpoints (checkpoint_names.py). Its experts follow each other, each with its
@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
 from quaver.experts.module_weight import ModuleWeight
-from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, PartNames
+from quaver.export.checkpoint_names import FLOAT32_LEAF, PartNames
+from quaver.export.converted_view import ConvertedView, Recipe, has_adapters, make_converted_view
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.formats.base import WeightFormat
-from quaver.export.kv_cache import kv_scales_of
-from quaver.export.plan import Plan, frozen_weights, linear_of, named_tensors, plan_export
+from quaver.export.kv_cache import get_kv_scales
+from quaver.export.plan import Plan, find_frozen_weights, get_linear_name, get_named_tensors, plan_export
 from quaver.export.shards import compute_whole_amaxes, gather_whole_operands
-from quaver.export.unconverted import ConvertedView, Recipe, has_adapters, make_converted_view
 from quaver.kernels.operands import Operand, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -166,15 +166,15 @@ class Float8Weights:
             _check_recipe(self.plan, format)
         self.bytes_yielded = self.bytes_moved = 0
         self.requantized: dict[str, Requantized] = {}
-        self._weights = weights if weights is not None else named_tensors(model)
+        self._weights = weights if weights is not None else get_named_tensors(model)
         is_file = self.plan.format.is_file
         self._shares = share_fused_scales and self.plan.format.weights == "tensor" and not is_file
         self._dtype, self._forward_dtype, self._view, self._has_recipe = dtype, forward_dtype, view, has_recipe
-        self._frozen = frozen_weights(model)
+        self._frozen = find_frozen_weights(model)
         self._buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
-        kv_scales = {} if is_file else kv_scales_of(model)
-        self.kv_scales = {self.plan.checkpoint.stored_name(name): scale for name, scale in kv_scales.items()}
-        self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
+        kv_scales = {} if is_file else get_kv_scales(model)
+        self.kv_scales = {self.plan.checkpoint.get_stored_name(name): scale for name, scale in kv_scales.items()}
+        self._fsdp_modules = {} if forward_dtype or weights is not None else _find_fsdp_modules(model, self.plan)
         self._streamed: dict[str, DTensor] = {}
         """The sharded weights whose codes and scales the checkpoint holds: ranks gather no high-precision values."""
         for name in self.plan.float8 if has_recipe else ():
@@ -201,10 +201,10 @@ class Float8Weights:
         """Return whether ranks gather only codes and scales of a weight. No block may have rows of two parts."""
         if name in self._frozen or name in self.plan.checkpoint.transposed:
             return False
-        parts, block = len(self.plan.checkpoint.parts(name)[0]), self.plan.format.block_size
+        parts, block = len(self.plan.checkpoint.get_parts(name)[0]), self.plan.format.block_size
         return parts == 1 or block is None or rows // parts % block[0] == 0
 
-    def _read_dtype(self, name: str) -> torch.dtype | None:
+    def _find_read_dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype in which the forward reads a float8 weight; None for the dtype of the weight."""
         if self._forward_dtype is not None or self._view is None:
             return self._forward_dtype
@@ -214,23 +214,23 @@ class Float8Weights:
         done: set[str] = set()
         for name in self.plan.names:
             if name not in self.plan.float8:
-                for parts, matrix in self._matrices(name):
+                for parts, matrix in self._iter_matrices(name):
                     rows_of_parts = matrix.chunk(len(parts)) if len(parts) > 1 else [matrix]
                     for part, rows in zip(parts, rows_of_parts, strict=True):
                         yield part, self._cast_high_precision(part, rows)
             elif name not in done:
-                fused = self._fused_weights(name) if self._shares else [name]
+                fused = self._list_fused_weights(name) if self._shares else [name]
                 done.update(fused)
                 yield from self._quantize_fused(fused)
         for name, scale in self.kv_scales.items():
             yield name, torch.tensor([scale])
 
     def _cast_high_precision(self, name: str, tensor: Tensor) -> Tensor:
-        is_kept = self._dtype is None or not tensor.is_floating_point() or name.endswith(KEPT_IN_FLOAT32)
+        is_kept = self._dtype is None or not tensor.is_floating_point() or name.endswith(FLOAT32_LEAF)
         return tensor if is_kept else tensor.to(self._dtype)
 
-    def _fused_weights(self, name: str) -> list[str]:
-        parent, dot, leaf = linear_of(name).rpartition(".")
+    def _list_fused_weights(self, name: str) -> list[str]:
+        parent, dot, leaf = get_linear_name(name).rpartition(".")
         group = next((names for names in FUSED if leaf in names), (leaf,))
         siblings = [f"{parent}{dot}{sibling}.weight" for sibling in group]
         return [sibling for sibling in siblings if sibling in self.plan.float8] or [name]
@@ -240,38 +240,45 @@ class Float8Weights:
         format, shared, amaxes = self.plan.format, None, None
         are_streamed = self._streamed.keys() >= set(names)
         if len(names) > 1 and are_streamed:
-            amaxes = torch.stack([self._amaxes(name) for name in names]).amax(0)
+            amaxes = torch.stack([self._compute_amaxes(name) for name in names]).amax(0)
         matrices: list[Iterable[_Matrix]] = [self.forward_operands(name, amaxes) for name in names]
         if len(names) > 1 and not are_streamed:
             matrices = [*map(list, matrices)]
-            scales = [_scales_of(operand) for linear in matrices for _, _, operand in linear]
+            scales = [_get_scales(operand) for linear in matrices for _, _, operand in linear]
             shared = min(scales, key=lambda scale: scale.quant.item())
         for name, matrices_of_weight in zip(names, matrices, strict=True):
             weight = self.plan.float8[name]
             for parts, matrix, operand in matrices_of_weight:
-                if shared is not None and _scales_of(operand).quant != shared.quant:
+                if shared is not None and _get_scales(operand).quant != shared.quant:
                     stored, is_requantized = [_quantize(weight, expect(matrix), shared)], True
                 else:
                     casts = weight.config.casts.weight
                     stored, is_requantized = store_matrix(matrix, operand, casts, len(parts), format)
                 if is_requantized and not self._has_recipe:
-                    cost = Requantized(_sqnr_db(expect(matrix), operand), _sqnr_db(expect(matrix), *stored))
-                    known = self.requantized.get(linear_of(name), cost)
-                    self.requantized[linear_of(name)] = min(known, cost, key=lambda requantized: requantized.stored_db)
+                    cost = Requantized(
+                        _compute_sqnr_db(expect(matrix), operand), _compute_sqnr_db(expect(matrix), *stored)
+                    )
+                    known = self.requantized.get(get_linear_name(name), cost)
+                    self.requantized[get_linear_name(name)] = min(
+                        known, cost, key=lambda requantized: requantized.stored_db
+                    )
                 for part, stored_operand in zip(parts, stored, strict=True):
-                    yield from format.tensors(part, stored_operand)
+                    yield from format.iter_tensors(part, stored_operand)
             if format.is_static and isinstance(weight.module, Float8Linear):
-                prefix = self.plan.checkpoint.stored_name(name).removesuffix("weight")
-                yield f"{prefix}input_scale", format.stored_scale(get_input_scale(linear_of(name), weight.module))
+                prefix = self.plan.checkpoint.get_stored_name(name).removesuffix("weight")
+                yield (
+                    f"{prefix}input_scale",
+                    format.convert_scale(get_input_scale(get_linear_name(name), weight.module)),
+                )
 
-    def _local_shard(self, name: str) -> Tensor:
-        local, dtype = get_local_tensor(self._weights[name]).detach(), self._read_dtype(name)
+    def _get_local_shard(self, name: str) -> Tensor:
+        local, dtype = get_local_tensor(self._weights[name]).detach(), self._find_read_dtype(name)
         return local if dtype is None else local.to(dtype)
 
-    def _amaxes(self, name: str) -> Tensor:
-        amaxes = compute_whole_amaxes(self._streamed[name], self._local_shard(name), self.plan.float8[name].config)
+    def _compute_amaxes(self, name: str) -> Tensor:
+        amaxes = compute_whole_amaxes(self._streamed[name], self._get_local_shard(name), self.plan.float8[name].config)
         if not amaxes.isfinite().all():
-            raise _diverged_error(name)
+            raise _make_diverged_error(name)
         return amaxes
 
     def forward_operands(self, name: str, amaxes: Tensor | None = None) -> Iterator[_Matrix]:
@@ -281,22 +288,22 @@ class Float8Weights:
         """
         held, transposed = self.plan.float8[name], name in self.plan.checkpoint.transposed
         if name in self._streamed:
-            weight, amaxes = self._streamed[name], self._amaxes(name) if amaxes is None else amaxes
-            operands = gather_whole_operands(weight, self._local_shard(name), held.config, amaxes)
+            weight, amaxes = self._streamed[name], self._compute_amaxes(name) if amaxes is None else amaxes
+            operands = gather_whole_operands(weight, self._get_local_shard(name), held.config, amaxes)
             self.bytes_moved += sum(operand.data.nbytes for operand in operands)
-            for parts, operand in zip(self.plan.checkpoint.parts(name), operands, strict=True):
+            for parts, operand in zip(self.plan.checkpoint.get_parts(name), operands, strict=True):
                 yield parts, None, operand
             return
         if name not in self._frozen or (name in self.plan.checkpoint.stacks and name not in self._weights):
-            for parts, matrix in self._matrices(name, self._read_dtype(name)):
+            for parts, matrix in self._iter_matrices(name, self._find_read_dtype(name)):
                 yield parts, matrix, _quantize(held, matrix)
             return
         frozen = self._gather_frozen(name)
-        for parts, stored in zip(self.plan.checkpoint.parts(name), frozen.matrices(), strict=True):
+        for parts, stored in zip(self.plan.checkpoint.get_parts(name), frozen.matrices(), strict=True):
             operand = stored.t() if transposed else stored
             yield parts, _dequantize(operand, frozen.dtype), operand
 
-    def _matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[PartNames, Tensor]]:
+    def _iter_matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[PartNames, Tensor]]:
         """Yield a tensor, or each matrix [N, K] of a stack, in `dtype`, with the stored names of its parts."""
         checkpoint, is_stack = self.plan.checkpoint, name in self.plan.checkpoint.stacks
         held: Iterable[Tensor]
@@ -307,11 +314,13 @@ class Float8Weights:
             held = (matrix.t().contiguous() if transposed else matrix for matrix in self._read(name))
         else:
             held = (torch.cat([self._gather_whole(part) for part in parts]) for parts in checkpoint.stacks[name])
-        for index, (parts, stored) in enumerate(zip(checkpoint.parts(name), held, strict=True)):
+        for index, (parts, stored) in enumerate(zip(checkpoint.get_parts(name), held, strict=True)):
             matrix = stored if dtype is None else stored.to(dtype)
-            may_be_inf = name in self._buffers and not matrix.isnan().any()  # limits of Gemma 4's clipped linears
-            if matrix.is_floating_point() and not (may_be_inf or matrix.isfinite().all()):
-                raise _diverged_error(f"expert {index} of {name}" if is_stack else name)
+            is_infinite_buffer = (
+                name in self._buffers and not matrix.isnan().any()
+            )  # limits of Gemma 4's clipped linears
+            if matrix.is_floating_point() and not (is_infinite_buffer or matrix.isfinite().all()):
+                raise _make_diverged_error(f"expert {index} of {name}" if is_stack else name)
             yield parts, matrix
 
     def _unshard_weight(self, name: str) -> Tensor:
@@ -336,7 +345,7 @@ class Float8Weights:
         return self._gathered.pop(name)
 
     def _gather_frozen(self, name: str) -> FrozenFloat8Weight:
-        held, local = self._tensor_of(name).detach(), self._frozen[name]
+        held, local = self._get_tensor(name).detach(), self._frozen[name]
         codes = held.data_fp8 if isinstance(held, FrozenFloat8Weight) else held
         if isinstance(codes, DTensor):  # gathered as bytes, which every backend supports
             shard, mesh, placements = local.data_fp8.view(torch.uint8), codes.device_mesh, codes.placements
@@ -352,11 +361,11 @@ class Float8Weights:
             return self._gather_frozen(name).to_high_precision()
         return self._unshard_weight(name) if name in self._fsdp_modules else self._gather_whole(name)
 
-    def _tensor_of(self, name: str) -> Tensor:
+    def _get_tensor(self, name: str) -> Tensor:
         return self._weights[name if name in self._weights else self.plan.given.get(name, name)]
 
     def _gather_whole(self, name: str) -> Tensor:
-        tensor = self._tensor_of(name).detach()
+        tensor = self._get_tensor(name).detach()
         if tensor.is_meta:
             raise ValueError(
                 f"{name} is on the meta device, where Accelerate's offload also leaves weights: load all weights "
@@ -368,14 +377,14 @@ class Float8Weights:
         return tensor
 
 
-def _diverged_error(name: str) -> ValueError:
+def _make_diverged_error(name: str) -> ValueError:
     return ValueError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
 
 
 def _check_recipe(plan: Plan, format: str) -> None:
     """Raise NotImplementedError if the format cannot store the codes of the recipe that the user gave."""
     for weight in plan.float8.values():
-        if not plan.format.holds(weight.config.casts.weight.row):
+        if not plan.format.can_hold(weight.config.casts.weight.row):
             raise NotImplementedError(
                 f"recipe: expected weights with a scale per {plan.format.weights}, which the format {format!r} holds, "
                 f"got {plan.recipe!r} with weights {weight.config.casts.weight.row}; give another recipe or format"
@@ -396,7 +405,7 @@ def store_matrix(
     Returns:
         The parts, and whether their codes or scales differ from the forward's.
     """
-    held, rows = format.as_stored(forward_operand, casts.row), forward_operand.data.shape[0] // parts
+    held, rows = format.convert_operand(forward_operand, casts.row), forward_operand.data.shape[0] // parts
     if held is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
         power_of_2 = held is not None and casts.power_of_2
         return [format.quantize(part, power_of_2=power_of_2) for part in expect(weight).chunk(parts)], True
@@ -413,7 +422,7 @@ def _quantize(weight: ModuleWeight, matrix: Tensor, scales: Scales | None = None
     return expect(quantizer(matrix, row=True, column=False, scales=scales).row)
 
 
-def _scales_of(operand: Operand) -> Scales:
+def _get_scales(operand: Operand) -> Scales:
     dequant = expect(operand.dequant_scale)
     return Scales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
 
@@ -436,11 +445,11 @@ def _dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
     return dequantize(operand.data, expect(operand.dequant_scale), dtype, operand.layout)
 
 
-def _sqnr_db(hp: Tensor, *operands: Operand) -> float:
+def _compute_sqnr_db(hp: Tensor, *operands: Operand) -> float:
     return compute_sqnr_db(hp, torch.cat([_dequantize(operand) for operand in operands]))
 
 
-def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
+def _find_fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
     """Return, by the name of a float8 weight, the module whose `unshard()` gathers it in high precision."""
     innermost: dict[int, FSDPModule] = {}
     for module in model.modules():  # parents come before their children

@@ -42,9 +42,9 @@ from quaver.experts.module import is_experts
 from quaver.export.files import CONFIG, SUFFIX, read_config
 from quaver.export.frozen import StoredWeights, find_frozen_obstacle
 from quaver.export.kv_cache import set_kv_scales
-from quaver.export.layouts import CODES, quantization_of
 from quaver.export.load import Float8Checkpoint, ModelTensors
-from quaver.export.plan import float8_weights
+from quaver.export.plan import find_float8_weights
+from quaver.export.tensor_roles import CODES, find_quantization
 from quaver.integrations.transformers_conv1d import Conv1DLinear
 from quaver.integrations.transformers_convert import conv1ds_as_linears, float8_filter, prepare_model_for_float8
 from quaver.integrations.transformers_loading import Float8Tensors, QuaverWeights
@@ -212,7 +212,7 @@ class QuaverQuantizer(HfQuantizer):
         elif not self._converts_after_loading(model):
             self._prepare(model)
         if config.frozen:
-            self._frozen = set(float8_weights(model))
+            self._frozen = set(find_float8_weights(model))
         self._operation = QuaverWeights(self._frozen, self._frozen_config if config.frozen else None)
         if checkpoint is not None and loaded is not None:
             set_kv_scales(model, checkpoint.kv_scales)
@@ -310,7 +310,7 @@ def _float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
     if not files:
         return None
     folder = Path(files[0]).parent
-    stored = quantization_of(read_config(folder)) if (folder / CONFIG).is_file() else None
+    stored = find_quantization(read_config(folder)) if (folder / CONFIG).is_file() else None
     if stored is None or (isinstance(stored, dict) and stored.get("quant_method") == METHOD):
         opened = [safe_open(file, framework="pt") for file in files if file.endswith(SUFFIX)]
         if not any(str(file.get_slice(name).get_dtype()) in CODES for file in opened for name in file.keys()):  # noqa: SIM118

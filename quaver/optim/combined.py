@@ -200,11 +200,10 @@ def _torch_state_dict(target: Optimizer, states: dict[Tensor, tuple[Optimizer, d
             if isinstance(target, Float8Optimizer):
                 check_same_algorithm(packed_group)
             for name in source.defaults.keys() & target.defaults.keys() & packed_group.keys():
-                if options.setdefault(name, packed_group[name]) != packed_group[name]:
-                    values_of_option = f"{options[name]} and {packed_group[name]}"
-                    raise ValueError(
-                        f"{name}: expected one value for the parameters of a group, got {values_of_option}"
-                    )
+                first = options.setdefault(name, packed_group[name])
+                if first != packed_group[name]:
+                    both = f"{first} and {packed_group[name]}"
+                    raise ValueError(f"{name}: expected one value for the parameters of a group, got {both}")
             if values and type(target) is torch.optim.Muon:  # a later load would read a step that Muon never advances
                 values = {name: value for name, value in values.items() if name != "step"}
             if values:

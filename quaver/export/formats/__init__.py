@@ -33,7 +33,7 @@ import torch
 from quaver.export.formats import compressed_tensors, fp8
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.comfyui import COMFYUI, ComfyUI
-from quaver.export.formats.stored import StoredFormat, with_blocks
+from quaver.export.formats.stored import StoredFormat, make_block_format
 from quaver.recipes.config import Float8LinearConfig
 
 COMPRESSED_TENSORS = compressed_tensors.METHOD
@@ -52,22 +52,22 @@ CONTROL = {"high-precision": WeightFormat}
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
     COMPRESSED_TENSORS: compressed_tensors.make_stored_format,
-    fp8.METHOD: partial(with_blocks, fp8.METHOD),
-    "fbgemm_fp8": partial(with_blocks, "fbgemm_fp8", by_token=True),
-    "modelopt": lambda config: with_blocks("modelopt", config, by_token=_by_token(config.get("quant_algo"))),
-    "mxfp8": partial(with_blocks, "mxfp8", by_token=True),
-    "quark": partial(with_blocks, "quark"),
+    fp8.METHOD: partial(make_block_format, fp8.METHOD),
+    "fbgemm_fp8": partial(make_block_format, "fbgemm_fp8", by_token=True),
+    "modelopt": lambda config: make_block_format("modelopt", config, by_token=_scales_tokens(config.get("quant_algo"))),
+    "mxfp8": partial(make_block_format, "mxfp8", by_token=True),
+    "quark": partial(make_block_format, "quark"),
 }
 """The formats that are read: by `quant_method`, the function that reads a quantization_config. They raise ValueError or
 NotImplementedError.
 """
 
 
-def _by_token(algorithm: object) -> bool:
+def _scales_tokens(algorithm: object) -> bool:
     return "TOKEN" in str(algorithm) or "_PB" in str(algorithm)
 
 
-def get_weight_format(format: str) -> type[WeightFormat]:
+def find_format_class(format: str) -> type[WeightFormat]:
     """Return the format, or the control, with this name. Raises ValueError for an unknown name."""
     known = {**CHECKPOINT_FORMATS, **CONTROL}
     if format not in known:
@@ -75,7 +75,7 @@ def get_weight_format(format: str) -> type[WeightFormat]:
     return known[format]
 
 
-def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
+def make_weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
     """Return how `format` stores linears with `config`.
 
     Raises:
@@ -87,4 +87,4 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
     weight.known_layout("export")
-    return get_weight_format(format).from_casts(weight, input)
+    return find_format_class(format).from_casts(weight, input)

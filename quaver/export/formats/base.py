@@ -61,7 +61,7 @@ class WeightFormat:
         """Whether scales are E8M0, one byte each."""
         return self.weights == "group"
 
-    def holds(self, weight: CastConfig) -> bool:
+    def can_hold(self, weight: CastConfig) -> bool:
         """Return whether the format stores the codes and scales of this cast unchanged."""
         if self.is_mx:
             is_e8m0 = weight.scale_calculation_mode is not None
@@ -69,7 +69,7 @@ class WeightFormat:
         known = {"tensor": weight.is_tensorwise, "channel": weight.is_rowwise}
         return known.get(self.weights, weight.block_size == self.block_size)
 
-    def as_stored(self, operand: Operand, weight: CastConfig) -> Operand | None:
+    def convert_operand(self, operand: Operand, weight: CastConfig) -> Operand | None:
         """Return the operand with the format's layout of scales, or None if the format cannot hold its codes.
 
         Args:
@@ -103,27 +103,27 @@ class WeightFormat:
             )
         return Operand(codes, scale, layout)
 
-    def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
+    def iter_tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the weight `name` in a checkpoint, by name."""
-        yield name, self.stored_codes(operand.data)
-        yield self.name_of_scale(name), self.stored_scale(expect(operand.dequant_scale))
+        yield name, self.convert_codes(operand.data)
+        yield self.get_scale_name(name), self.convert_scale(expect(operand.dequant_scale))
 
-    def name_of_scale(self, name: str) -> str:
+    def get_scale_name(self, name: str) -> str:
         """Return the name of the scale of the weight `name`."""
         return f"{name.removesuffix('weight')}{self.scale_name}"
 
-    def stored_codes(self, codes: Tensor) -> Tensor:
+    def convert_codes(self, codes: Tensor) -> Tensor:
         """Return the codes as the checkpoint has them, contiguous."""
         return codes.contiguous()
 
-    def stored_scale(self, dequant_scale: Tensor) -> Tensor:
+    def convert_scale(self, dequant_scale: Tensor) -> Tensor:
         """Return a scale as the checkpoint has it, contiguous: bytes of E8M0, or float32; [1] for a scalar."""
         scale = dequant_scale.contiguous()
         if self.is_mx:
             return scale.to(torch.float8_e8m0fnu).view(torch.uint8)
         return scale if scale.dim() else scale.reshape(1).clone()  # several weights may share it
 
-    def quantization_config(
+    def make_quantization_config(
         self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json.
@@ -138,7 +138,7 @@ class WeightFormat:
         raise NotImplementedError("format: high-precision is for iter_float8_weights; save_pretrained writes a folder")
 
     @classmethod
-    def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
+    def list_unsupported(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
         """Return the float8 `linears` that stay in high precision in this format.
 
         Raises:
@@ -146,7 +146,7 @@ class WeightFormat:
         """
         return []
 
-    def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
+    def check_weights(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
         """Raise NotImplementedError for weights that no reader of the format loads.
 
         `sizes`: the rows and columns of each matrix, by the name of the float8 weight in the model.
@@ -155,7 +155,7 @@ class WeightFormat:
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
         """Raise ValueError if tensors with these names cannot be written to `path`, or options are for folders only."""
 
-    def warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
+    def list_warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         """Yield what readers cannot do with `ragged` weights, and why `high_precision_linears` are not in float8."""
         yield from ()
 

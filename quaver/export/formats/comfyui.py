@@ -26,7 +26,7 @@ from quaver.export.checkpoint_names import PREFIXES
 from quaver.export.files import SUFFIX, StoredTensors, check_names, parse_json_object
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import has_mx_scales
-from quaver.export.formats.stored import StoredFormat, StoredScale, is_block
+from quaver.export.formats.stored import StoredFormat, StoredScale, is_block_size
 from quaver.kernels.operands import Operand
 from quaver.recipes.config import CastConfig
 from quaver.runtime.names import join_names
@@ -71,7 +71,7 @@ class ComfyUI(WeightFormat):
         return cls("tensor", "tensor", True) if input.is_persistent else cls("tensor", None)
 
     @classmethod
-    def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
+    def list_unsupported(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
         if stacks:
             raise NotImplementedError(
                 f"{COMFYUI}: ComfyUI reads no matrices of single experts, got {join_names(stacks)}; leave them in high "
@@ -79,23 +79,23 @@ class ComfyUI(WeightFormat):
             )
         return []
 
-    def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors(name, operand)
+    def iter_tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
+        yield from super().iter_tensors(name, operand)
         mark: dict[str, Any] = {"format": "mxfp8" if self.is_mx else "float8_e4m3fn"}
         if self.activations is None:
             mark["full_precision_matrix_mult"] = True
         text = bytearray(json.dumps(mark).encode())
         yield f"{name.removesuffix('weight')}{_MARK}", torch.frombuffer(text, dtype=torch.uint8)
 
-    def stored_codes(self, codes: Tensor) -> Tensor:
+    def convert_codes(self, codes: Tensor) -> Tensor:
         if not self.is_mx:
-            return super().stored_codes(codes)
-        padding = zip(_padded_shape(codes.shape), codes.shape, strict=True)
+            return super().convert_codes(codes)
+        padding = zip(_compute_padded_shape(codes.shape), codes.shape, strict=True)
         rows, columns = (padded - length for padded, length in padding)
         return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
-    def stored_scale(self, dequant_scale: Tensor) -> Tensor:
-        stored = super().stored_scale(dequant_scale)
+    def convert_scale(self, dequant_scale: Tensor) -> Tensor:
+        stored = super().convert_scale(dequant_scale)
         return _to_tiles(stored) if self.is_mx else stored.reshape(())
 
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
@@ -137,14 +137,14 @@ class MarkedFormat(StoredFormat):
             ValueError: a mark is damaged, or its layer is missing or has codes of another dtype.
             NotImplementedError: a mark has a format that is not float8.
         """
-        super().__init__(config.method, config.block_sizes, config.rows)
+        super().__init__(config.method, config.block_sizes, config.token_scales)
         leaves = {name: name.rpartition(".")[2] for name in stored}
         objects = {
             name.removesuffix(f".{_MARK}"): parse_json_object(name, bytes(stored[name].flatten().tolist()))
             for name, leaf in leaves.items()
             if leaf == _MARK and stored.dtype(name) == "U8"
         }
-        objects |= _marks_in_metadata(stored)
+        objects |= _read_marks_in_metadata(stored)
         layers = {f"{layer}.weight": _parse_mark(layer, mark) for layer, mark in objects.items()}
         unknown = [f"{name} ({mark.format})" for name, mark in layers.items() if mark.format not in _CODES]
         if unknown:
@@ -159,30 +159,30 @@ class MarkedFormat(StoredFormat):
         self.marks = [name for name, leaf in leaves.items() if leaf in (_MARK, _OLDER_MARK, *_TOKENIZERS)]
         self.shapes = {name: mark.shape for name, mark in layers.items() if mark.shape is not None}
 
-    def padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
+    def get_padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
         is_padded = name in self.layers and self.layers[name].format == "mxfp8" and len(shape) == 2
-        return _padded_shape(shape) if is_padded else None
+        return _compute_padded_shape(shape) if is_padded else None
 
-    def plain(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
+    def list_unscaled(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
         """Return the tensors without a scale, if the file has marks or no scales at all."""
         has_marks = bool(self.layers) or any(name.endswith((_MARK, _OLDER_MARK)) for name in self.marks)
         if not self.is_file or (scaled and not has_marks):
             return []
         return [name for name in float8 if name not in scaled and name not in self.layers]
 
-    def scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
+    def parse_scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
         mark = self.layers.get(name)
         if mark is None or mark.block_size is None:
-            return super().scales(name, shape, stored)
+            return super().parse_scales(name, shape, stored)
         if len(shape) == 3 and shape[0] == stored.shape[0]:
-            return [scale for matrix in stored for scale in self.scales(name, shape[1:], matrix)]
+            return [scale for matrix in stored for scale in self.parse_scales(name, shape[1:], matrix)]
         if len(shape) != 2:
             raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
         format = StoredFormat(self.method, (mark.block_size,))
-        return [format.scale(name, shape, _from_tiles(name, stored, shape) if mark.format == "mxfp8" else stored)]
+        return [format.parse_scale(name, shape, _from_tiles(name, stored, shape) if mark.format == "mxfp8" else stored)]
 
 
-def _marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
+def _read_marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
     """Yield the marks in the metadata by the stored name of the layer, which may have a prefix."""
     for text in (metadata[_METADATA] for metadata in stored.metadata if _METADATA in metadata):
         layers = parse_json_object(_METADATA, text).get("layers")
@@ -206,10 +206,10 @@ def _parse_mark(layer: str, mark: Any) -> _LayerMark:
             raise ValueError(f"the mark of {layer}: expected a group_size of 1 or more, got {str(size)[:80]!r}")
         block_size = size, size
     shape = mark.get("orig_shape")
-    return _LayerMark(format, block_size, (shape[0], shape[1]) if is_block(shape) else None)
+    return _LayerMark(format, block_size, (shape[0], shape[1]) if is_block_size(shape) else None)
 
 
-def _padded_shape(shape: Sequence[int]) -> list[int]:
+def _compute_padded_shape(shape: Sequence[int]) -> list[int]:
     return [-(-length // _PADDED) * _PADDED for length in shape]
 
 

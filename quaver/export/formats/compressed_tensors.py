@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import nn
 
 from quaver.export.formats.base import GROUP_SIZE, WeightFormat
-from quaver.export.formats.stored import LINEARS, StoredFormat, block_of
+from quaver.export.formats.stored import LINEARS, StoredFormat, parse_block_size
 from quaver.recipes.config import CastConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.names import join_names
@@ -34,9 +34,9 @@ class CompressedTensors(WeightFormat):
         if layout.is_blockwise:
             return cls("block", "group")
         weights = "tensor" if layout.is_tensorwise else "channel"
-        return cls(weights, _activations(input), input.is_persistent)
+        return cls(weights, _choose_activations(input), input.is_persistent)
 
-    def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
+    def check_weights(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
         """Refuse rows that groups of MXFP8 do not divide: compressed-tensors cannot read them."""
         cut = [f"{name.removesuffix('.weight')} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
         if cut and self.is_mx:
@@ -45,15 +45,15 @@ class CompressedTensors(WeightFormat):
                 f"format {BLOCKS}, which quantizes again, or leave these in high precision"
             )
 
-    def quantization_config(
+    def make_quantization_config(
         self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
         inputs = None
         if self.activations is not None:
-            inputs = self._quantization_args(self.activations, is_dynamic=not self.is_static)
+            inputs = self._make_quantization_args(self.activations, is_dynamic=not self.is_static)
         group = {
             "targets": ["Linear"],
-            "weights": self._quantization_args(self.weights, is_dynamic=False),
+            "weights": self._make_quantization_args(self.weights, is_dynamic=False),
             "input_activations": inputs,
             "output_activations": None,
         }
@@ -66,11 +66,11 @@ class CompressedTensors(WeightFormat):
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(ignore),
-            **({"kv_cache_scheme": _args("tensor", is_dynamic=False)} if has_kv_scales else {}),
+            **({"kv_cache_scheme": _make_args("tensor", is_dynamic=False)} if has_kv_scales else {}),
         }
 
-    def _quantization_args(self, strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
-        args = _args(strategy, is_dynamic=is_dynamic)
+    def _make_quantization_args(self, strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
+        args = _make_args(strategy, is_dynamic=is_dynamic)
         if self.is_mx:
             return {**args, "group_size": GROUP_SIZE, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         if strategy == "group":
@@ -101,11 +101,11 @@ def has_mx_scales(weight: CastConfig) -> bool:
     return weight.scale_calculation_mode is not None and weight.known_layout("export").columns == GROUP_SIZE
 
 
-def _args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
+def _make_args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
 
 
-def _activations(input: CastConfig) -> str | None:
+def _choose_activations(input: CastConfig) -> str | None:
     if input.is_disabled:
         return None
     layout = input.known_layout("export")
@@ -124,26 +124,26 @@ def make_stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"config_groups in config.json: expected an object of groups, got {type(groups).__name__}")
-    rows: dict[str, bool] = {}
+    token_scales: dict[str, bool] = {}
     for group in groups.values():
         inputs, targets = group.get("input_activations"), group.get("targets")
-        has_rows = isinstance(inputs, dict) and inputs.get("strategy") != "tensor"
-        rows |= dict.fromkeys(map(str, targets if isinstance(targets, list) else [LINEARS]), has_rows)
-    sizes = dict.fromkeys(size for group in groups.values() for size in _blocks_of(group))
-    return StoredFormat(METHOD, tuple(sizes), rows)
+        has_token_scales = isinstance(inputs, dict) and inputs.get("strategy") != "tensor"
+        token_scales |= dict.fromkeys(map(str, targets if isinstance(targets, list) else [LINEARS]), has_token_scales)
+    sizes = dict.fromkeys(size for group in groups.values() for size in _list_block_sizes(group))
+    return StoredFormat(METHOD, tuple(sizes), token_scales)
 
 
-def _blocks_of(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _list_block_sizes(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
     weights = group.get("weights")
     weights = weights if isinstance(weights, dict) else {}
-    got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}
+    actual = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}
     strategies = ("tensor", "channel", "block", "group")
-    if (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
+    if (actual["type"], actual["num_bits"]) != ("float", 8) or actual["strategy"] not in strategies:
         raise NotImplementedError(
-            f"the weights in config.json: expected 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
-            "dequantize the model with compressed-tensors"
+            f"the weights in config.json: expected 8-bit floats with one scale per {', '.join(strategies)}, got "
+            f"{actual}; dequantize the model with compressed-tensors"
         )
-    if got["strategy"] == "block":
-        yield block_of(weights.get("block_structure"))
-    elif got["strategy"] == "group":
-        yield block_of([1, weights.get("group_size")])
+    if actual["strategy"] == "block":
+        yield parse_block_size(weights.get("block_structure"))
+    elif actual["strategy"] == "group":
+        yield parse_block_size([1, weights.get("group_size")])

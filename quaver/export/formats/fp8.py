@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from quaver.export.checkpoint_names import is_of_transformers
+from quaver.export.checkpoint_names import is_transformers_model
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import BLOCKS
 from quaver.recipes.scale_layout import BLOCK_SIZE
@@ -22,26 +22,26 @@ class FP8(WeightFormat):
     scale_name = "weight_scale_inv"
 
     @classmethod
-    def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
+    def list_unsupported(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
         """Return the linears that transformers never quantizes in fp8, regardless of config.json, such as T5's `wo`."""
-        patterns = getattr(model, "_keep_in_fp32_modules", None) if is_of_transformers(model) else None
+        patterns = getattr(model, "_keep_in_fp32_modules", None) if is_transformers_model(model) else None
         if not patterns:
             return []
         from transformers.quantizers.quantizers_utils import should_convert_module
 
         return [name for name in linears if not should_convert_module(name, list(patterns))]
 
-    def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
+    def check_weights(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
         """Refuse linears whose name ends with the name of a module in `ignore`: transformers would skip them."""
         linears = [name.removesuffix(".weight") for name in sizes if name.endswith(".weight")]
         hidden = [name for name in linears if name.endswith(tuple(ignore))]
-        if hidden and is_of_transformers(model):
+        if hidden and is_transformers_model(model):
             raise NotImplementedError(
                 f"{METHOD}: transformers also skips linears whose names end with the name of a high-precision linear: "
                 f"{join_names(hidden)}; keep these in high precision, or use the format {BLOCKS}"
             )
 
-    def quantization_config(
+    def make_quantization_config(
         self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
         return {
@@ -52,7 +52,7 @@ class FP8(WeightFormat):
             "modules_to_not_convert": list(ignore),
         }
 
-    def warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
+    def list_warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         if ragged:
             yield (
                 f"{join_names(ragged)}: a dimension is not a multiple of 128. transformers 5.23 without a GPU, or with "

@@ -48,7 +48,7 @@ class StoredFormat:
     method: str | None = None
     block_sizes: tuple[tuple[int, int], ...] = ()
     """The rows and columns of a block, for each group of linears."""
-    rows: Mapping[str, bool] = field(default_factory=dict)
+    token_scales: Mapping[str, bool] = field(default_factory=dict)
     """Whether activations have a scale per token, or per group of a token, by the target of a group."""
     is_file: bool = False
     """Whether the checkpoint is one file, where the values of a float8 tensor without a scale may be its codes."""
@@ -59,39 +59,39 @@ class StoredFormat:
     metadata_keys: ClassVar[tuple[str, ...]] = ()
     """The keys of metadata about quantization in the header of a file."""
 
-    def padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
+    def get_padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
         """Return the shape with which a matrix is stored, or None if the format does not pad it."""
         return None
 
-    def plain(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
+    def list_unscaled(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
         """Return the `float8` tensors whose values are their codes; `scaled` are the float8 tensors with a scale."""
         return []
 
-    def has_rows(self, weights: Iterable[str]) -> bool:
+    def has_token_scales(self, weights: Iterable[str]) -> bool:
         """Return whether the activations of any of these weights have a scale per token, or per group of a token."""
-        return any(self._has_rows(name.removesuffix(".weight")) for name in weights)
+        return any(self._has_token_scales(name.removesuffix(".weight")) for name in weights)
 
-    def _has_rows(self, module: str) -> bool:
-        """Return `has_rows` of one module. Groups match by name, then pattern, then class, as in compressed-tensors."""
-        if module in self.rows:
-            return self.rows[module]
-        patterns = (target for target in self.rows if target.startswith("re:"))
+    def _has_token_scales(self, module: str) -> bool:
+        """Run `has_token_scales` for one module. As in compressed-tensors, names match before patterns and classes."""
+        if module in self.token_scales:
+            return self.token_scales[module]
+        patterns = (target for target in self.token_scales if target.startswith("re:"))
         target = next((target for target in patterns if re.match(target.removeprefix("re:"), module)), LINEARS)
-        return self.rows.get(target, any(self.rows.values()))
+        return self.token_scales.get(target, any(self.token_scales.values()))
 
-    def scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
-        """Return the scale of the matrix `name`, or of each matrix of a stack. Raises as `scale`."""
+    def parse_scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
+        """Return the scale of the matrix `name`, or of each matrix of a stack. Raises as `parse_scale`."""
         if len(shape) == 2:
-            return [self.scale(name, shape, stored)]
+            return [self.parse_scale(name, shape, stored)]
         if stored.numel() == 1:
-            return [self.scale(name, (1, math.prod(shape)), stored.reshape(()))]
+            return [self.parse_scale(name, (1, math.prod(shape)), stored.reshape(()))]
         if len(shape) != 3 or stored.shape[0] != shape[0]:
             raise ValueError(
                 f"{name} {shape}: expected a matrix, or a stack with a scale for each, got a scale {list(stored.shape)}"
             )
-        return [self.scale(name, shape[1:], scale) for scale in stored]
+        return [self.parse_scale(name, shape[1:], scale) for scale in stored]
 
-    def scale(self, name: str, shape: Sequence[int], stored: Tensor) -> StoredScale:
+    def parse_scale(self, name: str, shape: Sequence[int], stored: Tensor) -> StoredScale:
         """Interpret the scale of the matrix `name` [N, K]; see the top of the file.
 
         Raises:
@@ -115,7 +115,7 @@ class StoredFormat:
             if counts == (columns,):
                 counts = 1, columns
             if len(counts) == 2 and counts != (1, 1):
-                sizes = list(_exact_blocks(shape, counts))
+                sizes = list(_find_exact_blocks(shape, counts))
         if len(sizes) != 1:
             known = ((size, ScaleLayout(*size).get_scale_shape(rows, columns)) for size in self.block_sizes)
             blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in known]
@@ -152,7 +152,7 @@ def _merge_rows_to_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tenso
     return values, size
 
 
-def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _find_exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the block size for `counts` blocks, if each length is a power of two or spans all rows or columns."""
     lengths = []
     for elements, count in zip(shape, counts, strict=True):
@@ -164,22 +164,23 @@ def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple
     yield max(rows, columns if counts[0] == 1 else 0), max(columns, rows if counts[1] == 1 else 0)
 
 
-def block_of(size: Any) -> tuple[int, int]:
+def parse_block_size(size: Any) -> tuple[int, int]:
     """Return the block size in a config.json. Raises ValueError if it is not [rows, columns]."""
-    if not is_block(size):
+    if not is_block_size(size):
         raise ValueError(f"blocks in config.json: expected [rows, columns], such as [128, 128], got {size!r}")
     return size[0], size[1]
 
 
-def is_block(size: Any) -> bool:
+def is_block_size(size: Any) -> bool:
     """Return whether a JSON value is [rows, columns]."""
     return isinstance(size, list) and len(size) == 2 and all(type(length) is int and length > 0 for length in size)
 
 
-def with_blocks(method: str, quantization: Mapping[str, Any], *, by_token: bool = False) -> StoredFormat:
+def make_block_format(method: str, quantization: Mapping[str, Any], *, by_token: bool = False) -> StoredFormat:
     """Return the format of a config with or without a `weight_block_size`.
 
     `by_token`: whether activations have a scale per token if there are no blocks.
     """
     size = quantization.get("weight_block_size")
-    return StoredFormat(method, () if size is None else (block_of(size),), {LINEARS: by_token or size is not None})
+    sizes = () if size is None else (parse_block_size(size),)
+    return StoredFormat(method, sizes, {LINEARS: by_token or size is not None})

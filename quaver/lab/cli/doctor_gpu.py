@@ -12,7 +12,7 @@ from rich.table import Table
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
 from quaver.export.files import read_config
-from quaver.export.source import DEFAULT_FILTER, build_skeleton, skip_names
+from quaver.export.source import DEFAULT_FILTER, build_skeleton, make_name_filter
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.doctor.gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.runs.run_folder import CONFIG
@@ -36,7 +36,7 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
         path = path.parent
     if (path / HUGGINGFACE_CONFIG).is_file():
         skeleton, chosen = build_skeleton(path, read_config(path)), canonicalize_recipe(recipe or "tensorwise")
-        admits = skip_names(DEFAULT_FILTER, find_tied_modules(skeleton))
+        admits = make_name_filter(DEFAULT_FILTER, find_tied_modules(skeleton))
         convert_to_float8_training(skeleton, config=chosen, module_filter_fn=admits)
         return describe_gpu(spec, skeleton, chosen)
     file = path / CONFIG if path.is_dir() else path

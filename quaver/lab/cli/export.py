@@ -13,7 +13,7 @@ from quaver.export.files import CONFIG
 from quaver.export.folders import check_new
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
-from quaver.export.source import DEFAULT_FILTER, ExportSource, huggingface_source
+from quaver.export.source import DEFAULT_FILTER, ExportSource, open_huggingface_source
 from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.recorder.byte_sizes import parse_bytes
@@ -108,7 +108,7 @@ def _open_source(options: ExportOptions) -> ExportSource:
         raise ValueError(
             f"--recipe must be one of {', '.join(RECIPES)} for a Hugging Face folder; {str(path)!r} is one"
         )
-    return huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
+    return open_huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
 
 
 def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8Weights:

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from xxhash import xxh3_128
 
-from quaver.export.folders import file_threads
+from quaver.export.folders import make_file_threads
 from quaver.lab.settings.fields import NotNegative
 from quaver.lab.settings.json_file import STRICT, read_json
 
@@ -48,14 +48,14 @@ def hash_files_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDig
     Reading them is cheap right after the write, while they are in the page cache.
     """
     paths = list((folder / model).glob(f"__{rank}_*"))
-    with file_threads() as threads:
+    with make_file_threads() as threads:
         return dict(zip([_make_name(folder, path) for path in paths], threads.map(_hash_file, paths), strict=True))
 
 
 def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
     """Write the manifest of `folder`; files that have no digest in `known` are read."""
     rest = {name: path for name, path in _list_files(folder).items() if name not in known}
-    with file_threads() as threads:
+    with make_file_threads() as threads:
         digests = {**known, **dict(zip(rest, threads.map(_hash_file, rest.values()), strict=True))}
     content = asdict(Manifest(1, dict(sorted(digests.items()))))
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -79,7 +79,7 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
         if size != expected[name].bytes:
             raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
     mine = sorted(files)[rank::world_size]
-    with file_threads() as threads:
+    with make_file_threads() as threads:
         for name, digest in zip(mine, threads.map(_hash_file, [files[name] for name in mine]), strict=True):
             if digest != expected[name]:
                 raise ValueError(f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")

@@ -11,7 +11,7 @@ from torch import nn
 
 from quaver.conversion.roles import ROUTERS
 from quaver.export.files import read_config
-from quaver.export.source import huggingface_source
+from quaver.export.source import open_huggingface_source
 from quaver.lab.data import Batch, load_data
 from quaver.lab.settings import Data, Model, TrainConfig
 from quaver.lab.settings.config_file import build_config
@@ -72,7 +72,7 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
 
 
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
-    model: Any = huggingface_source(folder, recipe="tensorwise").high_precision_model()
+    model: Any = open_huggingface_source(folder, recipe="tensorwise").high_precision_model()
     try:
         shape, can_train = read_hf_config(read_config(folder)), True
     except NotImplementedError:  # quaver's trainer does not support the architecture

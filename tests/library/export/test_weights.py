@@ -20,7 +20,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.export import iter_float8_weights, save_float8
-from quaver.export.formats import weight_format
+from quaver.export.formats import make_weight_format
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.library.export.models import PROJECTIONS, Tiny, not_the_head, tiny
 from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
@@ -161,7 +161,7 @@ def test_static_activations_have_the_scale_of_the_forward():
     model = train_scales(STATIC)
     exported = iter_float8_weights(model)
     tensors = dict(exported)
-    inputs = exported.plan.format.quantization_config([])["config_groups"]["group_0"]["input_activations"]
+    inputs = exported.plan.format.make_quantization_config([])["config_groups"]["group_0"]["input_activations"]
     assert (inputs["strategy"], inputs["dynamic"]) == ("tensor", False)
     for name in PROJECTIONS:
         quant_scale = model.layer[name].persistent_scales(torch.device("cpu")).input.quant_scale
@@ -264,7 +264,7 @@ def test_what_no_format_holds_is_refused():
         cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn),
     )
     with pytest.raises(NotImplementedError, match="weight: checkpoints hold codes in e4m3"):
-        weight_format("compressed-tensors", e5m2)
+        make_weight_format("compressed-tensors", e5m2)
     diverged = tiny()
     with torch.no_grad():
         diverged.layer["k_proj"].weight[3, 4] = torch.nan

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quaver.export.bundle import list_tokenizer_files
-from quaver.export.checkpoint_names import KEPT_IN_FLOAT32
+from quaver.export.checkpoint_names import FLOAT32_LEAF
 from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.lab.runs.checkpoint import read_metadata
@@ -137,7 +137,7 @@ def export_hf(
     config = make_hf_config(checked.model, dtype=dtype, usage=find_usage(checked))
     with new_folder(out) as partial:
         rounded = (
-            (key, tensor if key.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
+            (key, tensor if key.endswith(FLOAT32_LEAF) else tensor.to(getattr(torch, dtype)))
             for key, tensor in chain(checked.tensors().items(), make_empty_shared_experts(checked.model).items())
         )
         write_model(partial, rounded, config, copied, max_shard_bytes)

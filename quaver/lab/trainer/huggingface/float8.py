@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
-from quaver.export.source import DEFAULT_FILTER, ExportSource, skip_names
+from quaver.export.source import DEFAULT_FILTER, ExportSource, make_name_filter
 from quaver.lab.runs.checkpoint import load_state, read_metadata
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
@@ -53,7 +53,7 @@ def run_source(
             f"got {list(filter_fqns)}"
         )
     model = make_meta_llama(checked.model)
-    decide = partial(_decide_as_run, converted) if converted else skip_names(filter_fqns)
+    decide = partial(_decide_as_run, converted) if converted else make_name_filter(filter_fqns)
     if recipe is None:
         convert_chosen(model, config, decide)
     else:

@@ -46,7 +46,7 @@ def make_file_state(model: Model) -> dict[str, Tensor]:
     return {
         part: view
         for name, tensor in make_stored_state(model).items()
-        for part, view in names.matrices(name, tensor).items()
+        for part, view in names.split_tensor(name, tensor).items()
     }
 
 
@@ -78,7 +78,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
             for name, tensor in make_stored_state(model).items()
         }
         self._names = _make_checkpoint_names(model)
-        self._owners = {part: name for name in self._meta for part in self._names.stored_names(name)}
+        self._owners = {part: name for name in self._meta for part in self._names.get_stored_names(name)}
         """Maps the name of a tensor in the files to the tensor of the checkpoint that contains it."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
@@ -91,7 +91,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         owner = self._owners[name]
         if self._last[0] != owner:  # the experts of a layer follow each other
-            self._last = owner, self._names.matrices(owner, self.stored(owner))
+            self._last = owner, self._names.split_tensor(owner, self.stored(owner))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:

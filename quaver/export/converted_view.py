@@ -16,7 +16,7 @@ from torch import nn
 
 from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
 from quaver.experts.module import get_expert_weights, is_experts
-from quaver.export.source import DEFAULT_FILTER, skip_names
+from quaver.export.source import DEFAULT_FILTER, make_name_filter
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.runtime.names import find_tied_modules
 from quaver.torch_private.dtensor import is_dtensor
@@ -63,7 +63,7 @@ def make_converted_view(
             f"recipe: expected one whose scales follow from the weights alone, got {name}; convert the model to it and "
             "train, or calibrate, or give another"
         )
-    admits = module_filter_fn or skip_names(DEFAULT_FILTER, find_tied_modules(view.model))
+    admits = module_filter_fn or make_name_filter(DEFAULT_FILTER, find_tied_modules(view.model))
     convert_to_float8_training(
         view.model, config=replace(config, enable_fsdp_float8_all_gather=False), module_filter_fn=admits
     )
@@ -74,7 +74,7 @@ def _is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merged")
 
 
-def _without_adapters(module: Any, name: str) -> nn.Module:
+def _unwrap_adapters(module: Any, name: str) -> nn.Module:
     """Return the module inside PEFT's layers, which computes the forward after a merge.
 
     Raises:
@@ -115,7 +115,7 @@ def _copy_module(
         dtypes: filled as `ConvertedView.forward_dtypes`.
         dtype: the `param_dtype` of the FSDP2 module above `module`.
     """
-    module = _without_adapters(module, name)
+    module = _unwrap_adapters(module, name)
     if id(module) in known:
         return known[id(module)]
     cls: type = type(module)

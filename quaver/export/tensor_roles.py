@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
 from quaver.export.formats import METHODS
 from quaver.export.formats.stored import StoredFormat
-from quaver.export.kv_cache import stored_kv_scales
+from quaver.export.kv_cache import find_kv_scale_names
 from quaver.runtime.names import join_names
 
 CODES = ("F8_E4M3", "F8_E5M2")
@@ -60,7 +60,7 @@ def read_stored_format(config: Mapping[str, Any]) -> StoredFormat:
         ValueError: its quantization_config is damaged.
         NotImplementedError: it describes a format that is not in `METHODS`.
     """
-    quantization = quantization_of(config)
+    quantization = find_quantization(config)
     if quantization is None:
         return StoredFormat()
     if not isinstance(quantization, dict):
@@ -73,23 +73,23 @@ def read_stored_format(config: Mapping[str, Any]) -> StoredFormat:
     return METHODS[method](quantization)
 
 
-def quantization_of(config: Mapping[str, Any]) -> Any:
+def find_quantization(config: Mapping[str, Any]) -> Any:
     """Return the quantization_config of a config.json or of a part of it, or None."""
     parts = [part for part in config.values() if isinstance(part, dict)]
     quantizations = (part.get(key) for part in (config, *parts) for key in QUANTIZATION_KEYS)
     return next((quantization for quantization in quantizations if quantization is not None), None)
 
 
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def remove_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without the quantization_config of it and its parts."""
     return {
-        name: without_quantization(value) if isinstance(value, dict) else value
+        name: remove_quantization(value) if isinstance(value, dict) else value
         for name, value in config.items()
         if name not in QUANTIZATION_KEYS
     }
 
 
-class Tensors(NamedTuple):
+class TensorRoles(NamedTuple):
     """The names of a checkpoint's tensors, sorted by their role."""
 
     scale_of: dict[str, str | None]
@@ -102,7 +102,7 @@ class Tensors(NamedTuple):
     """The scales of activations, and scales of a KV cache for tensors other than keys and values."""
 
 
-def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
+def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> TensorRoles:
     """Sort the tensors of a checkpoint by their role, from their names and dtypes.
 
     Args:
@@ -112,30 +112,53 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
         ValueError: a float8 weight has no scale or several, or a scale has no weight.
         NotImplementedError: weights are quantized to another dtype.
     """
-    foreign = {
-        name: dtype
+    _check_no_foreign_weights(dtypes)
+    candidates = {
+        name: [scale for scale in _list_scale_names(name) if scale in dtypes]
+        for name, dtype in dtypes.items()
+        if dtype in CODES
+    }
+    scale_of = _choose_scales(candidates, dtypes, format)
+    used = set(scale_of.values())
+    unused, quantized = [name for name in dtypes if name not in used], _list_quantized_modules(scale_of)
+    lost = [
+        name
+        for name in unused
+        if name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
+    ]
+    if lost:
+        raise ValueError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_KNOWN}")
+    cache_scales = find_kv_scale_names(unused, quantized)
+    others = [name for name in unused if name not in cache_scales]
+    left_out = [name for name in others if _is_other_scale(name, scale_of, quantized)]
+    model_tensors = [name for name in dtypes if name not in used.union(left_out, cache_scales)]
+    return TensorRoles(scale_of, model_tensors, cache_scales, left_out)
+
+
+def _check_no_foreign_weights(dtypes: Mapping[str, str]) -> None:
+    foreign = [
+        f"{name} ({dtype})"
         for name, dtype in dtypes.items()
         if name.rpartition(".")[2] in _FOREIGN_LEAVES
         or name.endswith("_weight_scale_2")
         or (
             name.endswith(".weight")
             and dtype not in (*_HIGH_PRECISION, *CODES)
-            and any(s in dtypes for s in _scale_names(name))
+            and any(scale in dtypes for scale in _list_scale_names(name))
         )
-    }
+    ]
     if foreign:
-        names = [f"{name} ({dtype})" for name, dtype in foreign.items()]
-        raise NotImplementedError(f"expected float8 weights, got {join_names(names)}; {_KNOWN}")
-    scales_of = {
-        name: [scale for scale in _scale_names(name) if scale in dtypes]
-        for name, dtype in dtypes.items()
-        if dtype in CODES
-    }
-    scaled = [name for name, scales in scales_of.items() if scales]
-    plain = format.plain(scales_of, scaled)
-    scale_of: dict[str, str | None] = {}
-    for name, scales in scales_of.items():
-        if len(scales) != 1 and name not in plain:
+        raise NotImplementedError(f"expected float8 weights, got {join_names(foreign)}; {_KNOWN}")
+
+
+def _choose_scales(
+    candidates: Mapping[str, list[str]], dtypes: Mapping[str, str], format: StoredFormat
+) -> dict[str, str | None]:
+    """Return the only candidate of each float8 weight, or None if the codes are the values."""
+    scaled = [name for name, scales in candidates.items() if scales]
+    unscaled = format.list_unscaled(candidates, scaled)
+    for name, scales in candidates.items():
+        if len(scales) != 1 and name not in unscaled:
             module = f"{name.rpartition('.')[0]}."
             neighbours = [tensor for tensor in dtypes if tensor.startswith(module) and tensor != name]
             raise ValueError(
@@ -144,34 +167,21 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
                 + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")
                 + f"; {_KNOWN}"
             )
-        scale_of[name] = scales[0] if scales else None
-    used = set(scale_of.values())
-    unused, quantized = [name for name in dtypes if name not in used], _quantized_modules(scales_of)
-    cache_scales = stored_kv_scales(unused, quantized)
-    left_out = [name for name in unused if name in cache_scales or _is_left_out(name, scales_of, quantized)]
-    lost = [
-        name
-        for name in dtypes
-        if name not in used and name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
-    ]
-    if lost:
-        raise ValueError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_KNOWN}")
-    model_tensors = [name for name in dtypes if name not in used.union(left_out)]
-    return Tensors(scale_of, model_tensors, cache_scales, [name for name in left_out if name not in cache_scales])
+    return {name: scales[0] if scales else None for name, scales in candidates.items()}
 
 
-def _scale_names(name: str) -> list[str]:
+def _list_scale_names(name: str) -> list[str]:
     if not name.endswith(".weight"):
         return [f"{name}{end}" for end in _STACK_SCALES]
     return [f"{name.removesuffix('weight')}{leaf}" for leaf in SCALE_NAMES]
 
 
-def _quantized_modules(float8: Iterable[str]) -> set[str]:
+def _list_quantized_modules(float8: Iterable[str]) -> set[str]:
     modules = {weight.rpartition(".")[0] for weight in float8}
     return {parent for name in modules for parent in itertools.accumulate(name.split("."), "{}.{}".format)}
 
 
-def _is_left_out(name: str, float8: Container[str], quantized: set[str]) -> bool:
+def _is_other_scale(name: str, float8: Container[str], quantized: set[str]) -> bool:
     """Return whether a tensor is a scale of activations or of a KV cache, not a parameter with a similar name.
 
     Gemma 3n has a parameter `altup.correct_output_scale`; a scale of a stack of experts is `gate_up_proj_input_scale`.
