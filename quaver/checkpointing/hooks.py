@@ -54,11 +54,11 @@ StoringModule = tuple[str, int]
 STORED_IN = "stores activations"
 """The key of a `StoringModule`, or None, in `meta["custom"]` of a node of a compiled graph."""
 
-SMALL_SHARE = 8
+SMALL_RATIO = 8
 """A tensor with at most 1/8 of the elements of the module's largest argument is not converted."""
 
 
-class StoredCodes:
+class ActivationCodes:
     """Codes and scales of consecutive elements of a storage, packed by the outer hooks."""
 
     __slots__ = ("__weakref__", "_codes", "_layout", "_outer", "_scale", "_source", "_unpack", "bytes")
@@ -83,16 +83,16 @@ def _identity(tensor: Any) -> Any:
     return tensor
 
 
-_live_codes: weakref.WeakValueDictionary[tuple[Any, ...], StoredCodes] = weakref.WeakValueDictionary()
+_live_codes: weakref.WeakValueDictionary[tuple[Any, ...], ActivationCodes] = weakref.WeakValueDictionary()
 """The codes that are alive, by storage, position in it, version and block size."""
 
 
-class StoredTensor:
+class PackedActivation:
     """The object that the hooks save instead of a tensor. For a DTensor it holds this rank's part."""
 
     __slots__ = ("_sharding", "codes", "layout")
 
-    def __init__(self, tensor: Tensor, codes: StoredCodes, layout: MemoryLayout) -> None:
+    def __init__(self, tensor: Tensor, codes: ActivationCodes, layout: MemoryLayout) -> None:
         self.codes, self.layout = codes, layout
         self._sharding = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
@@ -143,14 +143,14 @@ class ActivationStorage:
 
 
 class _StorageObserver(threading.local):
-    report: Callable[[str, Tensor, StoredTensor | None], None] | None = None
+    report: Callable[[str, Tensor, PackedActivation | None], None] | None = None
 
 
 observer = _StorageObserver()
 """Its `report`, if any, is called with each tensor that is saved in a module that stores (store_report.py)."""
 
 
-class Pack(PackHook):
+class StoringPackHook(PackHook):
     """The pack hook of one forward of one module; see the top of the file."""
 
     def __init__(self, storage: ActivationStorage, arguments: Sequence[Tensor], outer: tuple[Any, Any] | None) -> None:
@@ -164,7 +164,7 @@ class Pack(PackHook):
         if not self.is_skipped(tensor):
             local = wait_for_local_tensor(tensor)
             layout = MemoryLayout(local, self.storage.block_size)
-            stored = StoredTensor(tensor, self._quantize_once(local, layout), layout)
+            stored = PackedActivation(tensor, self._quantize_once(local, layout), layout)
         if observer.report is not None:
             observer.report(self.storage.name, tensor, stored)
         if stored is not None:
@@ -179,30 +179,30 @@ class Pack(PackHook):
 
     def is_skipped(self, tensor: Tensor) -> bool:
         """Return whether this tensor is not converted; see the top of the file."""
-        if not tensor.requires_grad or _in_matmul.depth or _is_derived_from_parameter(tensor):
+        if not tensor.requires_grad or _skipping.depth or _is_derived_from_parameter(tensor):
             return True
         local = wait_for_local_tensor(tensor)
         return (
             local.dtype not in DTYPES
             or local.numel() < self.storage.block_size
-            or local.numel() * SMALL_SHARE <= self.largest
+            or local.numel() * SMALL_RATIO <= self.largest
             or 0 in local.stride()
             or is_traceable_wrapper_subclass(local)
             or storage_key(local.untyped_storage()) in self.unconverted
         )
 
-    def _quantize_once(self, tensor: Tensor, layout: MemoryLayout) -> StoredCodes:
+    def _quantize_once(self, tensor: Tensor, layout: MemoryLayout) -> ActivationCodes:
         with torch.no_grad():
             matrix = layout.to_matrix(tensor.detach())
         block_size = self.storage.block_size
         if not layout.is_dense or tensor.is_inference():
-            return StoredCodes(matrix, block_size, self.outer)
+            return ActivationCodes(matrix, block_size, self.outer)
         storage = storage_key(tensor.untyped_storage())
         outer = None if self.outer is None else id(self.outer[0])
         key = (storage, tensor.storage_offset(), matrix.shape, tensor.dtype, get_version(tensor), block_size, outer)
         codes = _live_codes.get(key)
         if codes is None:
-            codes = _live_codes[key] = StoredCodes(matrix, block_size, self.outer)
+            codes = _live_codes[key] = ActivationCodes(matrix, block_size, self.outer)
         return codes
 
 
@@ -226,18 +226,18 @@ class _Depth(threading.local):
     depth = 0
 
 
-_in_matmul = _Depth()
+_skipping = _Depth()
 """The nesting depth of modules that save inputs of matmuls in high precision."""
 
 
 @contextmanager
 def skip_conversion() -> Iterator[None]:
     """Do not convert tensors that autograd saves inside the block."""
-    _in_matmul.depth += 1
+    _skipping.depth += 1
     try:
         yield
     finally:
-        _in_matmul.depth -= 1
+        _skipping.depth -= 1
 
 
 def storing(storage: ActivationStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -245,7 +245,7 @@ def storing(storage: ActivationStorage, args: tuple[Any, ...], kwargs: dict[str,
     outer: Any = top_saved_tensors_hooks(True)
     if is_checkpoint_hook(outer) or runs_in_backward():  # a reentrant checkpoint recomputes in its backward
         return nullcontext()
-    if outer is not None and isinstance(outer[0], Pack):
+    if outer is not None and isinstance(outer[0], StoringPackHook):
         outer = outer[0].outer
     arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return saved_tensors_hooks(Pack(storage, arguments, outer), _unpack)
+    return saved_tensors_hooks(StoringPackHook(storage, arguments, outer), _unpack)

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quaver.checkpointing.codes import DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
-from quaver.checkpointing.hooks import SMALL_SHARE, STORED_IN, StoringModule
+from quaver.checkpointing.hooks import SMALL_RATIO, STORED_IN, StoringModule
 from quaver.checkpointing.policy import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import warn_once
@@ -101,7 +101,7 @@ def _find_differentiable(graph: Graph, with_gradient: set[str]) -> set[Node]:
 def _find_storing_module(node: Node) -> StoringModule | None:
     """Return the storing module that computes a saved node.
 
-    If there is none, as for a graph input or a linear's result, return the one that reads it.
+    Return the storing module that reads it for a graph input or a linear's result, which no storing module computes.
     """
     module = _get_annotation(node)
     if module is not None:
@@ -150,7 +150,7 @@ def _is_storable(node: Node, largest: int) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype not in DTYPES or not _is_static(value):
         return False
-    return value.numel() * SMALL_SHARE > largest and 0 not in value.stride()
+    return value.numel() * SMALL_RATIO > largest and 0 not in value.stride()
 
 
 def _feeds_matmul(node: Node) -> bool:

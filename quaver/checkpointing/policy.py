@@ -94,7 +94,7 @@ class PolicyChanges(NamedTuple):
     @classmethod
     def parse(cls, also_keep: Iterable[str], never_keep: Iterable[str]) -> PolicyChanges:
         """Make an instance from names of operators. Raises ValueError."""
-        return cls(operations_to_keep(also_keep), named_operations(never_keep))
+        return cls(find_savable_operations(also_keep), find_operations(never_keep))
 
 
 NO_CHANGES = PolicyChanges()
@@ -129,12 +129,13 @@ def apply_activation_checkpointing(
             not compile attention in modules of mode "selective": set the budget to 1 first.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout do not need it.
         also_keep: with mode "selective" and option "op", operators whose results the policy also saves, such as
-            "aten.silu"; see `named_operations`.
+            "aten.silu"; see `find_operations`.
         never_keep: operators whose results the policy does not save.
     Raises:
+        TypeError: `modules` is one module.
         ValueError: an unknown mode, option or operator; operators with a mode or option that uses no policy; an
-            operator whose result cannot be saved (see `operations_to_keep`); a budget outside 0 to 1; or a module that
-            is checkpointed already.
+            operator whose result cannot be saved (see `find_savable_operations`); a budget outside 0 to 1; or a module
+            that is checkpointed already.
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
         raise TypeError(f"modules: expected blocks, such as model.layers, got {type(modules).__name__}")
@@ -143,7 +144,7 @@ def apply_activation_checkpointing(
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     also_keep, never_keep = tuple(also_keep), tuple(never_keep)
     if any(PolicyChanges.parse(also_keep, never_keep)) and (
-        mode != "selective" or selected_every(selective_ac_option) is not None
+        mode != "selective" or parse_selective_option(selective_ac_option) is not None
     ):
         raise ValueError(
             "also_keep and never_keep: expected none unless mode is selective and selective_ac_option is op, got "
@@ -153,7 +154,7 @@ def apply_activation_checkpointing(
         _set_memory_budget(memory_budget)
     if mode in ("none", "memory_budget"):
         return
-    every = 1 if mode == "full" else selected_every(selective_ac_option)
+    every = 1 if mode == "full" else parse_selective_option(selective_ac_option)
     chosen = modules if every is None else modules[every - 1 :: every]
     for module in chosen:
         if has_layer(module, Checkpointing):
@@ -162,7 +163,7 @@ def apply_activation_checkpointing(
         add_layer(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
 
 
-def selected_every(selective_ac_option: str) -> int | None:
+def parse_selective_option(selective_ac_option: str) -> int | None:
     """Parse the option: n for "n", None for "op". Raises ValueError for any other."""
     if selective_ac_option == "op":
         return None
@@ -174,7 +175,7 @@ def selected_every(selective_ac_option: str) -> int | None:
     return int(selective_ac_option)
 
 
-def named_operations(names: Iterable[str]) -> frozenset[Any]:
+def find_operations(names: Iterable[str]) -> frozenset[Any]:
     """Return the operators with these names. "aten.abs" names all overloads, "aten.abs.default" one.
 
     Raises:
@@ -183,7 +184,7 @@ def named_operations(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(overload for name in names for overload in _find_overloads(name))
 
 
-def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
+def find_savable_operations(names: Iterable[str]) -> frozenset[Any]:
     """Return the operators with these names whose results a policy can save.
 
     Raises:
@@ -243,9 +244,7 @@ class MatmulCount:
         self.matmuls = 0
 
 
-def selective_checkpoint_contexts(
-    changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None
-) -> tuple[Any, Any]:
+def make_selective_contexts(changes: PolicyChanges = NO_CHANGES, count: MatmulCount | None = None) -> tuple[Any, Any]:
     """Make the contexts of `torch.utils.checkpoint`'s `context_fn` for one forward, with the policy at the top.
 
     Args:
@@ -328,7 +327,7 @@ class Checkpointing(Layer):
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
 
         def compiled_contexts() -> tuple[Any, Any]:  # not in `checkpointed`: torch 2.11 cannot trace its closure there
-            return selective_checkpoint_contexts(changes) if by_policy else _make_recompute_contexts()
+            return make_selective_contexts(changes) if by_policy else _make_recompute_contexts()
 
         def checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             def block(*args: Any, **kwargs: Any) -> Any:
@@ -339,7 +338,7 @@ class Checkpointing(Layer):
             recomputed = _wrap_in_hooks(module, block)
             if by_policy:
                 count = module.__dict__.setdefault("_matmul_count", MatmulCount())
-                contexts = functools.partial(selective_checkpoint_contexts, changes, count)
+                contexts = functools.partial(make_selective_contexts, changes, count)
                 return checkpoint(recomputed, *args, context_fn=contexts, **options, **kwargs)
             return checkpoint(recomputed, *args, **options, **kwargs)
 

@@ -64,7 +64,7 @@ def store_activations_in_float8(
     lengths = sorted(columns for rows, columns in BLOCK_SIZES if rows == 1)
     if block_size not in lengths:
         raise ValueError(f"block_size: expected one of {', '.join(map(str, lengths))}, got {block_size!r}")
-    chosen = default_modules(model) if modules is None else _match_modules(model, modules)
+    chosen = find_default_modules(model) if modules is None else _match_modules(model, modules)
     if not chosen:
         raise ValueError(
             f"expected norms, activation functions, attention or feed-forwards in {type(model).__name__}, got none; "
@@ -103,7 +103,7 @@ def stop_storing_activations(model: nn.Module) -> None:
         vars(module).pop("_activation_storage", None)
 
 
-def default_modules(model: nn.Module) -> dict[str, nn.Module]:
+def find_default_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of `model` that store by default, by name; see the top of the file."""
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))

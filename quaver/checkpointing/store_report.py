@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quaver.checkpointing.hooks import StoredCodes, StoredTensor, observer, skip_conversion
-from quaver.recipes.sqnr import compute_sqnr_db, to_decibels
+from quaver.checkpointing.hooks import ActivationCodes, PackedActivation, observer, skip_conversion
+from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 from quaver.torch_private.memory import storage_key
 
@@ -109,11 +109,11 @@ def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter])
     for parameter in parameters:  # a linear saves an alias of its weight
         storage = get_local_tensor(parameter).untyped_storage()
         counted[storage_key(storage)] = StorageWeakRef(storage)
-    counted_codes: set[StoredCodes] = set()
+    counted_codes: set[ActivationCodes] = set()
     first_views: dict[int, tuple[int, int]] = {}  # by storage: the index of its first view in `saved`, and its bytes
     counted_views: set[tuple[object, ...]] = set()
 
-    def report(module: str, tensor: Tensor, stored: StoredTensor | None) -> None:
+    def report(module: str, tensor: Tensor, stored: PackedActivation | None) -> None:
         local = get_local_tensor(tensor)
         storage = local.untyped_storage()
         key = storage_key(storage)

@@ -25,7 +25,7 @@ from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm_method import Float8GroupedMM, to_plain_grouped_mm
 from quaver.experts.module import (
     Float8Experts,
-    check_whole,
+    check_not_split,
     find_experts_obstacle,
     get_expert_weights,
     is_experts,
@@ -348,7 +348,7 @@ def _check_class(module: Float8Linear | Float8Grouped, name: str) -> None:
             "example by a parametrization); convert back before that"
         )
     if isinstance(module, Float8Experts):
-        check_whole(module)
+        check_not_split(module)
 
 
 def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[str]]) -> None:

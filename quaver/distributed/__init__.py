@@ -43,9 +43,9 @@ def __getattr__(name: str) -> Any:
 def _derive_sharding(linear: Any, input: Tensor) -> LinearSharding | None:
     if not is_dtensor(linear.weight):
         return None
-    from quaver.parallel.linear_sharding import derived_sharding
+    from quaver.parallel.linear_sharding import derive_sharding
 
-    return derived_sharding(linear, input)
+    return derive_sharding(linear, input)
 
 
-Float8Linear.derived_sharding = _derive_sharding  # type: ignore[assignment]
+Float8Linear.derive_sharding = _derive_sharding  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from torch import Tensor
 from quaver.experts.groups import (
     count_scale_rows,
     find_bounds,
-    find_first_scale,
+    find_first_scale_row,
     find_scale_rows,
     get_cast_layout,
     get_scale_shape,
@@ -106,12 +106,12 @@ def compute_scale_row_amax(hp: Tensor, scale_row: Tensor, count: int, columns: i
     """
     if columns == 1:
         return group_amax(hp, scale_row, count + 1)
-    return _largest_by(scale_row, count + 1, scaling.compute_block_amax(hp, _make_row_blocks(hp, columns)))
+    return _reduce_by_group(scale_row, count + 1, scaling.compute_block_amax(hp, _make_row_blocks(hp, columns)))
 
 
 def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     """Return the amax of each column of `hp` [R, C] in each group, float32 [groups, C]; `group` is int64 [R]."""
-    return _largest_by(group, groups, scaling.compute_block_amax(hp, ScaleLayout(1, 1)))
+    return _reduce_by_group(group, groups, scaling.compute_block_amax(hp, ScaleLayout(1, 1)))
 
 
 def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
@@ -125,7 +125,7 @@ group_amax = register_operation(
 )
 
 
-def _largest_by(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
+def _reduce_by_group(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
     bits = magnitudes.float().view(torch.int32)  # bits order as magnitudes do, with NaN the largest
     largest = bits.new_zeros(groups, bits.shape[1])
     return largest.scatter_reduce(0, group[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
@@ -139,20 +139,20 @@ def expand_quant_scales(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, colu
     return quant_scale.view(len(quant_scale), -1)[scale_row], _make_row_blocks(hp, columns)
 
 
-def _fake_groups(
+def _fake_cast_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
 ) -> Operands:
     scaling.check_hp(hp)
     _, granularity, *options = rest
 
     def cast(layout: ScaleLayout) -> Operand:
-        dequant, quant = _new_scales(hp, layout, groups)
+        dequant, quant = _make_zero_scales(hp, layout, groups)
         return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, layout, quant)
 
     return cast_by_layout(cast, row, column, get_cast_layout(granularity, options))
 
 
-def _new_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
+def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
     """Make zeros for dequant_scale and quant_scale."""
     dequant = hp.new_zeros(get_scale_shape(layout, groups, *hp.shape), dtype=torch.float32)
     return dequant, torch.zeros_like(dequant)
@@ -161,7 +161,7 @@ def _new_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, T
 # ---- CPU -------------------------------------------------------------------------------------------------------------
 
 
-def _cpu_groups(
+def _cpu_cast_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
 ) -> Operands | None:
     """Cast each group by the table of casts; or all rows at once, if no scale depends on the groups."""
@@ -191,7 +191,7 @@ def _cpu_groups(
                 _add_unused_rows(expect(scale), groups) for scale in (operand.dequant_scale, operand.quant_scale)
             )
             return Operand(operand.data, dequant, layout, quant)
-        codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, layout, groups)
+        codes, scales = torch.empty_like(hp, dtype=float8_dtype), _make_zero_scales(hp, layout, groups)
         for group, (start, stop) in enumerate(bounds):
             if block_options:
                 operand = cast_matrix(hp[start:stop])
@@ -202,7 +202,7 @@ def _cpu_groups(
                 rows = hp[start:stop], codes[start:stop]
                 parts: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
                 group_scales = [parts[2], parts[1]]
-            first = find_first_scale(layout.rows, group, start)
+            first = find_first_scale_row(layout.rows, group, start)
             for scale, group_scale in zip(scales, group_scales, strict=True):
                 scale[first : first + (group_scale.shape[0] if group_scale.dim() else 1)] = group_scale
         codes[bounds[-1][1] :].view(torch.uint8).zero_()
@@ -220,7 +220,7 @@ def _get_row_layout(*args: Any) -> ScaleLayout:
     return get_cast_layout(args[7], args[8:])
 
 
-_operation = register_operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups, layout=_get_row_layout)
+_operation = register_operation(_cast_groups, cpu=_cpu_cast_groups, fake=_fake_cast_groups, layout=_get_row_layout)
 
 
 @phase("quaver::cast")

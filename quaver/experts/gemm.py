@@ -81,7 +81,7 @@ def _grouped_mm(
             out = gpu_gemm.multiply_scaled(a_operand, b_operand, ends, expert_matmul, transposed, use_fast_accum)
         if out is None and out_dtype is torch.bfloat16 and (a_dequant_scale is None or scales_are_powers_of_2):
             out = gpu_gemm.multiply_widened(a_operand, b_operand, ends, expert_matmul, transposed)
-            if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_ON:
+            if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_MM_CAPABILITIES:
                 warn_once(
                     f"torch's grouped matmul on {a.device}",
                     f"torch multiplies experts on {a.device} one by one, and waits for the sizes of their groups: its "
@@ -204,7 +204,7 @@ def _dequantize(operand: Operand, ends: Tensor, matmul: ExpertMatmul, dtype: tor
 
 
 @register_flop_formula(torch.ops.quaver.grouped_mm)
-def _flops(
+def _count_flops(
     a_shape: torch.Size,
     b_shape: torch.Size,
     a_scale_shape: torch.Size | None,

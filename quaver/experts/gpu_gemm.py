@@ -28,12 +28,12 @@ from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import ALL
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
 
-GROUPED_ON = (9, 10)
+GROUPED_MM_CAPABILITIES = (9, 10)
 """The major compute capabilities for which torch has kernels of both: `_grouped_mm_cuda` and `_scaled_grouped_mm_cuda`,
 GroupedBlas.cpp."""
 
 
-class _Factor(NamedTuple):
+class _GroupScales(NamedTuple):
     """The scales of a matrix in groups. Tensorwise scales set both fields, scales of blocks neither."""
 
     row_scales: Tensor | None
@@ -48,12 +48,13 @@ def multiply_scaled(
     """Run a grouped matmul in float8. Returns None if a scale varies along the contracted dim, and for e5m2."""
     if a.data.dtype is not E4M3.dtype or b.data.dtype is not E4M3.dtype:
         return None
-    factors = _split_scales(a, ends, ends.shape[0]), _split_scales(b, _select_b_ends(ends, matmul), ends.shape[0])
+    a_scales = _split_scales(a, ends, ends.shape[0])
+    b_scales = _split_scales(b, _select_b_ends(ends, matmul), ends.shape[0])
     by_rows = (matmul is ExpertMatmul.OUTPUT) is not transposed
     if matmul is ExpertMatmul.GRAD_WEIGHT:
-        scales = [factor.column_scales for factor in factors]
+        scales = [a_scales.column_scales, b_scales.column_scales]
     else:
-        scales = [factors[0].row_scales, factors[1].row_scales if by_rows else factors[1].column_scales]
+        scales = [a_scales.row_scales, b_scales.row_scales if by_rows else b_scales.column_scales]
     if any(scale is None for scale in scales):
         return None
     return _multiply(a.data, b.data, scales, ends, matmul, transposed, use_fast_accum)
@@ -70,14 +71,14 @@ def _select_b_ends(ends: Tensor, matmul: ExpertMatmul) -> Tensor | None:
     return ends if matmul is ExpertMatmul.GRAD_WEIGHT else None
 
 
-def _split_scales(operand: Operand, ends: Tensor | None, groups: int) -> _Factor:
+def _split_scales(operand: Operand, ends: Tensor | None, groups: int) -> _GroupScales:
     (rows, columns), scale = operand.data.shape, expect(operand.dequant_scale)
     if scale.dim() == 1:
         group = find_groups(ends, groups, rows, scale.device)[0]
-        return _Factor(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))
+        return _GroupScales(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))
     if operand.layout.rows == 1 and scale.shape[1] == 1:
-        return _Factor(scale.view(-1), None)
-    return _Factor(None, scale if operand.layout.rows == ALL and scale.shape == (groups, columns) else None)
+        return _GroupScales(scale.view(-1), None)
+    return _GroupScales(None, scale if operand.layout.rows == ALL and scale.shape == (groups, columns) else None)
 
 
 def _widen(operand: Operand, ends: Tensor | None, groups: int) -> Tensor:

@@ -67,7 +67,7 @@ class _Args(NamedTuple):
     probe: MatmulProbe | None = None
     """Observes the operands and results, while a monitor is attached."""
 
-    def groups(self, ends: Tensor) -> Groups:
+    def make_groups(self, ends: Tensor) -> Groups:
         return Groups(ends.shape[0], ends, self.transposed)
 
 
@@ -97,7 +97,7 @@ def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp
         a, weight, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed
     )
     if args.probe is not None:
-        args.probe.observe_output(output, None if args.dispatch else a_hp, weight_hp, None, args.groups(ends))
+        args.probe.observe_output(output, None if args.dispatch else a_hp, weight_hp, None, args.make_groups(ends))
     return output if args.combine is None else args.combine.combine(output)
 
 
@@ -118,7 +118,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             column, tokens, ends, ExpertMatmul.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
         if args.probe is not None:
-            args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.groups(ends))
+            args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.make_groups(ends))
     if needs_grad_a:
         row, weight, weight_hp = expect(grad_operands.row), expect(saved_weight), None
         if not args.keeps_codes:
@@ -131,7 +131,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
         if args.probe is not None:
-            args.probe.observe_grad_input(grad_a, local_grad, weight_hp, weight, args.groups(ends))
+            args.probe.observe_grad_input(grad_a, local_grad, weight_hp, weight, args.make_groups(ends))
         grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
     return grad_a, grad_weight
 
@@ -181,15 +181,15 @@ def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Op
     return operands
 
 
-def get_stored_casts(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
+def get_parameter_casts(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
     """Return the casts along stored rows and columns of weights; exchanged for [E, K, N]."""
     casts = config.casts.weight
     return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.has_equal_casts) if transposed else casts
 
 
-def get_stored_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
+def get_parameter_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
     """Return the layouts of the row and column codes of stored weights."""
-    casts = get_stored_casts(config, transposed)[:2]
+    casts = get_parameter_casts(config, transposed)[:2]
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
     column = column.get_column_layout()
     if config.casts.weight.is_dequantized:
@@ -217,7 +217,7 @@ def get_frozen_operands(weight: FrozenFloat8Weight) -> Operands:
 
 def quantize_weight(weight: Tensor, config: Float8LinearConfig, transposed: bool, row: bool, column: bool) -> Operands:
     """Quantize the [N, K] of every expert, from a weight that is stored [E, N, K] or, if `transposed`, [E, K, N]."""
-    casts, stored = get_stored_casts(config, transposed), weight.view(-1, weight.shape[2])
+    casts, stored = get_parameter_casts(config, transposed), weight.view(-1, weight.shape[2])
     if not transposed:
         return quantize_groups(stored, casts, None, weight.shape[0], row, column)
     if config.casts.weight.is_dequantized:

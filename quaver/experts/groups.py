@@ -92,7 +92,7 @@ def arrange_scale_rows(scale: Tensor, rows: int, block_rows: int) -> Tensor:
     )
 
 
-def find_first_scale(block_rows: int, group: int, start: int) -> int:
+def find_first_scale_row(block_rows: int, group: int, start: int) -> int:
     """Return the row of the scale of a group's first block; see [Note: scale rows]."""
     return group if block_rows == ALL else start if block_rows == 1 else start // block_rows + group
 
@@ -104,7 +104,7 @@ def select_group(operand: Operand, group: int, start: int, stop: int) -> Operand
         scale = scale[group]
     elif scale is not None:
         count = 1 if layout.rows == ALL else -(-(stop - start) // layout.rows)
-        scale = scale.narrow(0, find_first_scale(layout.rows, group, start), count)
+        scale = scale.narrow(0, find_first_scale_row(layout.rows, group, start), count)
     return Operand(operand.data[start:stop], scale, layout)
 
 

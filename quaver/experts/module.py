@@ -122,7 +122,7 @@ class RoutedExperts(nn.Module):
         experts: Any = self
         has_gate = getattr(experts, "has_gate", True)
         name = "gate_up_proj" if has_gate else "up_proj"
-        inner = self._linear(name, tokens, ends, expert, dispatch=dispatch)
+        inner = self._multiply_and_add_bias(name, tokens, ends, expert, dispatch=dispatch)
         if has_gate and hasattr(experts, "_apply_gate"):
             inner = experts._apply_gate(inner)
         elif has_gate:
@@ -132,20 +132,20 @@ class RoutedExperts(nn.Module):
             inner = experts.act_fn(inner)
         has_norm = getattr(experts, "has_post_expert_norm", False)
         if not has_norm and not getattr(experts, "has_bias", False):
-            return self._linear("down_proj", inner, ends, expert, combine=dispatch)
-        out = self._linear("down_proj", inner, ends, expert)
+            return self._multiply_and_add_bias("down_proj", inner, ends, expert, combine=dispatch)
+        out = self._multiply_and_add_bias("down_proj", inner, ends, expert)
         out = experts.post_expert_norm(out) if has_norm else out
         return out if dispatch is None else Combine.apply(out, dispatch)
 
-    def _linear(
+    def _multiply_and_add_bias(
         self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None, **between_ranks: Dispatch | None
     ) -> Tensor:
         out = self._multiply(name, tokens, ends, **between_ranks)
         if expert is None or not getattr(self, "has_bias", False):
             return out
-        return out + self._local(f"{name}_bias")[expert].to(out.dtype)
+        return out + self._get_local(f"{name}_bias")[expert].to(out.dtype)
 
-    def _local(self, name: str) -> Tensor:
+    def _get_local(self, name: str) -> Tensor:
         parameter: Tensor = getattr(self, name)
         return parameter if self.dispatcher is None else self.dispatcher.to_local(parameter)
 
@@ -169,7 +169,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         self.note_run(tokens.device)
-        weight, operands = self._local(name), None
+        weight, operands = self._get_local(name), None
         config, transposed = self.float8_config, is_transposed(self)
         if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
             weight.check_casts(config.casts.weight)
@@ -238,7 +238,7 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     return experts
 
 
-def check_whole(module: Float8Experts) -> None:
+def check_not_split(module: Float8Experts) -> None:
     """Raise ValueError if `Float8ExpertParallel` split the experts, which the original class does not support."""
     if module.dispatcher is not module.planned_dispatcher:
         raise ValueError(

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-class ScaleBox:
+class ShardState:
     """The scales of one shard, shared by all views of it."""
 
     __slots__ = ("computed_from", "name", "observed", "scales", "writes")
@@ -131,45 +131,45 @@ class Float8AllGatherWeight(WrapperWeight):
         wrapped: the plain tensor in high precision, [n, K] for a linear and [e, r, C] for experts.
     """
 
-    box: ScaleBox
+    shard_state: ShardState
     padding: _Padding | None
 
     @staticmethod
     def __new__(
-        cls, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None
+        cls, wrapped: Tensor, shard_state: ShardState | None = None, padding: _Padding | None = None
     ) -> Float8AllGatherWeight:
         return cls.wrap(wrapped)
 
-    def __init__(self, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None) -> None:
+    def __init__(self, wrapped: Tensor, shard_state: ShardState | None = None, padding: _Padding | None = None) -> None:
         self.wrapped = wrapped
-        self.box = box or ScaleBox("weight")
+        self.shard_state = shard_state or ShardState("weight")
         self.padding = padding
         hide_from_policies()  # here, since FSDP2 may be imported only after the conversion
 
-    def remember(self, scales: WholeScales, parameter: Tensor) -> None:
+    def set_scales(self, scales: WholeScales, parameter: Tensor) -> None:
         """Store the scales of the whole weight `parameter` until the shard is written to."""
-        self.box.scales = scales
-        self.box.computed_from = self.wrapped, get_version(self.wrapped), get_version(parameter)
+        self.shard_state.scales = scales
+        self.shard_state.computed_from = self.wrapped, get_version(self.wrapped), get_version(parameter)
 
-    def scales(self, parameter: Tensor) -> WholeScales | None:
+    def get_scales(self, parameter: Tensor) -> WholeScales | None:
         """Return the stored scales of the whole weight `parameter`, or None if there are none since the last write.
 
         Raises:
             RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
         """
-        box = self.box
-        if box.scales is not None and box.computed_from is not None:
+        shard_state = self.shard_state
+        if shard_state.scales is not None and shard_state.computed_from is not None:
             # A write to a DTensor that shares the shard moves the version of the parameter, not of the shard.
-            tensor, version, parameter_version = box.computed_from
+            tensor, version, parameter_version = shard_state.computed_from
             if tensor is not self.wrapped and parameter_version == get_version(parameter):  # FSDP2 padded the shard
-                box.computed_from = self.wrapped, get_version(self.wrapped), parameter_version
+                shard_state.computed_from = self.wrapped, get_version(self.wrapped), parameter_version
             elif (version, parameter_version) != (get_version(tensor), get_version(parameter)):
                 raise RuntimeError(
                     "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
                     "computed. After such a write call model.load_state_dict, or "
                     "precompute_float8_dynamic_scale_for_fsdp(model), on every rank"
                 )
-        return box.scales
+        return shard_state.scales
 
     # ---- the hooks of FSDP2 --------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Float8AllGatherWeight(WrapperWeight):
 
         While `high_precision_matmuls` includes a matmul that reads the weight, one tensor in high precision instead.
         """
-        weight = ModuleWeight(module, self.box.name)
+        weight = ModuleWeight(module, self.shard_state.name)
         if not weight.config.casts.weight.is_float8:
             shard = get_current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
@@ -200,8 +200,8 @@ class Float8AllGatherWeight(WrapperWeight):
         # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
         shard = get_current_shard(weight)._replace(local=self.wrapped)
         if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
-            scale = weight.module.scaling.observe_weight(shard.device, self.box.observed)
-            self.box.observed = weight.module.scaling.weight_observed
+            scale = weight.module.scaling.observe_weight(shard.device, self.shard_state.observed)
+            self.shard_state.observed = weight.module.scaling.weight_observed
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: WholeScales
         if scale is not None and scale.is_initialized:  # a persistent scale is equal on every rank: no collective
@@ -284,39 +284,39 @@ class Float8AllGatherWeight(WrapperWeight):
         return self.wrapped
 
     def state(self) -> tuple[Any, ...]:
-        return self.wrapped, self.box.name
+        return self.wrapped, self.shard_state.name
 
     @classmethod
     def from_state(cls, wrapped: Tensor, name: str = "weight") -> Float8AllGatherWeight:
-        return cls(wrapped, ScaleBox(name))
+        return cls(wrapped, ShardState(name))
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
-        return ["wrapped"], self.box.name
+        return ["wrapped"], self.shard_state.name
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: str, outer_size: object, outer_stride: object
     ) -> Float8AllGatherWeight:
-        return Float8AllGatherWeight(inner["wrapped"], ScaleBox(meta))
+        return Float8AllGatherWeight(inner["wrapped"], ShardState(meta))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8AllGatherWeight({self.wrapped})"
 
     def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.new_zeros.default:
-            return Float8AllGatherWeight(func(self.wrapped, *args[1:], **kwargs), self.box, _Padding())
+            return Float8AllGatherWeight(func(self.wrapped, *args[1:], **kwargs), self.shard_state, _Padding())
         return NotImplemented
 
     def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if not _is_padding_copy(func, args):
-            self.box.scales = self.box.observed = None
-            self.box.writes += 1
+            self.shard_state.scales = self.shard_state.observed = None
+            self.shard_state.writes += 1
 
     def view_of(self, view: Tensor) -> Tensor:
-        return Float8AllGatherWeight(view, self.box, self.padding)
+        return Float8AllGatherWeight(view, self.shard_state, self.padding)
 
     def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
-        return Float8AllGatherWeight(copied, ScaleBox(self.box.name))
+        return Float8AllGatherWeight(copied, ShardState(self.shard_state.name))
 
 
 torch.serialization.add_safe_globals([Float8AllGatherWeight])
@@ -330,7 +330,7 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     if not (isinstance(to, Float8AllGatherWeight) and isinstance(source, Float8AllGatherWeight)):
         return False
     padding = to.padding
-    if padding is None or not padding.unused or source.box is not to.box or source.padding is padding:
+    if padding is None or not padding.unused or source.shard_state is not to.shard_state or source.padding is padding:
         return False
     padding.unused = False
     return True
@@ -352,7 +352,7 @@ def _pad_to_chunk(shard: WeightShard, payload: Tensor, layout: ScaleLayout | Non
 def _quantize(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
     """Quantize a shard with the `quant_scale` of the whole weight (`WholeScales`)."""
     if len(shard.size) == 3:
-        rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(layout)
+        rows, scale_row = shard.local.flatten(0, 1), shard.find_scale_rows(layout)
         scale, row_layout = expand_quant_scales(rows, quant_scale, scale_row, layout.columns)
         return cast_blocks_with_scale(rows, scale, float8_dtype, row_layout).view(shard.local.shape)
     if layout.is_blockwise:
@@ -418,7 +418,7 @@ def _wrap(weight: ModuleWeight) -> None:
     parameter, local = weight.parameter, weight.local
     if isinstance(local, Float8AllGatherWeight):
         return
-    wrapped = Float8AllGatherWeight(local.detach(), ScaleBox(weight.name))
+    wrapped = Float8AllGatherWeight(local.detach(), ShardState(weight.name))
     if is_dtensor(parameter):
         set_local_tensor(parameter, wrapped)
     else:

@@ -139,7 +139,7 @@ class _BucketStream:
         self.group = group
         self._stream: torch.Stream | None = None
 
-    def stream_for(self, device: torch.device) -> torch.Stream | None:
+    def get_stream(self, device: torch.device) -> torch.Stream | None:
         """Return the stream, created on first use; None on a CPU, which has none."""
         if device.type != "cpu" and self._stream is None:
             self._stream = torch.Stream(device)
@@ -149,7 +149,7 @@ class _BucketStream:
 def _average_bucket(state: _BucketStream, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average the bucket over the ranks, as DDP's communication hook."""
     buffer = bucket.buffer()
-    stream = state.stream_for(buffer.device)
+    stream = state.get_stream(buffer.device)
     if stream is None:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         _average(buffer, state.group)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quaver.experts.cast import compute_scale_row_amax
-from quaver.experts.grouped_mm import get_stored_layouts
+from quaver.experts.grouped_mm import get_parameter_layouts
 from quaver.experts.groups import count_scale_rows, get_scale_shape
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight
@@ -53,7 +53,7 @@ def _get_scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, .
 def list_layouts(weight: ModuleWeight) -> list[ScaleLayout]:
     """Return the layout of the weight's cast, or of the row and the column cast if they differ."""
     if isinstance(weight.module, Float8Experts):
-        row, column = get_stored_layouts(weight.config, is_transposed(weight.module))
+        row, column = get_parameter_layouts(weight.config, is_transposed(weight.module))
     else:
         casts = weight.config.casts.weight
         row = casts.row.known_layout("float8 all-gather", allows_packed=True)
@@ -136,7 +136,8 @@ def _compute_block_amaxes(shard: WeightShard, layout: ScaleLayout) -> Tensor:
 def _compute_scale_row_amaxes(shard: WeightShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
     count = count_scale_rows(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
-    return compute_scale_row_amax(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
+    rows, scale_rows = shard.local.flatten(0, 1), shard.find_scale_rows(layout)
+    return compute_scale_row_amax(rows, scale_rows, count, layout.columns)[:count]
 
 
 def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: WeightShard) -> Tensor:

@@ -62,7 +62,7 @@ class WeightShard(NamedTuple):
         """The row and the column of a matrix's shard in the whole weight."""
         return (self.offset, 0) if self.dim == 0 else (0, self.offset)
 
-    def scale_rows(self, layout: ScaleLayout) -> Tensor:
+    def find_scale_rows(self, layout: ScaleLayout) -> Tensor:
         """Return the index of each row of a shard of experts among the whole weight's rows of scales, int64."""
         experts, rows, _ = self.size
         whole = find_scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)

@@ -33,9 +33,9 @@ class AllGatherWeight(Protocol):
 
     wrapped: Tensor
 
-    def scales(self, parameter: Tensor) -> WholeScales | None: ...
+    def get_scales(self, parameter: Tensor) -> WholeScales | None: ...
 
-    def remember(self, scales: WholeScales, parameter: Tensor) -> None: ...
+    def set_scales(self, scales: WholeScales, parameter: Tensor) -> None: ...
 
 
 class PreparedInputs(Protocol):
@@ -60,7 +60,7 @@ class Siblings:
 
     def __init__(self, named: NamedWeights) -> None:
         self.named = named
-        self.checked: set[RankNumbers] = set()
+        self.agreed_ranks: set[RankNumbers] = set()
         """The ranks of the process groups that agree about the weights."""
 
 
@@ -135,22 +135,23 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
 
     If they are unknown, one collective computes the scales of every sibling that lacks them.
     """
-    known = _get_all_gather_weight(weight).scales(weight.parameter)
+    known = _get_all_gather_weight(weight).get_scales(weight.parameter)
     if known is not None:
         return known
     siblings = get_all_gather_state(weight.module).siblings
     unknown = [
         (name, sibling)
         for name, sibling in siblings.named
-        if _needs_scales(sibling) and _get_all_gather_weight(sibling).scales(sibling.parameter) is None
+        if _needs_scales(sibling) and _get_all_gather_weight(sibling).get_scales(sibling.parameter) is None
     ]
     own = get_current_shard(weight)
     computed = _group_by_collective(unknown)[_make_collective_key(weight, own)]
-    if own.ranks[0] not in siblings.checked:
-        check_ranks_agree(_describe([(name, sibling) for name, sibling, _ in computed]), own.fsdp_group, what=_GATHERED)
-        siblings.checked.add(own.ranks[0])
-    _compute_and_remember(computed)
-    return typing.cast(WholeScales, _get_all_gather_weight(weight).scales(weight.parameter))
+    if own.ranks[0] not in siblings.agreed_ranks:
+        lines = _describe([(name, sibling) for name, sibling, _ in computed])
+        check_ranks_agree(lines, own.fsdp_group, own.device, what=_GATHERED)
+        siblings.agreed_ranks.add(own.ranks[0])
+    _compute_and_set_scales(computed)
+    return typing.cast(WholeScales, _get_all_gather_weight(weight).get_scales(weight.parameter))
 
 
 def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> tuple[Any, ...]:
@@ -169,12 +170,12 @@ def _group_by_collective(named: NamedWeights) -> dict[tuple[Any, ...], NamedShar
     return groups
 
 
-def _compute_and_remember(named: NamedShards) -> None:
+def _compute_and_set_scales(named: NamedShards) -> None:
     weights, shards = [weight for _, weight, _ in named], [shard for _, _, shard in named]
     with torch.no_grad():
         scales = compute_whole_scales(shards, weights)
     for weight, weight_scales in zip(weights, scales, strict=True):
-        _get_all_gather_weight(weight).remember(weight_scales, weight.parameter)
+        _get_all_gather_weight(weight).set_scales(weight_scales, weight.parameter)
 
 
 def _describe(named: NamedWeights) -> list[str]:
@@ -213,7 +214,7 @@ def precompute_scales(module: nn.Module) -> None:
     _check_once(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
     for group in _group_by_collective(needed).values():
-        _compute_and_remember(group)
+        _compute_and_set_scales(group)
 
 
 def _check_once(module: nn.Module, named: NamedWeights) -> None:

@@ -32,29 +32,27 @@ from quaver.numerics.record import FILE_NAME
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
 
-def _combine_bases(names: dict[str, str], attribute: str) -> Any:
+def _combine_bases(names: dict[str, str], attribute: str, submodule: str = "") -> Any:
     """Return a class that derives from the class `attribute` in each installed package, imported packages first.
 
     Args:
-        names: the module of the class, by package.
+        names: the module of the Trainer or of Fabric, by package.
+        attribute: the name of the class.
+        submodule: the submodule of the class, after a dot.
     """
     installed = [package for package in names if importlib.util.find_spec(package) is not None]
     if not installed:
         raise ImportError(f"expected {' or '.join(names)} to be installed, got neither; pip install lightning")
     installed.sort(key=lambda package: package not in _imported)
-    modules = [importlib.import_module(names[package]) for package in installed]
+    modules = [importlib.import_module(names[package] + submodule) for package in installed]
     return type(attribute, tuple(getattr(module, attribute) for module in modules), {})
 
 
 _TRAINERS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FABRICS = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
 _imported = {package for package in (*_TRAINERS, *_FABRICS) if package in sys.modules}
-_TrainerPrecision: Any = _combine_bases(
-    {key: f"{name}.plugins.precision" for key, name in _TRAINERS.items()}, "Precision"
-)
-_FabricPrecision: Any = _combine_bases(
-    {key: f"{name}.plugins.precision" for key, name in _FABRICS.items()}, "Precision"
-)
+_TrainerPrecision: Any = _combine_bases(_TRAINERS, "Precision", ".plugins.precision")
+_FabricPrecision: Any = _combine_bases(_FABRICS, "Precision", ".plugins.precision")
 _Callback: Any = _combine_bases(_TRAINERS, "Callback")
 
 

@@ -60,7 +60,7 @@ def convert_to_float8_training(
             raise RuntimeError(f"{name or 'the module'} was converted by torchao: call install() before the conversion")
     if isinstance(module, nn.Linear) and next(module.children(), None) is not None:
         raise AssertionError("Does not support a root nn.Linear with children")  # torchao's callers expect this error
-    state = _accelerate_state()
+    state = _get_accelerate_state()
     if state is not None and not state.is_fsdp2:
         config = replace(resolve_config(config), enable_fsdp_float8_all_gather=False)
     return _convert(module, config=config, module_filter_fn=module_filter_fn)
@@ -78,7 +78,7 @@ def install() -> None:
     """
     if is_installed():
         return
-    replaced = _replacements()
+    replaced = _find_replacements()
     importers = [
         module
         for name, module in [*sys.modules.items()]
@@ -87,7 +87,7 @@ def install() -> None:
     _check_importers(importers, replaced)
     for path in PATHS:
         module = importlib.import_module(path)
-        for name in _counterpart(path).__all__:
+        for name in _import_counterpart(path).__all__:
             if id(vars(module).get(name)) in replaced:
                 setattr(module, name, replaced[id(vars(module)[name])][1])
     for module in importers:
@@ -105,9 +105,9 @@ def is_installed() -> bool:
     return package is not None and vars(package).get("convert_to_float8_training") is convert_to_float8_training
 
 
-def accelerate_precision() -> str | None:
+def get_accelerate_precision() -> str | None:
     """Return the `mixed_precision` of this process's `Accelerator`; before it exists, the environment's."""
-    state = _accelerate_state()
+    state = _get_accelerate_state()
     return os.environ.get("ACCELERATE_MIXED_PRECISION") if state is None else state.mixed_precision
 
 
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> None:
         runpy.run_path(rest[0], run_name="__main__")
 
 
-def _counterpart(path: str) -> ModuleType:
+def _import_counterpart(path: str) -> ModuleType:
     return importlib.import_module(path.replace("torchao", "quaver.compat", 1))
 
 
@@ -139,7 +139,7 @@ def _is_definition(value: object) -> bool:
     return issubclass(type(value), type | FunctionType)
 
 
-def _replacements() -> dict[int, tuple[Any, Any]]:
+def _find_replacements() -> dict[int, tuple[Any, Any]]:
     """Return pairs of torchao's and quaver's class or function, by the id of torchao's."""
     replaced: dict[int, tuple[Any, Any]] = {}
     for path in PATHS:
@@ -147,8 +147,8 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
             module = importlib.import_module(path)
         except ImportError as error:
             raise RuntimeError(f"cannot import {path}: pip install torchao ({error})") from error
-        for name in _counterpart(path).__all__:
-            old, new = vars(module).get(name), getattr(_counterpart(path), name)
+        for name in _import_counterpart(path).__all__:
+            old, new = vars(module).get(name), getattr(_import_counterpart(path), name)
             if _is_definition(old) and old.__module__ in PATHS and old.__module__ != _CONFIG:
                 replaced[id(old)] = (old, convert_to_float8_training if new is _convert else new)
     return replaced
@@ -167,7 +167,7 @@ def _check_importers(importers: list[ModuleType], replaced: dict[int, tuple[Any,
         for name, value in [*vars(module).items()]:
             if not _is_definition(value) or value.__module__ not in PATHS or id(value) in replaced:
                 continue
-            if value.__module__ != _CONFIG or value.__name__ not in _counterpart(_CONFIG).__all__:
+            if value.__module__ != _CONFIG or value.__name__ not in _import_counterpart(_CONFIG).__all__:
                 raise RuntimeError(
                     f"{module.__name__} has imported {value.__module__}.{name}, for which quaver has no counterpart; "
                     "run this program on torchao"
@@ -181,8 +181,8 @@ def _warn_at_first_step() -> None:
         handle.remove()
         if any(issubclass(type(value), Float8Linear) for value in gc.get_objects()):
             return
-        precision, line = accelerate_precision(), "quaver: an optimizer has stepped, and no linear is in float8"
-        if precision != "fp8" and _accelerate_state() is not None:
+        precision, line = get_accelerate_precision(), "quaver: an optimizer has stepped, and no linear is in float8"
+        if precision != "fp8" and _get_accelerate_state() is not None:
             line += f": Accelerate's mixed_precision is {precision!r}; with fp8 it converts"
             line += ", which TrainingArguments(bf16=True) turns off: leave bf16 out" if precision == "bf16" else ""
         print(line, file=sys.stderr)
@@ -190,7 +190,7 @@ def _warn_at_first_step() -> None:
     handle = register_optimizer_step_post_hook(warn)
 
 
-def _accelerate_state() -> Any:
+def _get_accelerate_state() -> Any:
     module = sys.modules.get("accelerate.state")
     return module.AcceleratorState() if module is not None and module.is_initialized() else None
 

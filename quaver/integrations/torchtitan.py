@@ -88,13 +88,13 @@ class Float8LinearConverter(QuantizationConverter):
         linears = [*model_config.traverse(Linear.Config)]
         skipped = []
         for name, linear, parent, attribute in linears:
-            reason = _obstacle(linear) or next(
+            reason = _find_obstacle(linear) or next(
                 (f"filter {part}" for part in self.config.filter_fqns if part in name), ""
             )
             if reason:
                 skipped.append(f"{name} ({reason})")
             else:
-                converted = _to_float8(
+                converted = _convert_config(
                     linear, self.config.recipe_name, self.config.emulate, self.config.enable_fsdp_float8_all_gather
                 )
                 model_config = _replace_config(converted, parent, attribute, model_config)
@@ -136,14 +136,14 @@ class Float8GroupedExpertsConverter(QuantizationConverter):
             raise ValueError("expected a model with grouped experts, got one without")
         for _, experts, parent, attribute in grouped:
             match_arguments(experts._owner)
-            converted = derive(experts, _float8_experts(experts._owner).Config, float8=config)
+            converted = derive(experts, _make_float8_experts(experts._owner).Config, float8=config)
             model_config = _replace_config(converted, parent, attribute, model_config)
         logger.info(f"float8 ({self.config.recipe_name}): {len(grouped)} modules of grouped experts")
         return model_config
 
 
 @functools.cache
-def _float8_experts(base: Any) -> Any:
+def _make_float8_experts(base: Any) -> Any:
     """Return a subclass of the experts `base` whose config builds float8 experts."""
 
     class Float8TitanExperts(base):
@@ -184,10 +184,14 @@ def float8_linear(
     enable_fsdp_float8_all_gather: bool = False,
 ) -> Any:
     """Convert the config of a linear in attention, feed-forward or shared experts to float8, if it can run so."""
-    return linear if _obstacle(linear) else _to_float8(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
+    return (
+        linear
+        if _find_obstacle(linear)
+        else _convert_config(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
+    )
 
 
-def _obstacle(linear: Any) -> str:
+def _find_obstacle(linear: Any) -> str:
     if type(linear) is not Linear.Config:
         return f"{type(linear).__qualname__} is not exactly Linear.Config and may override its forward"
     if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
@@ -195,7 +199,7 @@ def _obstacle(linear: Any) -> str:
     return ""
 
 
-def _to_float8(
+def _convert_config(
     linear: Any, recipe_name: str, emulate: bool, enable_fsdp_float8_all_gather: bool
 ) -> Float8TitanLinear.Config:
     if resolve_config(recipe_name).has_persistent_scales:

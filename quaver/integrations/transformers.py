@@ -83,7 +83,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return the callback's entry in trainer_state.json. JSON keeps float32 exactly."""
         scales = {} if self._scales is None else self._scales.state_dict()
-        arguments = {"monitor": _jsonable(self._options), "convert_reference": self._convert_reference}
+        arguments = {"monitor": _select_json(self._options), "convert_reference": self._convert_reference}
         return {"args": arguments, _SCALES: {k: v.tolist() for k, v in scales.items()}}
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ def _close_interrupted(model: nn.Module) -> None:
             callback.close()
 
 
-def _jsonable(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _select_json(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the monitor's arguments that JSON can hold; an object as `sink` is left out."""
     if options is None:
         return None

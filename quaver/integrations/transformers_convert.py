@@ -13,7 +13,7 @@ from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_f
 from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
 from quaver.integrations import torchao as shim
 from quaver.integrations.transformers_conv1d import Conv1DLinear, find_conv1ds, to_linears
-from quaver.integrations.transformers_roles import roles_of_linears
+from quaver.integrations.transformers_roles import find_linear_roles
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
@@ -43,13 +43,13 @@ def prepare_model_for_float8(
     """
     if any(is_torchao_linear(module) for module in model.modules()):
         raise RuntimeError("torchao has converted this model: load it again, and leave the conversion to quaver")
-    if shim.accelerate_precision() == "fp8" and not shim.is_installed():
+    if shim.get_accelerate_precision() == "fp8" and not shim.is_installed():
         raise RuntimeError(
             "Accelerate's mixed_precision=fp8 would replace quaver's linears by torchao's: set it to bf16, or call "
             "quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
         )
     options: dict[str, Any] = {
-        "module_filter_fn": float8_filter(model, module_filter_fn),
+        "module_filter_fn": make_float8_filter(model, module_filter_fn),
         "include_subclasses": include_subclasses,
     }
     with conv1ds_as_linears(model):
@@ -58,9 +58,9 @@ def prepare_model_for_float8(
         return convert_to_float8_training(model, config=config, **options)
 
 
-def float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+def make_float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
     """Return the filter of `prepare_model_for_float8`, combined with `module_filter_fn`."""
-    roles = roles_of_linears(model)
+    roles = find_linear_roles(model)
 
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:
         if name in roles:

@@ -52,12 +52,12 @@ class QuaverWeights(ConversionOps):
         """Return the parameters for the tensors in `input_dict`, by name in the model `about["model"]`."""
         lists = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
         try:
-            return {name: [self.parameter(about["model"], name, tensors[0])] for name, tensors in lists.items()}
+            return {name: [self.make_parameter(about["model"], name, tensors[0])] for name, tensors in lists.items()}
         except ValueError as error:
             self.problem = self.problem or error
             return lists
 
-    def parameter(self, model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    def make_parameter(self, model: nn.Module, name: str, tensor: Tensor) -> Tensor:
         """Return the parameter `name` of `model` with the values `tensor`. Raises ValueError if it cannot be frozen."""
         owner, _, leaf = name.rpartition(".")
         module: Any = model.get_submodule(owner)
@@ -158,4 +158,4 @@ class Float8Tensors(WeightConverter):
             self._stored.store(model, layer_name, sample.dtype, sample.device)
             return {layer_name: model.get_parameter(layer_name)}
         tensor = self._loaded.read(layer_name, sample.dtype).to(sample.device)
-        return {layer_name: self._operation.parameter(model, layer_name, tensor)}
+        return {layer_name: self._operation.make_parameter(model, layer_name, tensor)}

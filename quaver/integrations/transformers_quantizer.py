@@ -46,7 +46,7 @@ from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.export.plan import find_float8_weights
 from quaver.export.tensor_roles import CODES, find_quantization
 from quaver.integrations.transformers_conv1d import Conv1DLinear
-from quaver.integrations.transformers_convert import conv1ds_as_linears, float8_filter, prepare_model_for_float8
+from quaver.integrations.transformers_convert import conv1ds_as_linears, make_float8_filter, prepare_model_for_float8
 from quaver.integrations.transformers_loading import Float8Tensors, QuaverWeights
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -186,7 +186,7 @@ class QuaverQuantizer(HfQuantizer):
     ) -> None:
         """Convert the model on the meta device, and decide how each parameter is read."""
         with torch.device("cpu"):  # overrides transformers' default device, meta
-            self._convert_empty(model, _float8_checkpoint(checkpoint_files))
+            self._convert_empty(model, _open_float8_checkpoint(checkpoint_files))
         self._has_transformed_weights |= any(isinstance(module, Conv1DLinear) for module in model.modules())
         self.validate_environment(device_map=kwargs.get("device_map"))
 
@@ -205,12 +205,12 @@ class QuaverQuantizer(HfQuantizer):
             )
         loaded = None if checkpoint is None else ModelTensors(model, checkpoint)
         if checkpoint is not None and loaded is not None and config.frozen and config.recipe is None:
-            stored = StoredWeights(model, checkpoint, loaded, self._modules_left_out(model), config.serving)
+            stored = StoredWeights(model, checkpoint, loaded, self._find_modules_left_out(model), config.serving)
             stored.convert(model, include_subclasses=config.include_subclasses)
         elif config.frozen:
             self._convert_frozen(model)
         elif not self._converts_after_loading(model):
-            self._prepare(model)
+            self._convert(model)
         if config.frozen:
             self._frozen = set(find_float8_weights(model))
         self._operation = QuaverWeights(self._frozen, self._frozen_config if config.frozen else None)
@@ -235,13 +235,15 @@ class QuaverQuantizer(HfQuantizer):
         """Check that all weights are frozen, and remove the quantization from the config for `save_pretrained`."""
         if self._operation.problem is not None:
             raise self._operation.problem
-        unread = [name for name in sorted(self._frozen) if not isinstance(_parameter(model, name), FrozenFloat8Weight)]
+        unread = [
+            name for name in sorted(self._frozen) if not isinstance(model.get_parameter(name), FrozenFloat8Weight)
+        ]
         if unread:
             raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {join_names(unread)}")
         if self._frozen:
             share_inputs(model, Float8Linear)
         if self._converts_after_loading(model) and not self.quantization_config.frozen:
-            self._prepare(model)
+            self._convert(model)
         for module in model.modules():
             _drop_quantization(getattr(module, "config", None))
         conversions: Any = getattr(model, "_weight_conversions", None) or []
@@ -265,18 +267,18 @@ class QuaverQuantizer(HfQuantizer):
             return True
         return not isinstance(recipe, LayerRecipes) and resolve_config(recipe).enable_fsdp_float8_all_gather
 
-    def _prepare(self, model: nn.Module) -> None:
+    def _convert(self, model: nn.Module) -> None:
         config = self.quantization_config
         options: dict[str, Any] = {"include_subclasses": config.include_subclasses}
-        prepare_model_for_float8(model, config.linear_recipe, module_filter_fn=self._filter(model), **options)
+        prepare_model_for_float8(model, config.linear_recipe, module_filter_fn=self._make_filter(model), **options)
 
     def _convert_frozen(self, model: nn.Module) -> None:
         options: dict[str, Any] = {"include_subclasses": self.quantization_config.include_subclasses}
-        admits = float8_filter(model, self._filter(model))
+        admits = make_float8_filter(model, self._make_filter(model))
         with conv1ds_as_linears(model):
             convert_to_float8_training(model, config=self._frozen_config, module_filter_fn=admits, **options)
 
-    def _filter(self, model: nn.Module) -> ModuleFilter:
+    def _make_filter(self, model: nn.Module) -> ModuleFilter:
         """Return a filter that leaves out `modules_to_not_convert`, and tied weights, which cannot be frozen."""
         names, keys = self.quantization_config.modules_to_not_convert, getattr(model, "all_tied_weights_keys", {})
         tied = {name.rpartition(".")[0] for name in (*keys, *keys.values())} if self.quantization_config.frozen else ()
@@ -288,9 +290,9 @@ class QuaverQuantizer(HfQuantizer):
 
         return admits
 
-    def _modules_left_out(self, model: nn.Module) -> dict[str, FilterDecision]:
+    def _find_modules_left_out(self, model: nn.Module) -> dict[str, FilterDecision]:
         """Return the linears and experts whose stored float8 weights are dequantized, with the reason."""
-        admits, include_subclasses = self._filter(model), self.quantization_config.include_subclasses
+        admits, include_subclasses = self._make_filter(model), self.quantization_config.include_subclasses
         decisions: dict[str, FilterDecision] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) or is_experts(module):
@@ -301,7 +303,7 @@ class QuaverQuantizer(HfQuantizer):
         return decisions
 
 
-def _float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
+def _open_float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
     """Return the checkpoint that transformers found if it is in float8, else None.
 
     Raises:
@@ -331,10 +333,6 @@ def _is_distributed(model: Any) -> bool:
 def _is_conv1d_weight(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     return leaf == "weight" and isinstance(model.get_submodule(owner), Conv1DLinear)
-
-
-def _parameter(model: nn.Module, name: str) -> Any:
-    return model.get_parameter(name)
 
 
 def _drop_quantization(config: Any) -> None:

@@ -33,7 +33,7 @@ def convert_reference(model: nn.Module) -> None:
 
     Layers with the same config share the model's delayed and static scales.
     """
-    trainer = _calling_trainer()
+    trainer = _find_calling_trainer()
     reference = getattr(trainer, "ref_model", None)
     if not isinstance(reference, nn.Module):
         if getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False) and trainer.is_fsdp_enabled:
@@ -42,10 +42,10 @@ def convert_reference(model: nn.Module) -> None:
                 "precision; pass ref_model=prepare_model_for_float8(...) for float8's"
             )
         return
-    if _configs(reference):
+    if _get_configs(reference):
         _share_scales(reference, model)
         return
-    converted = _convert_with_configs(getattr(reference, "module", reference), _configs(model))
+    converted = _convert_with_configs(getattr(reference, "module", reference), _get_configs(model))
     _share_scales(reference, model)
     logger.warning(
         "float8: %d layers of the reference model are in float8 like those of the model; "
@@ -59,18 +59,18 @@ def _convert_with_configs(reference: nn.Module, configs: dict[str, Float8LinearC
     for config in set(configs.values()):
         convert_to_float8_training(
             reference,
-            config=_without_all_gather(config),
+            config=_remove_all_gather(config),
             module_filter_fn=partial(_has_config, configs, config),
             include_subclasses=True,
         )
-    return len(_configs(reference))
+    return len(_get_configs(reference))
 
 
 def _has_config(configs: dict[str, Float8LinearConfig], config: Float8LinearConfig, _: nn.Module, name: str) -> bool:
     return configs.get(strip_wrappers(name)) == config
 
 
-def _without_all_gather(config: Float8LinearConfig) -> Float8LinearConfig:
+def _remove_all_gather(config: Float8LinearConfig) -> Float8LinearConfig:
     return replace(config, enable_fsdp_float8_all_gather=False)
 
 
@@ -82,11 +82,11 @@ def _share_scales(reference: nn.Module, model: nn.Module) -> None:
         source = trained.get(strip_wrappers(name))
         if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scaling is None:
             continue
-        if _without_all_gather(linear.config) == _without_all_gather(source.config):
+        if _remove_all_gather(linear.config) == _remove_all_gather(source.config):
             linear.scaling = LinearScales(source.scaling.state, source.scaling.slots)
 
 
-def _configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
+def _get_configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
     return {
         strip_wrappers(name): module.config if isinstance(module, Float8Linear) else module.float8_config
         for name, module in model.named_modules()
@@ -94,7 +94,7 @@ def _configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
     }
 
 
-def _calling_trainer() -> Any:
+def _find_calling_trainer() -> Any:
     """Return the Trainer whose method is running, or None. It does not pass itself to callbacks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

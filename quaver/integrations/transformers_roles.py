@@ -21,16 +21,16 @@ ROUTER = "router: its rounding errors would send tokens to other experts"
 _LEADS_OUT = f"{HEAD}: it leads out of the blocks"
 
 
-def roles_of_linears(model: nn.Module) -> dict[str, str]:
+def find_linear_roles(model: nn.Module) -> dict[str, str]:
     """Return the reason why each linear with a role stays in high precision, by name."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    roles = {name: ROUTER for name in linears if any(is_router(*step) for step in _path(model, name))}
+    roles = {name: ROUTER for name in linears if any(is_router(*step) for step in _walk_path(model, name))}
     roles |= {name: ADAPTER for name in linears if _is_adapter(model, name)}
-    heads = _heads(model)
+    heads = _find_heads(model)
     return roles | {name: heads[name] for name in linears if name in heads and name not in roles}
 
 
-def _heads(root: nn.Module) -> dict[str, str]:
+def _find_heads(root: nn.Module) -> dict[str, str]:
     """Return the names of output heads and of the modules inside, with the reason."""
     declared: dict[str, str] = {}
     leads_out: dict[str, str] = {}
@@ -43,19 +43,19 @@ def _heads(root: nn.Module) -> dict[str, str]:
         given += [child for child in children if isinstance(child, nn.Module)]
         for head in given:
             if id(head) in names:
-                declared |= dict.fromkeys(_names_below(head, names[id(head)]), HEAD)
+                declared |= {name_below: HEAD for name_below, _ in head.named_modules(prefix=names[id(head)])}
         if isinstance(module, PreTrainedModel):
             is_inner = outermost and f"{name}.".startswith(outermost)
             outermost = outermost if is_inner else f"{name}."
             if not is_inner or isinstance(module, GenerationMixin):
-                leads_out |= dict.fromkeys(_modules_after_blocks(module, name), _LEADS_OUT)
+                leads_out |= dict.fromkeys(_find_modules_after_blocks(module, name), _LEADS_OUT)
     return leads_out | declared
 
 
-def _modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[str]:
+def _find_modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[str]:
     """Yield the modules outside of all blocks that are outside of the base model or after its last block."""
-    base, in_blocks = model.base_model, _modules_in_blocks(model)
-    inside, in_blocks_of_base = set(base.modules()), _modules_in_blocks(base)
+    base, in_blocks = model.base_model, _find_modules_in_blocks(model)
+    inside, in_blocks_of_base = set(base.modules()), _find_modules_in_blocks(base)
     modules = list(model.named_modules(prefix=name))
     last = max((index for index, (_, child) in enumerate(modules) if child in in_blocks_of_base), default=len(modules))
     for index, (child_name, child) in enumerate(modules):
@@ -63,7 +63,7 @@ def _modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[str]:
             yield child_name
 
 
-def _modules_in_blocks(model: nn.Module) -> set[nn.Module]:
+def _find_modules_in_blocks(model: nn.Module) -> set[nn.Module]:
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return {module for items in lists for item in items if _is_block(item) for module in item.modules()}
 
@@ -76,19 +76,15 @@ def _is_block(module: nn.Module) -> bool:
 
 def _is_adapter(model: nn.Module, name: str) -> bool:
     """Return whether PEFT added the linear: beside the base layer of a tuner, or as the encoder of a prompt."""
-    for parent, part in _path(model, name):
+    for parent, part in _walk_path(model, name):
         is_beside_base = isinstance(getattr(parent, "base_layer", None), nn.Module) and part != "base_layer"
         if is_beside_base or (part == "prompt_encoder" and hasattr(parent, "peft_config")):
             return True
     return False
 
 
-def _path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+def _walk_path(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules above `name` from the root down, with the name of the next child."""
     for part in name.split(".") if name else ():
         yield model, part
         model = getattr(model, part)
-
-
-def _names_below(module: nn.Module, name: str) -> Iterator[str]:
-    return (child_name for child_name, _ in module.named_modules(prefix=name))

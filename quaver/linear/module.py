@@ -42,7 +42,7 @@ class Float8Linear(nn.Linear):
     """Its persistent scales, if the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (parallel/tensor_parallel.py)."""
-    derived_sharding: Callable[[Tensor], LinearSharding | None]
+    derive_sharding: Callable[[Tensor], LinearSharding | None]
     """Derives the sharding of a DTensor weight without a Float8 style, for an input; quaver.distributed sets it."""
     gathering: object | None
     """Set if FSDP2 all-gathers the weight in float8 (fsdp/gathered.py)."""
@@ -100,7 +100,7 @@ class Float8Linear(nn.Linear):
                         "convert_to_high_precision(model) before quantize_"
                     )
                 return F.linear(input, weight, self.bias)
-            sharding = self.sharding or self.derived_sharding(input)
+            sharding = self.sharding or self.derive_sharding(input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:

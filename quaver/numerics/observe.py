@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.experts.groups import find_bounds, find_first_scale, select_group
+from quaver.experts.groups import find_bounds, find_first_scale_row, select_group
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.operation import library
@@ -220,7 +220,7 @@ def _observe_operand(
             observed = observe_matrix(group_hp, group_cast)
         if groups:
             scales_per_row = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
-            observed[SlotIndex.WORST_INDEX] += find_first_scale(cast.layout.rows, group, start) * scales_per_row
+            observed[SlotIndex.WORST_INDEX] += find_first_scale_row(cast.layout.rows, group, start) * scales_per_row
         merge_slots(slot, observed)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.optim.base import Float8Optimizer, Stepped, get_local_gradient
+from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
 from quaver.optim.blocks import make_grid
 from quaver.optim.buckets import Update, run_cut_updates, run_updates
 from quaver.optim.options import check_common, check_storages
-from quaver.optim.state import get_blocks, get_row_scales, shares_blocks
+from quaver.optim.state import get_blocks, get_row_scales, has_cut_blocks
 from quaver.optim.update import Scalars
 from quaver.torch_private.dtensor import get_local_tensor
 
@@ -35,7 +35,7 @@ class Float8AdamW(Float8Optimizer):
     """
 
     torch_optimizer = torch.optim.AdamW
-    skipped_things = "blocks of 256 elements"
+    skipped_noun = "blocks of 256 elements"
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Float8AdamW(Float8Optimizer):
     @property
     def skipped_blocks(self) -> int:
         """How many blocks of 256 elements this rank has skipped so far. Synchronizes with a GPU."""
-        return self._skips
+        return self._skipped_total
 
     def adamw_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch.optim.AdamW. Its float32 moments take 8 bytes per parameter."""
@@ -98,20 +98,20 @@ class Float8AdamW(Float8Optimizer):
         for group in groups:
             _check_pair(group)
 
-    def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
+    def _step_group(self, group: dict[str, Any], stepped: Sequence[ParameterStep]) -> None:
         uncut: dict[int, list[Update]] = defaultdict(list)
         cut: dict[int, list[tuple[Tensor, Update, list[Tensor | None]]]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
         for parameter, step, key in stepped:
             update = self._make_update(parameter, group, key, copies)
-            if shares_blocks(parameter, group):
+            if has_cut_blocks(parameter, group):
                 cut[step].append((parameter, update, get_row_scales(parameter, self.state[parameter], group)))
             elif update.grad.numel():
                 uncut[step].append(update)
         for step, updates in uncut.items():
-            run_updates(updates, Scalars.from_group(group, step), self._counter, self.compile)
+            run_updates(updates, Scalars.from_group(group, step), self._get_counter, self.compile)
         for step, shared in cut.items():
-            run_cut_updates(shared, Scalars.from_group(group, step), self._counter)
+            run_cut_updates(shared, Scalars.from_group(group, step), self._get_counter)
         for target, source in copies:
             target.copy_(source)
 

@@ -40,7 +40,7 @@ STATE_VERSION = 1
 """Version of the state's names, shapes and random bits; every param group carries it."""
 
 
-class Stepped(NamedTuple):
+class ParameterStep(NamedTuple):
     """A parameter with a gradient, the number of its step, from 1, and the key of its random bits."""
 
     parameter: Tensor
@@ -53,7 +53,7 @@ class Float8Optimizer(Optimizer):
 
     torch_optimizer: ClassVar[type[Any]]
     """The optimizer of torch whose state dicts are converted. Options that it lacks are this optimizer's own."""
-    skipped_things: ClassVar[str]
+    skipped_noun: ClassVar[str]
     """The noun, in messages, for the parts of a step that are skipped because gradients are not finite."""
     parameter_names: Mapping[int, str] = MappingProxyType({})
     """The names of parameters in the log, by id; `name_parameters` sets them."""
@@ -67,7 +67,7 @@ class Float8Optimizer(Optimizer):
         """Raise ValueError for invalid options or parameters."""
         raise NotImplementedError
 
-    def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
+    def _step_group(self, group: dict[str, Any], stepped: Sequence[ParameterStep]) -> None:
         """Make a step of the parameters of a group. Their states exist."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class Float8Optimizer(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     step = self._advance(parameter, group)
-                    stepped.append(Stepped(parameter, step, make_step_key(group["seed"], step, position)))
+                    stepped.append(ParameterStep(parameter, step, make_step_key(group["seed"], step, position)))
                 position += 1
             self._step_group(group, stepped)
             for parameter, _, _ in stepped:
@@ -125,13 +125,13 @@ class Float8Optimizer(Optimizer):
         self.state[parameter]["step"] += 1
         return int(self.state[parameter]["step"].item())
 
-    def _counter(self, device: torch.device) -> Tensor:
+    def _get_counter(self, device: torch.device) -> Tensor:
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._skipped[device]
 
     @property
-    def _skips(self) -> int:
+    def _skipped_total(self) -> int:
         return sum(int(count) for count in self._skipped.values())
 
     def _report_skipped(self) -> None:
@@ -143,7 +143,7 @@ class Float8Optimizer(Optimizer):
         logger.warning(
             "gradients are not finite in %d %s: their parameters and moments are unchanged",
             count,
-            self.skipped_things,
+            self.skipped_noun,
         )
 
     # ---- state dicts -------------------------------------------------------------------------------------------------
@@ -172,16 +172,16 @@ class Float8Optimizer(Optimizer):
             return
         groups = fill_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
-        own, loaded_counts = ([len(group["params"]) for group in sides] for sides in (self.param_groups, groups))
-        if own != loaded_counts:
-            raise ValueError(f"expected a state dict with param groups of {own} parameters, got {loaded_counts}")
+        own_counts, loaded_counts = ([len(group["params"]) for group in sides] for sides in (self.param_groups, groups))
+        if own_counts != loaded_counts:
+            raise ValueError(f"expected a state dict with param groups of {own_counts} parameters, got {loaded_counts}")
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         loaded = []
         for own_group, group in zip(self.param_groups, groups, strict=True):
             for parameter, index in zip(own_group["params"], group["params"], strict=True):
                 if state_dict["state"].get(index):  # torch.distributed.checkpoint has {} for a parameter without state
                     _check_state(parameter, state_dict["state"][index], group)
-                    state[parameter] = _move(state_dict["state"][index], parameter.device)
+                    state[parameter] = _move_state(state_dict["state"][index], parameter.device)
             names = {name: own_group[name] for name in ("param_names",) if name in own_group}
             loaded.append({**names, **copy.deepcopy(group), "params": own_group["params"]})
         self.__setstate__({"state": state, "param_groups": loaded})
@@ -296,14 +296,14 @@ def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]
     for name, (shape, dtype) in expected.items():
         value = state.get(name)
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
-            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
+            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
             raise ValueError(
-                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {got}; "
+                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {given}; "
                 "make the optimizer with the options and the parameters that saved it"
             )
 
 
-def _move(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Move a loaded state to the parameter's device. Its dtypes stay; torch would cast them to the parameter's."""
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
     # The saved optimizer may keep counting in the tensor of its state dict.
@@ -346,5 +346,5 @@ def _check_moment(parameter: Tensor, name: str, moment: Any) -> None:
         or moment.shape != parameter.shape
         or isinstance(moment, DTensor) != isinstance(parameter, DTensor)
     ):
-        got = f"{type(moment).__name__} {list(moment.shape)}" if isinstance(moment, Tensor) else "none"
-        raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {got}")
+        actual = f"{type(moment).__name__} {list(moment.shape)}" if isinstance(moment, Tensor) else "none"
+        raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {actual}")

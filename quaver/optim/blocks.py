@@ -146,7 +146,7 @@ def from_blocks(blocks: Tensor, grid: BlockGrid) -> Tensor:
     return blocks.view(-1, grid.blocks * BLOCK)[:, grid.lane : grid.lane + grid.columns]
 
 
-class RowRange(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows `begin` to `end` of a parameter's grid, and the key of its random bits."""
 
     grid: BlockGrid
@@ -159,15 +159,21 @@ class RowRange(NamedTuple):
         return (self.end - self.begin) * self.grid.blocks
 
 
-def number_blocks(runs: Sequence[RowRange], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the parameter's key and the block's number for each block of these runs, int32 [B].
+def number_blocks(spans: Sequence[RowSpan], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the parameter's key and the block's number for each block of these row ranges, int32 [B].
 
-    The number of operations does not depend on the number of runs.
+    The number of operations does not depend on the number of row ranges.
     """
-    starts = [0, *accumulate(run.blocks for run in runs)]
+    starts = [0, *accumulate(span.blocks for span in spans)]
     rows = [
-        (start, run.begin, run.grid.blocks, *run.grid[3:], run.key - (run.key >> 31 << 32))
-        for run, start in zip(runs, starts, strict=False)
+        (
+            start,
+            span.begin,
+            span.grid.blocks,
+            *span.grid[3:],
+            span.key - (span.key >> 31 << 32),
+        )
+        for span, start in zip(spans, starts, strict=False)
     ]
     table = torch.tensor(rows, device=device)
     ids = torch.arange(starts[-1], device=device)

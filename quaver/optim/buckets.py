@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.adamw import BLOCK
-from quaver.optim.blocks import BlockGrid, RowRange, from_blocks, number_blocks, to_blocks
-from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
+from quaver.optim.blocks import BlockGrid, RowSpan, from_blocks, number_blocks, to_blocks
+from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
 from quaver.optim.rounding import make_block_keys
 from quaver.optim.update import ParameterBlocks, Scalars, compute_amaxes, update_blocks
 
@@ -68,7 +68,7 @@ def run_updates(
     function = compile_update() if compile and in_buckets else update_blocks
     for bucket in _fill_buckets(in_buckets):
         device = bucket[0][0].grad.device
-        skipped(device).add_(_run_bucket(bucket, values.to(device), function))
+        skipped(device).add_(_update_bucket(bucket, values.to(device), function))
 
 
 @functools.cache
@@ -85,58 +85,58 @@ def compile_update() -> Callable[..., Any]:
     return run
 
 
-def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowRange]:
-    """Split the rows of a shard into runs of at most `elements` (`BUCKET`) elements, or of one row."""
+def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowSpan]:
+    """Split the rows of a shard into ranges of at most `elements` (`BUCKET`) elements, or of one row."""
     rows = max((elements or BUCKET) // max(grid.blocks * BLOCK, 1), 1)
-    return [RowRange(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
+    return [RowSpan(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
-def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowRange]]]:
-    """Yield buckets of runs with the same device and dtypes, of at most `BUCKET` elements or one row."""
+def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowSpan]]]:
+    """Yield buckets of row ranges with the same device and dtypes, of at most `BUCKET` elements or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
-    most = min(BUCKET, max(numel // SHARE, BLOCK))
-    by_kind: dict[Any, list[tuple[Update, RowRange]]] = defaultdict(list)
+    capacity = min(BUCKET, max(numel // SHARE, BLOCK))
+    by_kind: dict[Any, list[tuple[Update, RowSpan]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
-        by_kind[kind] += [(update, run) for run in split_rows(update.grid, update.key, most)]
-    for runs in by_kind.values():
-        bucket: list[tuple[Update, RowRange]] = []
+        by_kind[kind] += [(update, span) for span in split_rows(update.grid, update.key, capacity)]
+    for spans in by_kind.values():
+        bucket: list[tuple[Update, RowSpan]] = []
         blocks = 0
-        for update, run in runs:
-            if bucket and blocks + run.blocks > most // BLOCK:
+        for update, span in spans:
+            if bucket and blocks + span.blocks > capacity // BLOCK:
                 yield bucket
                 bucket, blocks = [], 0
-            bucket.append((update, run))
-            blocks += run.blocks
+            bucket.append((update, span))
+            blocks += span.blocks
         yield bucket
 
 
-def _gather(bucket: list[tuple[Update, RowRange]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
+def _gather(bucket: list[tuple[Update, RowSpan]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
     """Gather the blocks of a bucket and of its gradients. Also returns the source rows of each field."""
-    runs = [run for _, run in bucket]
-    grad = torch.cat([to_blocks(select_rows(update.grad, run), run.grid) for update, run in bucket])
+    spans = [span for _, span in bucket]
+    grad = torch.cat([to_blocks(select_rows(update.grad, span), span.grid) for update, span in bucket])
     rows_by_name: dict[str, list[Tensor]] = {}
     old: dict[str, Any] = dict.fromkeys(ParameterBlocks._fields)
     for name, tensors in zip(
         ParameterBlocks._fields, zip(*(update.tensors for update, _ in bucket), strict=True), strict=True
     ):
         if tensors[0] is not None:
-            rows = [select_rows(tensor, run) for tensor, run in zip(tensors, runs, strict=True)]
+            rows = [select_rows(tensor, span) for tensor, span in zip(tensors, spans, strict=True)]
             rows_by_name[name] = rows
-            parts = zip(rows, runs, strict=True)
+            parts = zip(rows, spans, strict=True)
             old[name] = torch.cat(
-                [row.flatten() if _is_scale(name) else to_blocks(row, run.grid) for row, run in parts]
+                [row.flatten() if _is_scale(name) else to_blocks(row, span.grid) for row, span in parts]
             )
     return ParameterBlocks(**old), grad, rows_by_name
 
 
-def _run_bucket(bucket: list[tuple[Update, RowRange]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
+def _update_bucket(bucket: list[tuple[Update, RowSpan]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
     old, grad, rows_by_name = _gather(bucket)
-    runs = [run for _, run in bucket]
-    updated, skipped = function(old, grad, make_block_keys(*number_blocks(runs, grad.device)), scalars)
+    spans = [span for _, span in bucket]
+    updated, skipped = function(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
     for name, rows in rows_by_name.items():
-        blocks = zip(getattr(updated, name).split([run.blocks for run in runs]), rows, runs, strict=True)
-        new = [part.view_as(row) if _is_scale(name) else from_blocks(part, run.grid) for part, row, run in blocks]
+        blocks = zip(getattr(updated, name).split([span.blocks for span in spans]), rows, spans, strict=True)
+        new = [part.view_as(row) if _is_scale(name) else from_blocks(part, span.grid) for part, row, span in blocks]
         torch._foreach_copy_(rows, new)
     return typing.cast(Tensor, skipped)
 
@@ -154,21 +154,21 @@ def run_cut_updates(
     """
     values, parts = torch.tensor(scalars, dtype=torch.float32), []
     for parameter, update, _ in updates:
-        parts.append(part := CutPart.zeros(parameter, 2))
-        for run in _split_shard(update):
-            old, grad, _ = _gather([(update, run)])
+        parts.append(part := BlockAmaxes.zeros(parameter, 2))
+        for span in _split_shard(update):
+            old, grad, _ = _gather([(update, span)])
             for local, amax in zip(part.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
-                local[run.begin : run.end].copy_(amax.view(-1, run.grid.blocks))
+                local[span.begin : span.end].copy_(amax.view(-1, span.grid.blocks))
     for part, (_, update, scales) in zip(reduce_amaxes(parts), updates, strict=True):
         device = update.grad.device
-        for run in _split_shard(update):
-            mean, root = (local[run.begin : run.end].reshape(-1) for local in part.local)
+        for span in _split_shard(update):
+            mean, root = (local[span.begin : span.end].reshape(-1) for local in part.local)
             function = functools.partial(update_blocks, amaxes=(mean, root))
-            skipped(device).add_(_run_bucket([(update, run)], values.to(device), function))
+            skipped(device).add_(_update_bucket([(update, span)], values.to(device), function))
         store_scales(part, scales, part.amaxes.isfinite().all(0))
 
 
-def _split_shard(update: Update) -> list[RowRange]:
+def _split_shard(update: Update) -> list[RowSpan]:
     return split_rows(update.grid, update.key) if update.grad.numel() else []
 
 
@@ -176,6 +176,6 @@ def _is_scale(name: str) -> bool:
     return name.endswith("_scale")
 
 
-def select_rows(tensor: Tensor, run: RowRange) -> Tensor:
-    """Select a run's rows from a shard, [rows, columns], or from its scales, [rows, blocks]."""
-    return tensor.view(run.grid.rows, -1)[run.begin : run.end]
+def select_rows(tensor: Tensor, span: RowSpan) -> Tensor:
+    """Select the rows of a range from a shard, [rows, columns], or from its scales, [rows, blocks]."""
+    return tensor.view(span.grid.rows, -1)[span.begin : span.end]

@@ -114,7 +114,7 @@ class CombinedOptimizer(Optimizer):
         Raises:
             ValueError: the number of param groups differs, or an optimizer refuses its part. No optimizer changes.
         """
-        with load_with_hooks(self, state_dict) as state_dict, _all_or_none(self.optimizers):
+        with load_with_hooks(self, state_dict) as state_dict, _restore_on_error(self.optimizers):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class CombinedOptimizer(Optimizer):
 
 
 @contextmanager
-def _all_or_none(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def _restore_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Restore the states and options of all optimizers if a load in the block raises."""
     before = [(dict(o.state), o.param_groups, [dict(group) for group in o.param_groups]) for o in optimizers]
     try:
@@ -174,15 +174,17 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
         for group, packed_group in zip(part.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], packed_group["params"], strict=True):
                 states[parameter] = part, packed_group, packed["state"].get(number)
-    with _all_or_none(list_parts(target)):
+    with _restore_on_error(list_parts(target)):
         for part in list_parts(target):
             if isinstance(part, Float8Optimizer):
-                part._load_torch_state_dict(_torch_state_dict(part, states))
+                part._load_torch_state_dict(_pack_torch_state_dict(part, states))
             else:
-                part.load_state_dict(_torch_state_dict(part, states))
+                part.load_state_dict(_pack_torch_state_dict(part, states))
 
 
-def _torch_state_dict(target: Optimizer, states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]) -> dict[str, Any]:
+def _pack_torch_state_dict(
+    target: Optimizer, states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]
+) -> dict[str, Any]:
     """Pack the states of the parameters of `target` into a state dict of torch's optimizer."""
     state, groups = {}, []
     parameters: Iterable[Tensor] = chain.from_iterable(group["params"] for group in target.param_groups)

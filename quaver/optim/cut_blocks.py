@@ -24,7 +24,7 @@ from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import is_dtensor
 
 
-class CutPart(NamedTuple):
+class BlockAmaxes(NamedTuple):
     """The amaxes of a parameter's blocks: over this rank's elements, or after `reduce_amaxes` over whole blocks."""
 
     parameter: Tensor
@@ -33,7 +33,7 @@ class CutPart(NamedTuple):
     """float32 [moments, rows, blocks of a whole row]; 0 for blocks without elements on this rank."""
 
     @classmethod
-    def zeros(cls, parameter: Tensor, moments: int) -> CutPart:
+    def zeros(cls, parameter: Tensor, moments: int) -> BlockAmaxes:
         """Make amaxes of zero."""
         grid = make_grid(parameter)
         device = parameter.device if not is_dtensor(parameter) else parameter.to_local().device
@@ -46,7 +46,7 @@ class CutPart(NamedTuple):
         return self.amaxes.narrow(2, self.grid.first_of_row if self.grid.blocks else 0, self.grid.blocks)
 
 
-def reduce_amaxes(parts: Sequence[CutPart]) -> list[CutPart]:
+def reduce_amaxes(parts: Sequence[BlockAmaxes]) -> list[BlockAmaxes]:
     """Take the largest amaxes over the ranks that share blocks; NaN propagates. A collective.
 
     Args:
@@ -73,9 +73,9 @@ def _get_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
     return [parameter.device_mesh.get_group(axis) for axis in find_cut_axes(parameter)]
 
 
-def store_scales(part: CutPart, scales: Sequence[Tensor | None], is_fine: Tensor) -> None:
+def store_scales(part: BlockAmaxes, scales: Sequence[Tensor | None], is_finite: Tensor) -> None:
     """Write the scales of whole rows, a tensor or None for each of `part.amaxes`, except where a block is skipped."""
     for scale, amax in zip(scales, part.amaxes, strict=True):
         if scale is not None:
             new = compute_moment_scales(amax)[1].view_as(scale)
-            scale.copy_(torch.where(is_fine.view_as(scale) if is_fine.dim() else is_fine, new, scale))
+            scale.copy_(torch.where(is_finite.view_as(scale) if is_finite.dim() else is_finite, new, scale))

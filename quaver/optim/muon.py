@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
-from quaver.optim.base import Float8Optimizer, Stepped, get_local_gradient
-from quaver.optim.blocks import RowRange, from_blocks, make_grid, number_blocks, to_blocks
+from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
+from quaver.optim.blocks import RowSpan, from_blocks, make_grid, number_blocks, to_blocks
 from quaver.optim.buckets import select_rows, split_rows
-from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
+from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
 from quaver.optim.options import check_common, check_storages
 from quaver.optim.rounding import draw_more_random_bits, draw_random_bits, make_block_keys, take_low16
-from quaver.optim.state import get_layout, get_local_scales, get_row_scales, shares_blocks, wrap_local
+from quaver.optim.state import get_layout, get_local_scales, get_row_scales, has_cut_blocks, wrap_local
 from quaver.optim.update import load_moment, store_moment
 from quaver.torch_private.dtensor import get_local_tensor, local_shape_and_offset
 from quaver.torch_private.muon import adjust_lr, zeropower_via_newtonschulz
@@ -38,7 +38,7 @@ class Float8Muon(Float8Optimizer):
     """
 
     torch_optimizer = torch.optim.Muon
-    skipped_things = "matrices"
+    skipped_noun = "matrices"
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Float8Muon(Float8Optimizer):
     @property
     def skipped_parameters(self) -> int:
         """How many steps of a matrix were skipped because its gradient was not finite. Synchronizes with a GPU."""
-        return self._skips
+        return self._skipped_total
 
     def muon_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch.optim.Muon: float32 momentum, 4 bytes per parameter, and no step counts."""
@@ -113,86 +113,90 @@ class Float8Muon(Float8Optimizer):
             if parameter.dim() != 2:
                 raise ValueError(f"expected matrices, got a parameter {list(parameter.shape)}; use Float8AdamW for it")
 
-    def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
+    def _step_group(self, group: dict[str, Any], stepped: Sequence[ParameterStep]) -> None:
         for parameter, _, key in stepped:
             self._step_matrix(parameter, group, key)
 
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any], key: int) -> None:
-        state, names = self.state[parameter], get_layout(parameter, group).moments["momentum_buffer"]
-        grad, runs = get_local_gradient(parameter), split_rows(make_grid(parameter), key)
-        runs = runs if grad.numel() else []
-        scale = None if names.scale is None else get_local_scales(parameter, state[names.scale])
-        stored = [get_local_tensor(state[names.values]), scale]
-        new = [None if tensor is None else torch.empty_like(tensor) for tensor in stored]
+        state, keys = self.state[parameter], get_layout(parameter, group).moments["momentum_buffer"]
+        grad, spans = get_local_gradient(parameter), split_rows(make_grid(parameter), key)
+        spans = spans if grad.numel() else []
+        scale = None if keys.scale is None else get_local_scales(parameter, state[keys.scale])
+        old = [get_local_tensor(state[keys.values]), scale]
+        new = [None if tensor is None else torch.empty_like(tensor) for tensor in old]
         update = torch.empty(grad.shape, dtype=torch.bfloat16, device=grad.device)
-        part = _compute_amaxes(parameter, runs, grad, stored, group) if shares_blocks(parameter, group) else None
-        for run in runs:
-            _advance_momentum(run, grad, stored, new, update, group, part)
+        part = _compute_amaxes(parameter, spans, grad, old, group) if has_cut_blocks(parameter, group) else None
+        for span in spans:
+            _advance_momentum(span, grad, old, new, update, group, part)
 
         whole_update = _gather_whole(wrap_local(parameter, update, tuple(parameter.shape)))
-        is_fine = whole_update.isfinite().all()
-        self._counter(grad.device).add_(~is_fine)
-        for old, updated in zip(stored, new, strict=True):
-            if old is not None and updated is not None:
-                old.copy_(torch.where(is_fine, updated, old))
+        is_finite = whole_update.isfinite().all()
+        self._get_counter(grad.device).add_(~is_finite)
+        for target, updated in zip(old, new, strict=True):
+            if target is not None and updated is not None:
+                target.copy_(torch.where(is_finite, updated, target))
         if part is not None:
-            store_scales(part, get_row_scales(parameter, state, group), is_fine)
+            store_scales(part, get_row_scales(parameter, state, group), is_finite)
         change = zeropower_via_newtonschulz(whole_update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        change = torch.where(is_fine, _take_shard(change, parameter), 0)
+        change = torch.where(is_finite, _take_shard(change, parameter), 0)
         lr = float(group["lr"])
-        decay = torch.where(is_fine, 1 - lr * group["weight_decay"], 1.0)
-        _change_parameter(parameter, state, change, decay, adjust_lr(lr, group["adjust_lr_fn"], parameter.shape), runs)
+        decay = torch.where(is_finite, 1 - lr * group["weight_decay"], 1.0)
+        _update_parameter(parameter, state, change, decay, adjust_lr(lr, group["adjust_lr_fn"], parameter.shape), spans)
 
 
 def _advance_momentum(
-    run: RowRange,
+    span: RowSpan,
     grad: Tensor,
-    stored: Sequence[Tensor | None],
+    old: Sequence[Tensor | None],
     new: Sequence[Tensor | None],
     update: Tensor,
     group: dict[str, Any],
-    part: CutPart | None,
+    part: BlockAmaxes | None,
 ) -> None:
-    """Write the rows of a run: the bfloat16 update, and `new` momentum from `stored`, each (values, scales or None)."""
-    grid, values = run.grid, _slice_rows(stored[0], run)
-    gradient, momentum = _compute_momentum(run, grad, stored, group)
-    looked_ahead = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    select_rows(update, run).copy_(from_blocks(looked_ahead, grid))
-    noise = take_low16(_random_bits(run, grad.device))
-    amax = momentum.abs().amax(1) if part is None else _slice_rows(part.local[0], run).reshape(-1)
+    """Write a span of the bfloat16 `update`, and of the `new` momentum from `old`, each (values, scales or None)."""
+    grid, values = span.grid, _slice_rows(old[0], span)
+    gradient, momentum = _compute_momentum(span, grad, old, group)
+    direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    select_rows(update, span).copy_(from_blocks(direction, grid))
+    noise = take_low16(_draw_bits(span, grad.device))
+    amax = momentum.abs().amax(1) if part is None else _slice_rows(part.local[0], span).reshape(-1)
     codes, scales = store_moment(momentum, amax, noise, values.dtype, is_root=False)
-    _slice_rows(new[0], run).copy_(from_blocks(codes, grid))
+    _slice_rows(new[0], span).copy_(from_blocks(codes, grid))
     if scales is not None:
-        _slice_rows(new[1], run).copy_(scales.view(-1, grid.blocks))
+        _slice_rows(new[1], span).copy_(scales.view(-1, grid.blocks))
 
 
 def _compute_momentum(
-    run: RowRange, grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
+    span: RowSpan, grad: Tensor, old: Sequence[Tensor | None], group: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient and the new momentum of a run's rows, in float32 blocks."""
-    values, scale = (_slice_rows(tensor, run) for tensor in stored)
-    gradient = to_blocks(select_rows(grad, run), run.grid).float()
-    old = load_moment(to_blocks(values, run.grid), None if scale is None else scale.reshape(-1))
-    return gradient, old.lerp(gradient, 1 - group["momentum"])
+    """Return the gradient and the new momentum of a span, in float32 blocks."""
+    values, scale = (_slice_rows(tensor, span) for tensor in old)
+    gradient = to_blocks(select_rows(grad, span), span.grid).float()
+    before = load_moment(to_blocks(values, span.grid), None if scale is None else scale.reshape(-1))
+    return gradient, before.lerp(gradient, 1 - group["momentum"])
 
 
 def _compute_amaxes(
-    parameter: Tensor, runs: Sequence[RowRange], grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
-) -> CutPart:
+    parameter: Tensor,
+    spans: Sequence[RowSpan],
+    grad: Tensor,
+    old: Sequence[Tensor | None],
+    group: dict[str, Any],
+) -> BlockAmaxes:
     """Compute the amaxes of the momentum's blocks over the ranks that share them. A collective."""
-    part = CutPart.zeros(parameter, 1)
-    for run in runs:
-        amax = _compute_momentum(run, grad, stored, group)[1].abs().amax(1)
-        _slice_rows(part.local[0], run).copy_(amax.view(-1, run.grid.blocks))
+    part = BlockAmaxes.zeros(parameter, 1)
+    for span in spans:
+        amax = _compute_momentum(span, grad, old, group)[1].abs().amax(1)
+        _slice_rows(part.local[0], span).copy_(amax.view(-1, span.grid.blocks))
     return reduce_amaxes([part])[0]
 
 
-def _slice_rows(tensor: Tensor | None, run: RowRange) -> Any:
-    return None if tensor is None else tensor[run.begin : run.end]
+def _slice_rows(tensor: Tensor | None, span: RowSpan) -> Any:
+    return None if tensor is None else tensor[span.begin : span.end]
 
 
-def _random_bits(run: RowRange, device: torch.device) -> Tensor:
-    return draw_random_bits(make_block_keys(*number_blocks([run], device)))
+def _draw_bits(span: RowSpan, device: torch.device) -> Tensor:
+    return draw_random_bits(make_block_keys(*number_blocks([span], device)))
 
 
 def _gather_whole(update: Tensor) -> Tensor:
@@ -207,18 +211,23 @@ def _take_shard(matrix: Tensor, parameter: Tensor) -> Tensor:
     return matrix[row : row + rows, column : column + columns]
 
 
-def _change_parameter(
-    parameter: Tensor, state: dict[str, Tensor], change: Tensor, decay: Tensor, lr: float, runs: Sequence[RowRange]
+def _update_parameter(
+    parameter: Tensor,
+    state: dict[str, Tensor],
+    change: Tensor,
+    decay: Tensor,
+    lr: float,
+    spans: Sequence[RowSpan],
 ) -> None:
     """Decay this rank's shard of a parameter, or of its master, and subtract `lr` times the change."""
     target = get_local_tensor(state.get("master", parameter)).detach()
     if target.dtype is torch.float32:
         target.mul_(decay).add_(change, alpha=-lr)
     else:
-        for run in runs:
-            rows = _slice_rows(target, run)
-            values = to_blocks(rows.float() * decay - lr * _slice_rows(change, run).float(), run.grid)
-            noise = take_low16(draw_more_random_bits(_random_bits(run, target.device)))
-            rows.copy_(from_blocks(round_to_bfloat16(values, noise), run.grid))
+        for span in spans:
+            rows = _slice_rows(target, span)
+            values = to_blocks(rows.float() * decay - lr * _slice_rows(change, span).float(), span.grid)
+            noise = take_low16(draw_more_random_bits(_draw_bits(span, target.device)))
+            rows.copy_(from_blocks(round_to_bfloat16(values, noise), span.grid))
     if "master" in state:
         get_local_tensor(parameter).detach().copy_(target)

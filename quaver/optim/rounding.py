@@ -36,7 +36,7 @@ _REBIASED = (127 - E4M3.bias) << E4M3.mantissa_bits
 _SUBNORMAL = 1 << E4M3.mantissa_bits
 
 
-def _as_int32(bits: int) -> int:
+def _to_int32(bits: int) -> int:
     """Reinterpret an unsigned 32-bit int as int32."""
     return bits - (1 << 32) if bits & (1 << 31) else bits
 
@@ -46,7 +46,7 @@ def mix(bits: Tensor) -> Tensor:
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     bits = bits * 0x7FEB352D
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
-    bits = bits * _as_int32(0x846CA68B)
+    bits = bits * _to_int32(0x846CA68B)
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
@@ -67,18 +67,18 @@ def make_step_key(seed: int, step: int, position: int) -> int:
 
 def make_block_keys(key: Tensor, block: Tensor) -> Tensor:
     """Hash the keys of parameters and the numbers of their blocks to keys of blocks, all int32 [B]."""
-    return mix(key + block * _as_int32(_BLOCK_MULTIPLIER))
+    return mix(key + block * _to_int32(_BLOCK_MULTIPLIER))
 
 
 def draw_random_bits(keys: Tensor) -> Tensor:
     """Return random int32 [B, 256] for the keys [B] of blocks."""
-    lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _as_int32(_LANE_MULTIPLIER)
+    lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _to_int32(_LANE_MULTIPLIER)
     return mix(keys[:, None] + lanes)
 
 
 def draw_more_random_bits(bits: Tensor) -> Tensor:
     """Return a second random int32 for each of `bits`."""
-    return mix(bits ^ _as_int32(_SECOND))
+    return mix(bits ^ _to_int32(_SECOND))
 
 
 def take_low16(bits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim.blocks import (
-    RowRange,
+    RowSpan,
     find_block_obstacle,
     find_cut_axes,
     from_blocks,
@@ -31,7 +31,7 @@ from quaver.optim.blocks import (
     number_blocks,
     to_blocks,
 )
-from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
+from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
 from quaver.optim.rounding import (
     dequantize_moment,
     draw_random_bits,
@@ -51,17 +51,17 @@ MIN_FLOAT8_ELEMENTS = 4096
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Names(NamedTuple):
-    """The keys of a moment in a parameter's state. `scale` is None for a moment without scales."""
+class MomentKeys(NamedTuple):
+    """The keys of a moment in a parameter's state; the key of the scales, `scale`, only if it has scales."""
 
     values: str
     scale: str | None
 
 
-_FP8_NAMES = {
-    "exp_avg": Names("exp_avg_fp8", "exp_avg_scale"),
-    "exp_avg_sq": Names("exp_avg_sq_root_fp8", "exp_avg_sq_root_scale"),
-    "momentum_buffer": Names("momentum_buffer_fp8", "momentum_buffer_scale"),
+_FLOAT8_KEYS = {
+    "exp_avg": MomentKeys("exp_avg_fp8", "exp_avg_scale"),
+    "exp_avg_sq": MomentKeys("exp_avg_sq_root_fp8", "exp_avg_sq_root_scale"),
+    "momentum_buffer": MomentKeys("momentum_buffer_fp8", "momentum_buffer_scale"),
 }
 """The keys of float8 moments, by the param group option that sets a moment's storage."""
 
@@ -82,15 +82,15 @@ class StateLayout(NamedTuple):
     """The global shape and the dtype of each tensor of a parameter's state except the step."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    moments: dict[str, Names]
+    moments: dict[str, MomentKeys]
 
 
 def get_layout(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
     """Return the layout that a param group's options ask for."""
     shape, tensors, moments = tuple(parameter.shape), {}, {}
-    for moment in [name for name in _FP8_NAMES if name in group]:
+    for moment in [name for name in _FLOAT8_KEYS if name in group]:
         storage = choose_storage(parameter, group[moment])
-        name = _FP8_NAMES[moment] if storage == "float8" else Names(moment, None)
+        name = _FLOAT8_KEYS[moment] if storage == "float8" else MomentKeys(moment, None)
         tensors[name.values] = shape, _DTYPES.get(storage, torch.uint8)
         if name.scale:
             tensors[name.scale] = get_scale_shape(shape), torch.float32
@@ -154,13 +154,13 @@ def get_blocks(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any
 def read_moments(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
     """Return the moments in float32, with the parameter's shape and placements."""
     grid, moments = make_grid(parameter), {}
-    for moment, names in get_layout(parameter, group).moments.items():
-        local = get_local_tensor(state[names.values])
-        if names.scale is None:
+    for moment, keys in get_layout(parameter, group).moments.items():
+        local = get_local_tensor(state[keys.values])
+        if keys.scale is None:
             values = local.float() if local.dtype is not torch.float32 else local.clone()
         else:
             codes = to_blocks(local.view(grid.rows, grid.columns), grid)
-            scales = get_local_scales(parameter, state[names.scale]).reshape(-1)
+            scales = get_local_scales(parameter, state[keys.scale]).reshape(-1)
             values = from_blocks(dequantize_moment(codes, scales), grid).reshape(local.shape)
             values = values.square() if moment == "exp_avg_sq" else values
         moments[moment] = wrap_local(parameter, values, tuple(parameter.shape))
@@ -176,7 +176,7 @@ def write_moments(
     """
     grid, layout = make_grid(parameter), get_layout(parameter, group).moments
     bits = draw_random_bits(
-        make_block_keys(*number_blocks([RowRange(grid, 0, grid.rows, key)], get_local_tensor(parameter).device))
+        make_block_keys(*number_blocks([RowSpan(grid, 0, grid.rows, key)], get_local_tensor(parameter).device))
     )
     blocks = {}
     for moment in layout:
@@ -184,7 +184,7 @@ def write_moments(
         blocks[moment] = to_blocks(values.reshape(grid.rows, grid.columns), grid)
         if moment == "exp_avg_sq" and layout[moment].scale is not None:
             blocks[moment] = blocks[moment].sqrt()
-    amaxes = CutPart.zeros(parameter, len(blocks)) if find_cut_axes(parameter) and _has_scales(layout) else None
+    amaxes = BlockAmaxes.zeros(parameter, len(blocks)) if find_cut_axes(parameter) and _has_scales(layout) else None
     if amaxes is not None:
         for local, values in zip(amaxes.local, blocks.values(), strict=True):
             local.copy_(values.abs().amax(1).view_as(local))
@@ -192,24 +192,24 @@ def write_moments(
         store_scales(
             amaxes, get_row_scales(parameter, state, group), torch.ones((), dtype=torch.bool, device=bits.device)
         )
-    for index, (moment, names) in enumerate(layout.items()):
-        target, is_root, values = get_local_tensor(state[names.values]), moment == "exp_avg_sq", blocks[moment]
+    for index, (moment, keys) in enumerate(layout.items()):
+        target, is_root, values = get_local_tensor(state[keys.values]), moment == "exp_avg_sq", blocks[moment]
         noise = take_high16(bits) if is_root else take_low16(bits)
-        if names.scale is not None:
+        if keys.scale is not None:
             amax = values.abs().amax(1) if amaxes is None else amaxes.local[index].reshape(-1)
             values, scale = quantize_moment(values, amax, noise, is_root)
-            target_scale = get_local_scales(parameter, state[names.scale])
+            target_scale = get_local_scales(parameter, state[keys.scale])
             target_scale.copy_(scale.view_as(target_scale))
         elif target.dtype is torch.bfloat16:
             values = round_to_bfloat16(values, noise)
         target.copy_(from_blocks(values, grid).reshape(target.shape))
 
 
-def _has_scales(moments: dict[str, Names]) -> bool:
-    return any(names.scale is not None for names in moments.values())
+def _has_scales(moments: dict[str, MomentKeys]) -> bool:
+    return any(keys.scale is not None for keys in moments.values())
 
 
-def shares_blocks(parameter: Tensor, group: dict[str, Any]) -> bool:
+def has_cut_blocks(parameter: Tensor, group: dict[str, Any]) -> bool:
     """Return whether a step of the parameter is a collective: ranks share blocks, and blocks have scales."""
     return bool(find_cut_axes(parameter)) and _has_scales(get_layout(parameter, group).moments)
 
@@ -217,4 +217,4 @@ def shares_blocks(parameter: Tensor, group: dict[str, Any]) -> bool:
 def get_row_scales(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> list[Tensor | None]:
     """Return this rank's scales of whole rows for each moment, or None for a moment without scales."""
     moments = get_layout(parameter, group).moments.values()
-    return [None if names.scale is None else get_local_tensor(state[names.scale]) for names in moments]
+    return [None if keys.scale is None else get_local_tensor(state[keys.scale]) for keys in moments]

@@ -109,7 +109,7 @@ def update_blocks(
     decay, _, _, _, _, step_size, correction, eps = scalars.unbind()
     mean, square, root = _advance(blocks, grad, scalars)
     mean_amax, root_amax = amaxes or (mean.abs().amax(1), root.amax(1))
-    is_fine = mean_amax.isfinite() & root_amax.isfinite()
+    is_finite = mean_amax.isfinite() & root_amax.isfinite()
 
     bits = draw_random_bits(keys)
     param = blocks.param.float() * decay - step_size * (mean / (root / correction + eps))
@@ -119,13 +119,13 @@ def update_blocks(
         else param
     )
     exp_avg, exp_avg_scale = store_moment(mean, mean_amax, take_low16(bits), blocks.exp_avg.dtype, is_root=False)
-    stored = square if blocks.exp_avg_sq_scale is None else root
+    second = square if blocks.exp_avg_sq_scale is None else root
     exp_avg_sq, exp_avg_sq_scale = store_moment(
-        stored, root_amax, take_high16(bits), blocks.exp_avg_sq.dtype, is_root=True
+        second, root_amax, take_high16(bits), blocks.exp_avg_sq.dtype, is_root=True
     )
     new = ParameterBlocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
-    chosen = [_select(is_fine, updated, old) for updated, old in zip(new, blocks, strict=True)]
-    return ParameterBlocks(*chosen), (~is_fine).sum()  # type: ignore[arg-type]
+    chosen = [_select(is_finite, updated, old) for updated, old in zip(new, blocks, strict=True)]
+    return ParameterBlocks(*chosen), (~is_finite).sum()  # type: ignore[arg-type]
 
 
 def _sqrt(values: Tensor) -> Tensor:
@@ -136,9 +136,9 @@ def _sqrt(values: Tensor) -> Tensor:
     return values.double().sqrt().float() if runs_eagerly_on_cpu(values) else values.sqrt()
 
 
-def load_moment(stored: Tensor, scale: Tensor | None) -> Tensor:
+def load_moment(moment: Tensor, scale: Tensor | None) -> Tensor:
     """Load a moment in float32 from the results of `store_moment`, [B, 256] and [B] or None."""
-    return stored.float() if scale is None else dequantize_moment(stored, scale)
+    return moment.float() if scale is None else dequantize_moment(moment, scale)
 
 
 def store_moment(
@@ -153,7 +153,7 @@ def store_moment(
     return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None
 
 
-def _select(is_fine: Tensor, updated: Tensor | None, old: Tensor | None) -> Tensor | None:
+def _select(is_finite: Tensor, updated: Tensor | None, old: Tensor | None) -> Tensor | None:
     if updated is None or old is None:
         return None
-    return torch.where(is_fine if updated.dim() == 1 else is_fine[:, None], updated, old)
+    return torch.where(is_finite if updated.dim() == 1 else is_finite[:, None], updated, old)

@@ -216,7 +216,7 @@ class Float8ExpertParallel(ParallelStyle):
         self.grad_weight_from_codes = grad_weight_from_codes
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check(module, device_mesh)
+        _check_experts(module, device_mesh)
         experts = typing.cast(RoutedExperts, module)
         parameters = dict(experts.named_parameters(recurse=False))
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
@@ -233,7 +233,7 @@ class Float8ExpertParallel(ParallelStyle):
         return experts
 
 
-def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+def _check_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(module, RoutedExperts):
         raise ValueError(
             f"Float8ExpertParallel expects a Float8Experts, got {type(module).__name__}; call "

@@ -228,7 +228,7 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
         )
 
 
-def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | PartialSumSharding | ReplicatedSharding:
+def derive_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | PartialSumSharding | ReplicatedSharding:
     """Derive the sharding of a linear whose weight other code made a DTensor, for example torch's ColwiseParallel.
 
     The output has the placement that nn.Linear gives it: Shard(-1), Partial(), or the input's for a replicated weight.

@@ -39,7 +39,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quaver.experts.gpu_gemm import GROUPED_ON
+from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
@@ -203,7 +203,7 @@ def find_native_obstacle(spec: DeviceSpec, kind: ScaleKind) -> str | None:
     """Return why `spec` does not multiply float8 with this kind of scales, or None if it does."""
     if spec.float8_tflops is None:
         return f"{spec.name} does not multiply float8"
-    if kind is ScaleKind.GROUPS and (spec.compute_capability or 0) // 10 not in GROUPED_ON:
+    if kind is ScaleKind.GROUPS and (spec.compute_capability or 0) // 10 not in GROUPED_MM_CAPABILITIES:
         return f"no grouped matmul of {spec.name} supports scales"
     if kind.block_length not in (0, spec.block_length):
         return f"no matmul of {spec.name} supports {kind.value} scales"

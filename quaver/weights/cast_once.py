@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module_weight import ModuleWeight, weights_under
-from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ShardState, is_all_gather_weight
 from quaver.fsdp.siblings import AllGatherState, get_all_gather_state
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
@@ -71,7 +71,7 @@ class PreparedShard:
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version at that time."""
-        self._box: ScaleBox | None = None
+        self._shard_state: ShardState | None = None
         self._writes = self._version = 0
         self.check()
 
@@ -93,13 +93,14 @@ class PreparedShard:
         weight, parameter = self._weight.local, self._weight.parameter
         _check_config(self._weight, self._config)
         if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 has unsharded it
-            if self._box is None:
-                self._box, self._writes, self._version = weight.box, weight.box.writes, get_version(parameter)
-            if weight.box is not self._box:
+            if self._shard_state is None:
+                self._shard_state, self._version = weight.shard_state, get_version(parameter)
+                self._writes = weight.shard_state.writes
+            if weight.shard_state is not self._shard_state:
                 raise make_scope_error(parameter, "replaced")
             if get_version(parameter) != self._version:
                 raise make_scope_error(parameter, "changed")
-        written = self._box is not None and self._box.writes != self._writes
+        written = self._shard_state is not None and self._shard_state.writes != self._writes
         if written or (self._cast_from is not None and get_version(self._cast_from[0]) != self._cast_from[1]):
             raise make_scope_error(self._weight.parameter, "changed")
 

@@ -257,7 +257,7 @@ class Float8PrimaryOptimizer(Optimizer):
         Raises:
             RuntimeError: a primary weight of the model was replaced.
         """
-        with self._masters():
+        with self._open_masters():
             self._is_stepping = True
             if closure is None:
                 self._pass_gradients()
@@ -275,8 +275,8 @@ class Float8PrimaryOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the wrapped optimizer, or of the same optimizer on ordinary parameters."""
-        # Inside `_masters`, because torch converts the state to the dtype that the masters have there.
-        with load_with_hooks(self, state_dict) as state_dict, self._masters():
+        # Inside `_open_masters`, because torch converts the state to the dtype that the masters have there.
+        with load_with_hooks(self, state_dict) as state_dict, self._open_masters():
             self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -300,7 +300,7 @@ class Float8PrimaryOptimizer(Optimizer):
             raise RuntimeError("step the optimizer that use_float8_primary_weights returned, not the one that it wraps")
 
     @contextmanager
-    def _masters(self) -> Iterator[None]:
+    def _open_masters(self) -> Iterator[None]:
         """Inside the block, the wrapped optimizer has the current options, and its masters are float32.
 
         At the exit, bfloat16 masters are rounded and all primary weights are quantized.
@@ -432,7 +432,7 @@ def use_float8_primary_weights(
             raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
     primaries = [_make_primary(name, weight, master_dtype) for name, weight in named.items()]
     for module in {weight.module: None for weight in named.values()}:
-        module.register_state_dict_post_hook(_masters_in_state_dict)
+        module.register_state_dict_post_hook(_put_masters_in_state_dict)
     return Float8PrimaryOptimizer(optimizer, primaries, master_dtype)
 
 
@@ -467,7 +467,9 @@ def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dt
     return Primary(name, module_weight, typing.cast(Float8PrimaryWeight, weight), master)
 
 
-def _masters_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+def _put_masters_in_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+) -> None:
     for module_weight in weights_of_module(module):
         name = prefix + module_weight.name
         weight = state_dict.get(name)

@@ -11,7 +11,7 @@ from torch import nn
 from quaver.conversion.high_precision import get_config, iter_float8_modules
 from quaver.conversion.report import conversion_report
 from quaver.experts.gemm import fits_grouped_matmul
-from quaver.experts.gpu_gemm import GROUPED_ON
+from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear.gemm import ScaleKind, find_cast_kind
 from quaver.recipes.cast_config import CastConfig
@@ -144,7 +144,7 @@ def _describe_linear_matmul(matmul: str, left: CastConfig, right: CastConfig, sp
 def _describe_expert_matmul(
     matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec, scales_are_powers_of_2: bool
 ) -> MatmulOnGpu:
-    grouped = (spec.compute_capability or 0) // 10 in GROUPED_ON
+    grouped = (spec.compute_capability or 0) // 10 in GROUPED_MM_CAPABILITIES
     alone = "experts one by one, after a wait for the sizes of their groups"
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch._grouped_mm" if grouped else alone)

@@ -28,7 +28,7 @@ from math import ceil, prod
 
 import torch
 
-from quaver.checkpointing.policy import selected_every
+from quaver.checkpointing.policy import parse_selective_option
 from quaver.kernels.adamw import BLOCK
 from quaver.lab.plan.run import EXPERTS, find_float8_shares, has_one_cast
 from quaver.lab.settings import Model, TrainConfig
@@ -237,7 +237,7 @@ class Estimate:
         checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
         stream = int(self._get_saved_stream_bytes() * self.model.dim) // self.layout.tensor
         everything = self._count_saved_without_checkpoint()
-        every = selected_every(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
+        every = parse_selective_option(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
             yield from [everything] * layers
         elif checkpoint.mode == "memory_budget":

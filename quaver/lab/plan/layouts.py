@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from quaver.checkpointing.policy import selected_every
+from quaver.checkpointing.policy import parse_selective_option
 from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, iter_less_precise, with_precision
 from quaver.lab.plan.run import has_one_cast
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
@@ -43,7 +43,7 @@ class Candidate:
     def storage(self) -> str:
         """Checkpointing, and what is stored in float8: "op", "1/2" (every second block), "full+opt", "none+opt+act"."""
         checkpoint = self.config.activation_checkpoint
-        every = selected_every(checkpoint.selective_ac_option)
+        every = parse_selective_option(checkpoint.selective_ac_option)
         stored = [checkpoint.mode if checkpoint.mode != "selective" else "op" if every is None else f"1/{every}"]
         stored += ["opt"] if self.config.optimizer.has_float8_states else []
         return "+".join([*stored, *(["act"] if checkpoint.store_in_float8 else [])])

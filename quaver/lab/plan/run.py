@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from quaver import Float8Linear
-from quaver.checkpointing.policy import selected_every
+from quaver.checkpointing.policy import parse_selective_option
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -150,7 +150,7 @@ def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
             "activation_checkpoint.mode: expected none, selective or full: with memory_budget "
             "the compiler decides what it recomputes"
         )
-    every = selected_every(checkpoint.selective_ac_option)
+    every = parse_selective_option(checkpoint.selective_ac_option)
     mode = {"none": "none", "full": "full", "selective": "op" if every is None else "full"}[checkpoint.mode]
     return PlannedRun(
         model=config.model,
@@ -183,7 +183,7 @@ def count_checkpointed_blocks(config: TrainConfig) -> int:
     """Return the number of checkpointed blocks."""
     checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
     if checkpoint.mode == "selective":
-        return blocks // (selected_every(checkpoint.selective_ac_option) or 1)
+        return blocks // (parse_selective_option(checkpoint.selective_ac_option) or 1)
     return blocks if checkpoint.mode == "full" else 0
 
 

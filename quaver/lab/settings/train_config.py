@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quaver.checkpointing.policy import selected_every
+from quaver.checkpointing.policy import parse_selective_option
 from quaver.lab.settings.checkpoint import Checkpoint
 from quaver.lab.settings.data import Data, Validation
 from quaver.lab.settings.fields import Settings, require
@@ -150,7 +150,7 @@ class TrainConfig(Settings):
         expected = "true with activation_checkpoint.mode = memory_budget"
         is_possible = checkpoint.mode != "memory_budget" or is_compiled
         self.require(is_possible, "training.compile", expected, "the compiler decides what to save")
-        every = selected_every(checkpoint.selective_ac_option)
+        every = parse_selective_option(checkpoint.selective_ac_option)
         in_full = checkpoint.mode in ("full", "memory_budget") or every is not None
         self.require(
             not (in_full and is_compiled and self.parallelism.tensor_parallel_degree > 1),

@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt
 
 from quaver.checkpointing import MODES as CHECKPOINT_MODES
-from quaver.checkpointing.policy import named_operations, operations_to_keep, selected_every
+from quaver.checkpointing.policy import find_operations, find_savable_operations, parse_selective_option
 from quaver.lab.settings.fields import (
     AtLeast1,
     AtMost,
@@ -127,10 +127,10 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
             if self.mode != mode:
                 self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
         try:
-            every = selected_every(self.selective_ac_option)
+            every = parse_selective_option(self.selective_ac_option)
         except ValueError as error:
             raise ValueError(f"activation_checkpoint.{error}") from error
-        readers = {"selective_ac_also_keep": operations_to_keep, "selective_ac_never_keep": named_operations}
+        readers = {"selective_ac_also_keep": find_savable_operations, "selective_ac_never_keep": find_operations}
         for name, read in readers.items():
             if self.mode != "selective" or every is not None:
                 unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"

@@ -95,7 +95,7 @@ class Experts(RoutedExperts):
         dtype = get_output_dtype(tokens)  # autocast leaves a grouped matmul alone
         tokens = tokens.to(dtype)
         tokens = tokens if dispatch is None else DispatchTokens.apply(tokens, dispatch)
-        weights = self._local(name).to(dtype).transpose(1, 2)
+        weights = self._get_local(name).to(dtype).transpose(1, 2)
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
         else:  # PyTorch traces its grouped matmul in bfloat16 only; this one is bit-identical

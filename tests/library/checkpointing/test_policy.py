@@ -532,11 +532,11 @@ def test_operators_without_a_result_to_save_are_refused(name, reason):
 
 
 def test_operators_by_name():
-    assert checkpointing.operations_to_keep(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
-    named = checkpointing.named_operations(["aten.add", "aten.mul.Tensor"])
+    assert checkpointing.find_savable_operations(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
+    named = checkpointing.find_operations(["aten.add", "aten.mul.Tensor"])
     assert {torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.mul.Tensor} <= named
     assert torch.ops.aten.mul.out not in named
     for name in ("abs", "aten.nothing", "nowhere.abs", "aten.abs.nothing", "", "aten.__class__", "aten.abs.default.x"):
         with pytest.raises(ValueError, match="expected the name of an operator that torch knows") as raised:
-            checkpointing.named_operations([name])
+            checkpointing.find_operations([name])
         assert repr(name) in str(raised.value)

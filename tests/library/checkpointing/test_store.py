@@ -443,7 +443,7 @@ def test_views_of_one_tensor_are_lines_that_sum_to_the_total():
 
 def test_one_storage_is_stored_once_until_it_is_written_to():
     x = inputs() * 1
-    pack = store_hooks.Pack(store_hooks.ActivationStorage("", 128), [x], None)
+    pack = store_hooks.StoringPackHook(store_hooks.ActivationStorage("", 128), [x], None)
     first, view, transposed = pack(x), pack(x.view(-1, 256)), pack(x.transpose(0, 1))
     assert first.codes is view.codes is transposed.codes
     assert torch.equal(first.restore(), transposed.restore().transpose(0, 1))
@@ -453,7 +453,7 @@ def test_one_storage_is_stored_once_until_it_is_written_to():
 
 
 def test_a_new_storage_in_the_place_of_a_freed_one_has_codes_of_its_own():
-    pack = store_hooks.Pack(store_hooks.ActivationStorage("", 128), [inputs()], None)
+    pack = store_hooks.StoringPackHook(store_hooks.ActivationStorage("", 128), [inputs()], None)
     for seed in range(20):
         x = inputs(seed) * 1
         packed, expected = pack(x), x.detach().clone()

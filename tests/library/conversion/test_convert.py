@@ -374,7 +374,7 @@ def test_experts_are_prepared_for_a_float8_all_gather_and_back():
     assert all(layer.reason == "" for layer in conversion_report(model).converted)
     assert model(input).equal(plain(input))
     for duplicate in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        assert duplicate[0].experts.down_proj.box.name == "down_proj"
+        assert duplicate[0].experts.down_proj.shard_state.name == "down_proj"
         for name, value in duplicate.state_dict().items():
             assert type(value) is torch.Tensor
             assert value.equal(expected[name])

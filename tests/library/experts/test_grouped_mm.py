@@ -13,7 +13,7 @@ from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm
 from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import cast_groups
 from quaver.experts.gemm import ExpertMatmul
-from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale
+from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale_row
 from quaver.kernels.operands import Operand
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
@@ -199,7 +199,7 @@ def list_used_scales(block_rows, ends, rows=310):
     """Return the rows of the scales that groups use, in the order of the groups."""
     used = []
     for group, (start, stop) in enumerate(find_bounds(ends, len(ends), rows)):
-        first = find_first_scale(block_rows, group, start)
+        first = find_first_scale_row(block_rows, group, start)
         used += range(first, first + (1 if block_rows == 0 else -(-(stop - start) // block_rows)))
     return used
 

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from quaver import convert_to_float8_training
-from quaver.checkpointing.policy import selective_checkpoint_contexts
+from quaver.checkpointing.policy import make_selective_contexts
 
-CONTEXTS = pytest.mark.parametrize("contexts", [noop_context_fn, selective_checkpoint_contexts], ids=["full", "op"])
+CONTEXTS = pytest.mark.parametrize("contexts", [noop_context_fn, make_selective_contexts], ids=["full", "op"])
 RECIPE = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 
 

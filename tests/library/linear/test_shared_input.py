@@ -19,7 +19,7 @@ from quaver import (
     convert_to_high_precision,
     sync_float8_amax_and_scale_history,
 )
-from quaver.checkpointing.policy import apply_activation_checkpointing, selective_checkpoint_contexts
+from quaver.checkpointing.policy import apply_activation_checkpointing, make_selective_contexts
 from quaver.linear import shared_input
 from tests.library.linear.test_module import Qkv, needs_counts, reads
 from tests.steps import assert_same, results_of
@@ -140,7 +140,7 @@ def test_a_part_of_the_forward_may_be_checkpointed_selectively(recipe):
     class Part(Attention):
         def forward(self, x: Tensor) -> Tensor:
             part = super().forward
-            return checkpoint(part, x, use_reentrant=False, context_fn=selective_checkpoint_contexts)
+            return checkpoint(part, x, use_reentrant=False, context_fn=make_selective_contexts)
 
     plain = convert_to_float8_training(Attention(), config=recipe)
     model = convert_to_float8_training(Part(), config=recipe)

@@ -12,7 +12,7 @@ from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
-from quaver.optim.blocks import RowRange, make_grid, number_blocks
+from quaver.optim.blocks import RowSpan, make_grid, number_blocks
 from quaver.optim.rounding import (
     dequantize_moment,
     draw_random_bits,
@@ -242,12 +242,12 @@ def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
 
 def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
     whole = torch.empty(6, 4, 700)
-    key, number = number_blocks([RowRange(make_grid(whole), 0, 24, 7)], whole.device)
+    key, number = number_blocks([RowSpan(make_grid(whole), 0, 24, 7)], whole.device)
     bits = draw_random_bits(make_block_keys(key, number))
     assert number.tolist() == list(range(72))
     assert (bits.view(-1).unique().numel() - 72 * 256) > -3
     assert abs(take_low16(bits).double().mean() / 65535 - 0.5) < 0.01
-    part = RowRange(make_grid(whole), 5, 9, 7)
+    part = RowSpan(make_grid(whole), 5, 9, 7)
     assert torch.equal(number_blocks([part], whole.device)[1], number[15:27])
     assert len({make_step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
 
