@@ -64,24 +64,18 @@ MATMULS = frozenset(
 )
 """The matmuls of linears in every precision. Every second one is saved."""
 
-_SAVED_NAMES = (
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_fused_attention_overrideable",
-    "_c10d_functional.reduce_scatter_tensor",
-    "aten.amax",
-    "aten.max",  # the overload that reduces everything
+SAVED = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        _aten.amax.default,
+        _aten.max.default,  # the overload that reduces everything
+    }
 )
-
-
-def _get_operation(name: str) -> Any:
-    namespace, _, packet = name.partition(".")
-    return getattr(getattr(torch.ops, namespace), packet).default
-
-
-SAVED = frozenset(_get_operation(name) for name in _SAVED_NAMES)
 """Ops whose results are always saved: attention and reduce-scatters are expensive, amaxes are small."""
 
 
@@ -139,28 +133,29 @@ def apply_activation_checkpointing(
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
         raise TypeError(f"modules: expected blocks, such as model.layers, got {type(modules).__name__}")
-    modules = list(modules)
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    also_keep, never_keep = tuple(also_keep), tuple(never_keep)
-    if any(PolicyChanges.parse(also_keep, never_keep)) and (
-        mode != "selective" or parse_selective_option(selective_ac_option) is not None
-    ):
-        raise ValueError(
-            "also_keep and never_keep: expected none unless mode is selective and selective_ac_option is op, got "
-            f"operators with mode {mode!r} and option {selective_ac_option!r}"
-        )
+    modules, also_keep, never_keep = list(modules), tuple(also_keep), tuple(never_keep)
+    _check_options(mode, selective_ac_option, PolicyChanges.parse(also_keep, never_keep))
     if mode == "memory_budget":
         _set_memory_budget(memory_budget)
     if mode in ("none", "memory_budget"):
         return
     every = 1 if mode == "full" else parse_selective_option(selective_ac_option)
-    chosen = modules if every is None else modules[every - 1 :: every]
+    chosen = dict.fromkeys(modules if every is None else modules[every - 1 :: every])  # a shared module once
     for module in chosen:
         if has_layer(module, Checkpointing):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
         add_layer(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
+
+
+def _check_options(mode: str, selective_ac_option: str, changes: PolicyChanges) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if any(changes) and (mode != "selective" or parse_selective_option(selective_ac_option) is not None):
+        raise ValueError(
+            "also_keep and never_keep: expected none unless mode is selective and selective_ac_option is op, got "
+            f"operators with mode {mode!r} and option {selective_ac_option!r}"
+        )
 
 
 def parse_selective_option(selective_ac_option: str) -> int | None:

@@ -27,6 +27,7 @@ from quaver import (
 from quaver.checkpointing import policy as checkpointing
 from quaver.checkpointing.policy import MATMULS, apply_activation_checkpointing
 from quaver.kernels import cpu
+from quaver.linear.class_change import get_class_parts
 from tests.models import Block, rope_tables
 from tests.steps import assert_same, draw
 from tests.thinned import at_night, thinned
@@ -430,6 +431,9 @@ def test_a_model_in_place_of_its_blocks_and_a_second_checkpoint_are_refused():
     net = make(None, "full", width=64)
     with pytest.raises(ValueError, match="this Block is checkpointed already"):
         apply_activation_checkpointing(net.layers)
+    shared = nn.Linear(2, 2)
+    apply_activation_checkpointing([shared, shared], mode="full")
+    assert len(get_class_parts(shared).layers) == 1
 
 
 def count_saved_silus(**changes) -> tuple[int, list[torch.Tensor]]:
