@@ -30,7 +30,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,16 +130,13 @@ class _PackedByOuterHooks:
         self.unpack = functools.partial(outer[1], self.packed)
 
 
-class ActivationStorage:
-    """How the activations of one module are stored.
+class ActivationStorage(NamedTuple):
+    """How the activations of one module are stored."""
 
-    Args:
-        name: the name of the module, for reports.
-        block_size: the number of elements that share a scale, 32 or 128.
-    """
-
-    def __init__(self, name: str, block_size: int) -> None:
-        self.name, self.block_size = name, block_size
+    name: str
+    """The name of the module, for reports."""
+    block_size: int
+    """The number of elements that share a scale, 32 or 128."""
 
 
 class _StorageObserver(threading.local):

@@ -216,11 +216,12 @@ def _add_unused_rows(scales: Tensor, groups: int) -> Tensor:
     return F.pad(scales.view(groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
 
 
-def _get_row_layout(*args: Any) -> ScaleLayout:
-    return get_cast_layout(args[7], args[8:])
-
-
-_operation = register_operation(_cast_groups, cpu=_cpu_cast_groups, fake=_fake_cast_groups, layout=_get_row_layout)
+_operation = register_operation(
+    _cast_groups,
+    cpu=_cpu_cast_groups,
+    fake=_fake_cast_groups,
+    layout=lambda *args: get_cast_layout(args[7], args[8:]),  # granularity, and the block options
+)
 
 
 @phase("quaver::cast")

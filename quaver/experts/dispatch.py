@@ -56,27 +56,14 @@ class Dispatcher(Protocol):
         """Return this rank's part of a parameter, differentiably."""
 
 
-class DispatchTokens(torch.autograd.Function):
-    """`dispatch.dispatch` in high precision, forward and backward."""
+class ExchangeRows(torch.autograd.Function):
+    """Sends rows in high precision: to the experts, or back from them. Gradients take the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return dispatch.dispatch(rows)
+    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch, to_experts: bool) -> Tensor:
+        ctx.dispatch, ctx.to_experts = dispatch, to_experts
+        return dispatch.dispatch(rows) if to_experts else dispatch.combine(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.dispatch.combine(grad), None
-
-
-class Combine(torch.autograd.Function):
-    """`dispatch.combine` in high precision, forward and backward: for results that do not come from a matmul."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return dispatch.combine(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.dispatch.dispatch(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (ctx.dispatch.combine(grad) if ctx.to_experts else ctx.dispatch.dispatch(grad)), None, None

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
-from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
+from quaver.experts.dispatch import Dispatch, Dispatcher, ExchangeRows
 from quaver.experts.grouped_mm import (
     find_config_obstacle,
     get_frozen_operands,
@@ -135,7 +135,7 @@ class RoutedExperts(nn.Module):
             return self._multiply_and_add_bias("down_proj", inner, ends, expert, combine=dispatch)
         out = self._multiply_and_add_bias("down_proj", inner, ends, expert)
         out = experts.post_expert_norm(out) if has_norm else out
-        return out if dispatch is None else Combine.apply(out, dispatch)
+        return out if dispatch is None else ExchangeRows.apply(out, dispatch, False)
 
     def _multiply_and_add_bias(
         self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None, **between_ranks: Dispatch | None

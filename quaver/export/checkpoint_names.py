@@ -149,7 +149,7 @@ def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Chec
                 if conversions.is_known
                 else _make_default_parts(prefix, leaf, module)
             )
-            if parts is None and has_linears and _get_original_class_name(module) == "Llama4TextExperts":
+            if parts is None and has_linears and get_class_parts(module).original.__name__ == "Llama4TextExperts":
                 matrices = _name_matrices(prefix, leaf, count)
                 parts = [tuple(map(conversions.get_stored_name, names)) for names in matrices]
                 transposed.add(name)
@@ -159,10 +159,6 @@ def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Chec
             else:
                 stacks[name] = parts
     return CheckpointNames(stacks, transposed, whole_stacks, conversions, linears)
-
-
-def _get_original_class_name(experts: nn.Module) -> str:
-    return get_class_parts(experts).original.__name__
 
 
 def _make_default_parts(prefix: str, leaf: str, module: nn.Module) -> list[PartNames] | None:

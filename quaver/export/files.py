@@ -59,8 +59,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path`, indented. Raises ValueError for an inf or a NaN."""
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write `value` to `path`, indented. Raises ValueError if JSON cannot hold it."""
+    path.write_text(encode_json(path.name, value), encoding="utf-8")
 
 
 def encode_config(config: Mapping[str, Any]) -> str:
@@ -111,7 +111,9 @@ class StoredTensors(Mapping[str, Tensor]):
         self._file = dict(stored)
         self.metadata: list[dict[str, str]] = [opened.metadata() or {} for opened in self._opened.values()]
         check_names(self._file, folder)
-        _check_index(folder, index, self._file)
+        if index is not None and index != self._file:
+            differing = sorted(name for name in {*index, *self._file} if index.get(name) != self._file.get(name))
+            raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {join_names(differing)}")
         if len(stored) != len(self._file):
             twice = sorted(name for name, file in stored if self._file[name] != file)
             raise ValueError(f"{str(folder)!r} has tensors in two files: {join_names(twice)}; download it again")
@@ -174,12 +176,6 @@ def check_names(names: Iterable[str], path: Path) -> None:
     for name in names:
         if not name.isprintable():
             raise ValueError(f"{str(path)!r} has the name {name!r}, which is not printable; download it again")
-
-
-def _check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, Path]) -> None:
-    if index is not None and index != stored:
-        differing = sorted(name for name in {*index, *stored} if index.get(name) != stored.get(name))
-        raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {join_names(differing)}")
 
 
 def _find_single_file(folder: Path) -> Path:

@@ -90,9 +90,7 @@ def save_float8(
     if plan.format.is_file:
         target = _create_file(path, model, tensors, record)
     else:
-        measure = (
-            None if high_precision_model is None else partial(_measure_logits, high_precision_model, measure_tokens)
-        )
+        measure = partial(_measure_logits, high_precision_model, measure_tokens)
         text = _encode_quantized_config(_get_config(model) if config is None else config, model, tensors, dtype)
         target = _create_bundle(path, model, tensors, record, text, max_shard_bytes, files, measure)
     held = itertools.chain(model.parameters(), (weights or {}).values())
@@ -148,7 +146,7 @@ def _create_bundle(
     config: str,
     max_shard_bytes: int,
     files: Sequence[Path],
-    measure: Callable[[Path], dict[str, Any]] | None,
+    measure: Callable[[Path], dict[str, Any] | None],
 ) -> Iterator[SafetensorsWriter]:
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
     plan = tensors.plan
@@ -163,13 +161,8 @@ def _create_bundle(
             generation.to_json_file(staging / GENERATION)
         for file in files:  # may replace the generation config
             shutil.copyfile(file, staging / file.name)
-        logits = None if measure is None else measure(staging)
-        record |= {
-            **_measure_costs(model, tensors),
-            "ragged": plan.ragged,
-            "whole_stacks": plan.whole_stacks,
-            "logits": logits,
-        }
+        record |= {**_measure_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}
+        record |= {"logits": measure(staging)}
         write_bundle(staging, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
@@ -227,8 +220,10 @@ def _get_config(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _measure_logits(make_model: Callable[[], nn.Module], count: int, folder: Path) -> dict[str, Any]:
+def _measure_logits(make_model: Callable[[], nn.Module] | None, count: int, folder: Path) -> dict[str, Any] | None:
     """Measure how the logits on `count` random tokens change with the dequantized weights in `folder`."""
+    if make_model is None:
+        return None
     model = make_model().eval()
     vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
     tokens = torch.randint(vocab_size, (1, count), generator=torch.Generator().manual_seed(0))

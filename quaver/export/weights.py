@@ -116,18 +116,14 @@ def iter_float8_weights(
         ValueError: a weight is not finite or on the meta device, or the scale of an input is unknown.
     """
     dtype, forward_dtype = _parse_dtype("dtype", dtype), _parse_dtype("rounded_from", rounded_from)
-    model, view = unwrap_ddp(model), None
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    view = None
     if recipe is None and module_filter_fn is not None:
         raise ValueError("module_filter_fn: expected none without a recipe: the model's layers are converted, or not")
     if recipe is not None or has_adapters(model):
         view = make_converted_view(model, recipe, module_filter_fn)
         model = view.model
     return Float8Weights(model, format, weights, dtype, forward_dtype, share_fused_scales, view, recipe is not None)
-
-
-def unwrap_ddp(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, or `model`."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _parse_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:

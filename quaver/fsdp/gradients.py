@@ -18,6 +18,7 @@ get a stream here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -129,36 +130,27 @@ def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
     if group.size() > 1:
         _check_elements(elements // group.size(), group.size(), "the model")
     # A lambda, since DDP checks the annotations of a hook and expects classes, and this module's are strings.
-    model.register_comm_hook(_BucketStream(group), lambda state, bucket: _average_bucket(state, bucket))
+    model.register_comm_hook(group, lambda group, bucket: _average_bucket(group, bucket))
 
 
-class _BucketStream:
-    """The group of a DDP model, and the stream of its buckets on a GPU."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._stream: torch.Stream | None = None
-
-    def get_stream(self, device: torch.device) -> torch.Stream | None:
-        """Return the stream, created on first use; None on a CPU, which has none."""
-        if device.type != "cpu" and self._stream is None:
-            self._stream = torch.Stream(device)
-        return self._stream
+@functools.cache
+def _get_stream(device: torch.device) -> torch.Stream:
+    """Return the stream on which this process averages buckets on a GPU."""
+    return torch.Stream(device)
 
 
-def _average_bucket(state: _BucketStream, bucket: Any) -> torch.futures.Future[Tensor]:
+def _average_bucket(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average the bucket over the ranks, as DDP's communication hook."""
     buffer = bucket.buffer()
-    stream = state.get_stream(buffer.device)
-    if stream is None:
+    if buffer.device.type == "cpu":
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        _average(buffer, state.group)
+        _average(buffer, group)
         future.set_result(buffer)
         return future
-    future = torch.futures.Future(devices=[buffer.device])
+    future, stream = torch.futures.Future(devices=[buffer.device]), _get_stream(buffer.device)
     stream.wait_stream(torch.accelerator.current_stream(buffer.device))
     with stream:
-        _average(buffer, state.group)
+        _average(buffer, group)
         future.set_result(buffer)  # records an event on the stream, for which wait() waits
     return future
 

@@ -97,11 +97,8 @@ def get_current_shard(weight: ModuleWeight) -> WeightShard:
 
     All but `local` is cached until the module has another parameter.
     """
-    shards, parameter, local = (
-        get_all_gather_state(weight.module).shards,
-        weight.parameter,
-        _get_all_gather_weight(weight),
-    )
+    shards, parameter = get_all_gather_state(weight.module).shards, weight.parameter
+    local = _get_all_gather_weight(weight)
     if weight.name not in shards or shards[weight.name][0] is not parameter:
         shards[weight.name] = parameter, locate_shard(parameter, local.wrapped.new_empty(0))  # keep no memory alive
     return shards[weight.name][1]._replace(local=local.wrapped)

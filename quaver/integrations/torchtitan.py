@@ -94,9 +94,8 @@ class Float8LinearConverter(QuantizationConverter):
             if reason:
                 skipped.append(f"{name} ({reason})")
             else:
-                converted = _convert_config(
-                    linear, self.config.recipe_name, self.config.emulate, self.config.enable_fsdp_float8_all_gather
-                )
+                gathers = self.config.enable_fsdp_float8_all_gather
+                converted = _convert_config(linear, self.config.recipe_name, self.config.emulate, gathers)
                 model_config = _replace_config(converted, parent, attribute, model_config)
         if len(skipped) == len(linears):
             raise ValueError(f"0 of {len(linears)} linears can run in float8: {', '.join(skipped)}")

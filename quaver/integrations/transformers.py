@@ -195,8 +195,5 @@ def _select_json(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the monitor's arguments that JSON can hold; an object as `sink` is left out."""
     if options is None:
         return None
-    return {key: str(value) if isinstance(value, Path) else value for key, value in options.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | Path)
+    kept = {key: value for key, value in options.items() if isinstance(value, bool | int | float | str | Path | None)}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}

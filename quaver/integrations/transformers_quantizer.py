@@ -268,9 +268,12 @@ class QuaverQuantizer(HfQuantizer):
         return not isinstance(recipe, LayerRecipes) and resolve_config(recipe).enable_fsdp_float8_all_gather
 
     def _convert(self, model: nn.Module) -> None:
-        config = self.quantization_config
-        options: dict[str, Any] = {"include_subclasses": config.include_subclasses}
-        prepare_model_for_float8(model, config.linear_recipe, module_filter_fn=self._make_filter(model), **options)
+        prepare_model_for_float8(
+            model,
+            self.quantization_config.linear_recipe,
+            module_filter_fn=self._make_filter(model),
+            include_subclasses=self.quantization_config.include_subclasses,
+        )
 
     def _convert_frozen(self, model: nn.Module) -> None:
         options: dict[str, Any] = {"include_subclasses": self.quantization_config.include_subclasses}

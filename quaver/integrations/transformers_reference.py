@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -57,17 +56,13 @@ def convert_reference(model: nn.Module) -> None:
 def _convert_with_configs(reference: nn.Module, configs: dict[str, Float8LinearConfig]) -> int:
     """Convert the layers with these names, without float8 all-gathers. Returns the number of float8 layers."""
     for config in set(configs.values()):
-        convert_to_float8_training(
-            reference,
-            config=_remove_all_gather(config),
-            module_filter_fn=partial(_has_config, configs, config),
-            include_subclasses=True,
-        )
+
+        def admits(_: nn.Module, name: str, config: Float8LinearConfig = config) -> bool:
+            return configs.get(strip_wrappers(name)) == config
+
+        config = _remove_all_gather(config)
+        convert_to_float8_training(reference, config=config, module_filter_fn=admits, include_subclasses=True)
     return len(_get_configs(reference))
-
-
-def _has_config(configs: dict[str, Float8LinearConfig], config: Float8LinearConfig, _: nn.Module, name: str) -> bool:
-    return configs.get(strip_wrappers(name)) == config
 
 
 def _remove_all_gather(config: Float8LinearConfig) -> Float8LinearConfig:

@@ -90,7 +90,11 @@ class Float8Optimizer(Optimizer):
             ValueError: a gradient is sparse, or its placements differ from its parameter's. No parameter changes.
             RuntimeError: a CUDA graph is being captured.
         """
-        _check_no_capture(type(self).__name__)
+        if is_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__} counts steps on the host, so a CUDA graph would repeat one step and its random "
+                "bits: call step() outside of the graph"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -119,7 +123,7 @@ class Float8Optimizer(Optimizer):
     def _advance(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """Count a step of a parameter and return its number. The first step creates the parameter's state."""
         if not self.state[parameter]:
-            if _wants_float8(parameter, group):
+            if "float8" in [group[moment] for moment in get_layout(parameter, group).moments]:
                 _warn_of_float32(self.parameter_names.get(id(parameter), "a parameter"), parameter)
             self.state[parameter].update(make_state(parameter, group))
         self.state[parameter]["step"] += 1
@@ -201,12 +205,12 @@ class Float8Optimizer(Optimizer):
     def _torch_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch's optimizer, with moments in float32."""
         packed = super().state_dict()
-        parameters = self._number_parameters(packed)
         state = {}
-        for index in packed["state"]:
-            parameter, group = parameters[index]
-            moments = read_moments(parameter, self.state[parameter], group)
-            state[index] = {"step": self.state[parameter]["step"].clone(), **moments}
+        for group, numbers in zip(self.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], numbers["params"], strict=True):
+                if number in packed["state"]:
+                    moments = read_moments(parameter, self.state[parameter], group)
+                    state[number] = {"step": self.state[parameter]["step"].clone(), **moments}
         defaults = self._torch_defaults()
         own = self.defaults.keys() - defaults.keys()
         groups = [
@@ -243,24 +247,8 @@ class Float8Optimizer(Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: loaded[name] for name in shared if name in loaded})
 
-    def _number_parameters(self, packed: dict[str, Any]) -> dict[int, tuple[Tensor, dict[str, Any]]]:
-        """Return each parameter and its group by the parameter's number in a state dict."""
-        return {
-            index: (parameter, group)
-            for group, numbers in zip(self.param_groups, packed["param_groups"], strict=True)
-            for parameter, index in zip(group["params"], numbers["params"], strict=True)
-        }
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_skipped": self._skipped, "_warned": self._warned}
-
-
-def _check_no_capture(name: str) -> None:
-    if is_capturing():
-        raise RuntimeError(
-            f"{name} counts steps on the host, so a CUDA graph would repeat one step and its random bits: call step() "
-            "outside of the graph"
-        )
 
 
 def _write_to_empty_shard(parameter: Tensor) -> None:
@@ -308,10 +296,6 @@ def _move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
     # The saved optimizer may keep counting in the tensor of its state dict.
     return {**moved, "step": state["step"].to("cpu", copy=True)}
-
-
-def _wants_float8(parameter: Tensor, group: dict[str, Any]) -> bool:
-    return "float8" in [group[moment] for moment in get_layout(parameter, group).moments]
 
 
 def _warn_of_float32(name: str, parameter: Tensor) -> None:

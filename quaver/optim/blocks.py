@@ -71,16 +71,12 @@ def get_scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:leading], count_blocks(prod(shape[leading:])))
 
 
-def _locate_shard(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shape of this rank's shard and its offset."""
-    if isinstance(parameter, DTensor):
-        return local_shape_and_offset(parameter)
-    return parameter.shape, (0,) * parameter.dim()
-
-
 def make_grid(parameter: Tensor) -> BlockGrid:
     """Make the grid of a plain parameter, or of this rank's shard of a DTensor."""
-    shape, (local, offset) = tuple(parameter.shape), _locate_shard(parameter)
+    shape = local = tuple(parameter.shape)
+    offset: Sequence[int] = (0,) * len(shape)
+    if isinstance(parameter, DTensor):
+        local, offset = local_shape_and_offset(parameter)
     leading = count_leading_dims(shape)
     row_blocks = count_blocks(prod(shape[leading:]))
     rest = prod(shape[2:leading]) * row_blocks  # blocks of one index of the first two dims

@@ -52,6 +52,16 @@ class _Sharding:
     def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, self.weight_dim)
 
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        return output
+
+    def _wrap_output(self, output: Tensor, shape: Sequence[int], placement: Placement) -> DTensor:
+        """Wrap this rank's part of an output. `shape` is explicit, since parts may have different lengths."""
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            output, self.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
     def __deepcopy__(self, memo: object) -> _Sharding:
         return self  # groups cannot be copied
 
@@ -89,14 +99,7 @@ class ColwiseSharding(_Sharding):
             replicated = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
             input = typing.cast(Tensor, PartialGrad.apply(replicated))
         output = linear.forward_local(input, self)
-        # Explicit, since ranks may have different numbers of features.
-        shape = torch.Size([*output.shape[:-1], linear.out_features])
-        stride = torch.empty(shape, device="meta").stride()
-        placements = [Shard(output.dim() - 1)]
-        return DTensor.from_local(output, self.mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
-        return output
+        return self._wrap_output(output, [*output.shape[:-1], linear.out_features], Shard(output.dim() - 1))
 
 
 class RowwiseSharding(_Sharding):
@@ -199,14 +202,9 @@ class ReplicatedSharding(_Sharding):
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
         """See `_Sharding`. Returns a DTensor in `layout`."""
-        shape = torch.Size([*input.shape[:-1], linear.out_features])  # ranks may have different numbers of tokens
-        stride = torch.empty(shape, device="meta").stride()
         local = typing.cast(DTensor, input).redistribute(placements=[self.layout]).to_local()
         output = linear.forward_local(local, self)
-        return DTensor.from_local(output, self.mesh, [self.layout], run_check=False, shape=shape, stride=stride)
-
-    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
-        return output
+        return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.layout)
 
 
 def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> None:

@@ -78,7 +78,8 @@ class WeightFormat:
         """
         scale = expect(operand.dequant_scale)
         if self.is_mx:
-            if weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not _is_e8m0(scale):
+            is_e8m0 = scale.to(torch.float8_e8m0fnu).float().equal(scale)
+            if weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not is_e8m0:
                 return None
             row_scales = scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]]
             return Operand(operand.data, row_scales, ScaleLayout(1, GROUP_SIZE))
@@ -158,7 +159,3 @@ class WeightFormat:
     def list_warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         """Yield what readers cannot do with `ragged` weights, and why `high_precision_linears` are not in float8."""
         yield from ()
-
-
-def _is_e8m0(scale: Tensor) -> bool:
-    return scale.to(torch.float8_e8m0fnu).float().equal(scale)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.experts.dispatch import Combine, Dispatch, DispatchTokens
+from quaver.experts.dispatch import Dispatch, ExchangeRows
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
 from quaver.lab.recorder.storages import list_plain_tensors
@@ -94,13 +94,13 @@ class Experts(RoutedExperts):
         dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
         dtype = get_output_dtype(tokens)  # autocast leaves a grouped matmul alone
         tokens = tokens.to(dtype)
-        tokens = tokens if dispatch is None else DispatchTokens.apply(tokens, dispatch)
+        tokens = tokens if dispatch is None else ExchangeRows.apply(tokens, dispatch, True)
         weights = self._get_local(name).to(dtype).transpose(1, 2)
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
         else:  # PyTorch traces its grouped matmul in bfloat16 only; this one is bit-identical
             output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION)
-        return output if combine is None else Combine.apply(output, combine)
+        return output if combine is None else ExchangeRows.apply(output, combine, False)
 
 
 class Mixture(nn.Module):
