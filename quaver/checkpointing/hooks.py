@@ -1,6 +1,6 @@
 """The saved-tensor hooks that store activations as float8 codes, and the tensors that they do not convert.
 
-    with storing(storage, args, kwargs):      around the forward of one module
+    with store_tensors(storage, args, kwargs):      around the forward of one module
         ...
 
 Tensors that autograd saves inside the block are stored in float8. These are not converted:
@@ -237,7 +237,9 @@ def skip_conversion() -> Iterator[None]:
         _skipping.depth -= 1
 
 
-def storing(storage: ActivationStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+def store_tensors(
+    storage: ActivationStorage, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[Any]:
     """Store tensors that autograd saves inside the block: the forward of a module with these arguments."""
     outer: Any = top_saved_tensors_hooks(True)
     if is_checkpoint_hook(outer) or runs_in_backward():  # a reentrant checkpoint recomputes in its backward

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.checkpointing.hooks import STORED_IN, ActivationStorage, StoringModule, skip_conversion, storing
+from quaver.checkpointing.hooks import STORED_IN, ActivationStorage, StoringModule, skip_conversion, store_tensors
 from quaver.kernels.operation import library
 from quaver.linear.class_change import Layer, add_layer, has_layer, remove_layers
 from quaver.recipes.config import Float8LinearConfig
@@ -213,7 +213,7 @@ class _Storing(Layer):
                 return cls.forward(module, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return _run_annotated((cls.__name__, storage.block_size), cls.forward, module, *args, **kwargs)
-            with storing(storage, args, kwargs):
+            with store_tensors(storage, args, kwargs):
                 return cls.forward(module, *args, **kwargs)
 
         return stored

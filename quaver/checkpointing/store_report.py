@@ -80,7 +80,7 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     try:
         with skip_conversion():
             exact = _compute_gradients(parameters, step)
-        with _recording(saved, parameters.values()):
+        with _record_saved(saved, parameters.values()):
             stored = _compute_gradients(parameters, step)
     finally:
         for name, parameter in parameters.items():
@@ -104,7 +104,7 @@ def _compute_gradients(parameters: dict[str, nn.Parameter], step: Callable[[], o
 
 
 @contextmanager
-def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _record_saved(saved: list[SavedActivation], parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     counted: dict[int, StorageWeakRef] = {}  # with weak references, so that no later storage gets the same key
     for parameter in parameters:  # a linear saves an alias of its weight
         storage = get_local_tensor(parameter).untyped_storage()

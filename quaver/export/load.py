@@ -119,7 +119,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         return self.format.parse_scales(name, self.shape(name), stored)
 
     def remove_padding(self, name: str, shape: Sequence[int]) -> None:
-        """If the file holds a matrix padded, read only `shape` of it from now on."""
+        """Read only `shape` of a matrix from now on, if the file holds it padded."""
         padded = self.format.get_padded_shape(name, shape)
         if padded is not None and padded == self._stored.shape(name):
             self._unpadded[name] = list(shape)

@@ -45,7 +45,7 @@ def convert_to_float8_training(
     module_filter_fn: ModuleFilter | None = None,
     config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
 ) -> nn.Module:
-    """quaver's `convert_to_float8_training`, adapted to Accelerate.
+    """Run quaver's `convert_to_float8_training`, adapted to Accelerate.
 
     Accelerate asks for a float8 all-gather by default, even without FSDP2, and makes the optimizer before the
     conversion. Without FSDP2 this function turns the float8 all-gather off: it would have no effect except for new

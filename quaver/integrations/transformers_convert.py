@@ -52,7 +52,7 @@ def prepare_model_for_float8(
         "module_filter_fn": make_float8_filter(model, module_filter_fn),
         "include_subclasses": include_subclasses,
     }
-    with conv1ds_as_linears(model):
+    with treat_conv1ds_as_linears(model):
         if isinstance(config, LayerRecipes):
             return convert_layers(model, config, **options)
         return convert_to_float8_training(model, config=config, **options)
@@ -73,7 +73,7 @@ def make_float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) 
 
 
 @contextmanager
-def conv1ds_as_linears(model: nn.Module) -> Iterator[None]:
+def treat_conv1ds_as_linears(model: nn.Module) -> Iterator[None]:
     """Make each `Conv1D` a linear in the block. At its end, linears that are not in float8 become `Conv1D`s again."""
     linears = to_linears(find_conv1ds(model))
     try:

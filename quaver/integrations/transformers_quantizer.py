@@ -46,7 +46,11 @@ from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.export.plan import find_float8_weights
 from quaver.export.tensor_roles import CODES, find_quantization
 from quaver.integrations.transformers_conv1d import Conv1DLinear
-from quaver.integrations.transformers_convert import conv1ds_as_linears, make_float8_filter, prepare_model_for_float8
+from quaver.integrations.transformers_convert import (
+    make_float8_filter,
+    prepare_model_for_float8,
+    treat_conv1ds_as_linears,
+)
 from quaver.integrations.transformers_loading import Float8Tensors, QuaverWeights
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -278,7 +282,7 @@ class QuaverQuantizer(HfQuantizer):
     def _convert_frozen(self, model: nn.Module) -> None:
         options: dict[str, Any] = {"include_subclasses": self.quantization_config.include_subclasses}
         admits = make_float8_filter(model, self._make_filter(model))
-        with conv1ds_as_linears(model):
+        with treat_conv1ds_as_linears(model):
             convert_to_float8_training(model, config=self._frozen_config, module_filter_fn=admits, **options)
 
     def _make_filter(self, model: nn.Module) -> ModuleFilter:
@@ -350,7 +354,7 @@ _get_hf_quantizer = _modeling.get_hf_quantizer
 
 @functools.wraps(_get_hf_quantizer)
 def _get_quantizer(config: Any, quantization_config: Any, *args: Any, **options: Any) -> Any:
-    """Replaces `get_hf_quantizer`, which raises for a QuaverConfig if config.json has another method."""
+    """Run `get_hf_quantizer`, which raises for a QuaverConfig if config.json keeps another method."""
     method = getattr(quantization_config, "quant_method", None)
     if isinstance(quantization_config, Mapping):
         method = quantization_config.get("quant_method")

@@ -167,7 +167,7 @@ class Float8Optimizer(Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         if not any("state_version" in group for group in state_dict["param_groups"]):
             torch_name = self.torch_optimizer.__name__
-            shared = self.defaults.keys() & self._torch_defaults().keys() - {"differentiable"}
+            shared = self.defaults.keys() & self._get_torch_defaults().keys() - {"differentiable"}
             if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
                 expected = f"a state dict of {type(self).__name__} or of torch.optim.{torch_name}"
                 raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
@@ -202,7 +202,7 @@ class Float8Optimizer(Optimizer):
             if missing := sorted(self.defaults.keys() - group.keys() - {"differentiable"}):
                 raise ValueError(f"expected a state dict of {name}, got one without {', '.join(missing)}")
 
-    def _torch_state_dict(self) -> dict[str, Any]:
+    def _make_torch_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch's optimizer, with moments in float32."""
         packed = super().state_dict()
         state = {}
@@ -211,7 +211,7 @@ class Float8Optimizer(Optimizer):
                 if number in packed["state"]:
                     moments = read_moments(parameter, self.state[parameter], group)
                     state[number] = {"step": self.state[parameter]["step"].clone(), **moments}
-        defaults = self._torch_defaults()
+        defaults = self._get_torch_defaults()
         own = self.defaults.keys() - defaults.keys()
         groups = [
             {**defaults, **{name: value for name, value in group.items() if name not in own}}
@@ -219,7 +219,7 @@ class Float8Optimizer(Optimizer):
         ]
         return {"state": state, "param_groups": groups}
 
-    def _torch_defaults(self) -> dict[str, Any]:
+    def _get_torch_defaults(self) -> dict[str, Any]:
         return dict(self.torch_optimizer([torch.zeros(1, 1)]).defaults)
 
     @torch.no_grad()
@@ -236,7 +236,7 @@ class Float8Optimizer(Optimizer):
             raise ValueError(f"expected an {torch_name} state dict with the param groups of this optimizer, got others")
         for loaded in state_dict["param_groups"]:
             check_same_algorithm(loaded)
-        shared = self.defaults.keys() & self._torch_defaults().keys()
+        shared = self.defaults.keys() & self._get_torch_defaults().keys()
         position, states = 0, defaultdict[Tensor, dict[str, Any]](dict)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], loaded["params"], strict=True):

@@ -170,7 +170,7 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
     """
     states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
     for part in list_parts(source):
-        packed = part._torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
+        packed = part._make_torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
         for group, packed_group in zip(part.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], packed_group["params"], strict=True):
                 states[parameter] = part, packed_group, packed["state"].get(number)

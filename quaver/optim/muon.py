@@ -80,7 +80,7 @@ class Float8Muon(Float8Optimizer):
 
     def muon_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch.optim.Muon: float32 momentum, 4 bytes per parameter, and no step counts."""
-        packed = self._torch_state_dict()
+        packed = self._make_torch_state_dict()
         for state in packed["state"].values():
             del state["step"]
         return packed

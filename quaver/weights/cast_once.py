@@ -107,7 +107,7 @@ class PreparedShard:
 
 @contextmanager
 def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
-    """Inside the block, quantize every weight of the float8 linears and experts of `model` once for both its matmuls.
+    """Quantize every weight of the float8 linears and experts of `model` once in the block, for both its matmuls.
 
     The block contains the microbatches (forward and backward) of one optimizer step, eager or compiled, and ends before
     the optimizer steps. While it is open the codes take one byte per element and layout. Under FSDP2 with float8

@@ -25,7 +25,7 @@ from quaver.torch_private.dtensor import from_local_like, get_local_tensor, is_d
 class FrozenModule(nn.Module):
     """A float8 module whose weights are `FrozenFloat8Weight`s; subclasses multiply by them."""
 
-    def _frozen_weights(self) -> Iterator[tuple[ModuleWeight, FrozenFloat8Weight]]:
+    def _iter_frozen_weights(self) -> Iterator[tuple[ModuleWeight, FrozenFloat8Weight]]:
         """Yield each weight with its local tensor."""
         for weight in weights_of_module(self):
             if isinstance(weight.local, FrozenFloat8Weight):
@@ -33,7 +33,7 @@ class FrozenModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for weight, local in [] if keep_vars else self._frozen_weights():
+        for weight, local in [] if keep_vars else self._iter_frozen_weights():
             state = _make_state(weight.parameter, local)
             destination[prefix + weight.name] = _match_dtensor(state, weight.parameter)
 
@@ -42,7 +42,7 @@ class FrozenModule(nn.Module):
     ) -> None:
         state_dict = dict(state_dict)
         is_transposed = getattr(self, "state_dict_is_transposed", False)
-        for weight, local in self._frozen_weights():
+        for weight, local in self._iter_frozen_weights():
             name = prefix + weight.name
             if (value := state_dict.get(name)) is None:
                 continue

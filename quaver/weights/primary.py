@@ -104,7 +104,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         super().__init__(row, column, dtype)
         self.wrapped, self.config = typing.cast(Tensor, master), typing.cast(Float8LinearConfig, config)
         self.transposed = transposed
-        self._quantized = self._versions()
+        self._quantized = self._get_versions()
 
     @staticmethod
     def from_master(master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
@@ -117,7 +117,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
 
         A master that was made in inference mode has no version counter, so it is quantized at each use.
         """
-        if self._quantized != self._versions():
+        if self._quantized != self._get_versions():
             self.quantize()
         return super().stored()
 
@@ -128,9 +128,9 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         for target, operand in zip(super().stored(), operands, strict=True):
             expect(target).data.copy_(operand.data)
             expect(expect(target).dequant_scale).copy_(expect(operand.dequant_scale))
-        self._quantized = self._versions()
+        self._quantized = self._get_versions()
 
-    def _versions(self) -> tuple[int, int]:
+    def _get_versions(self) -> tuple[int, int]:
         if self.wrapped is None or torch.compiler.is_compiling():
             return 0, 0
         if self.wrapped.is_inference():
@@ -301,7 +301,7 @@ class Float8PrimaryOptimizer(Optimizer):
 
     @contextmanager
     def _open_masters(self) -> Iterator[None]:
-        """Inside the block, the wrapped optimizer has the current options, and its masters are float32.
+        """Give the wrapped optimizer the current options and float32 masters, in the block.
 
         At the exit, bfloat16 masters are rounded and all primary weights are quantized.
         """
