@@ -135,9 +135,7 @@ class Float8AllGatherWeight(WrapperWeight):
     padding: _Padding | None
 
     @staticmethod
-    def __new__(
-        cls, wrapped: Tensor, shard_state: ShardState | None = None, padding: _Padding | None = None
-    ) -> Float8AllGatherWeight:
+    def __new__(cls, wrapped: Tensor, *_: object) -> Float8AllGatherWeight:
         return cls.wrap(wrapped)
 
     def __init__(self, wrapped: Tensor, shard_state: ShardState | None = None, padding: _Padding | None = None) -> None:

@@ -3,8 +3,8 @@
 It crosses module boundaries. FSDP2 sets an all-gathered weight as its module's parameter, and tensor parallelism passes
 an all-gathered activation to a module's forward; both are quantized before the all-gather. The tensor presents the
 shape, dtype and gradients of the high-precision tensor, and holds codes and scales, which `Float8Linear` reads. Frozen
-weights (frozen_weight.py) and primary weights (weights/primary.py) are subclasses. An ordinary linear on one device has
-no such tensor.
+weights (frozen_weight.py) and primary weights (weights/primary_weight.py) are subclasses. An ordinary linear on one
+device has no such tensor.
 
 A matrix is an operand of two matmuls, along its rows and along its columns (quantize.py). If one cast serves both
 (tensorwise), the two operands are the same object.

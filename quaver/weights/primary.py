@@ -1,4 +1,4 @@
-"""Float8 primary weights: parameters that hold the codes of their matmuls, and masters that an optimizer updates.
+"""`use_float8_primary_weights`: an optimizer that steps on the masters of float8 primary weights (primary_weight.py).
 
     model = convert_to_float8_training(model, config="tensorwise")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -11,7 +11,6 @@ kernels (foreach, fused).
 
     backward                  autograd accumulates into `primary.grad`, in the master's dtype
     optimizer.step()          master.grad = primary.grad; the wrapped optimizer steps; codes = quantize(master)
-    any op on a primary       runs on the master; a write quantizes the codes again
     state_dict                the master, under the weight's name
 
 [Note: bfloat16 masters] A bfloat16 has 8 bits of precision, so late in training most updates are smaller than half its
@@ -24,7 +23,6 @@ run rounds as an uninterrupted one. All ranks start at rank 0's number and round
 from __future__ import annotations
 
 import hashlib
-import itertools
 import typing
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -35,177 +33,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.gathered import Float8AllGatherWeight
-from quaver.kernels.operands import Operand, Operands, expect
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import Quantizer
-from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import COLLECTIVES, WrapperWeight, is_parameter
-from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.formats import HP_DTYPES
-from quaver.recipes.linear_casts import OperandCasts
+from quaver.linear.weight_form import is_parameter
 from quaver.runtime.names import find_parameter_names
 from quaver.runtime.optimizer_states import StatesView, replace_states
-from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
-from quaver.torch_private.versions import get_version
-
-aten = torch.ops.aten
+from quaver.weights.primary_weight import Float8PrimaryWeight
 
 _ROUNDINGS = "stochastic_roundings"
 """The key in the first param group of the count of steps, which starts at random; see [Note: bfloat16 masters]."""
-
-
-_UNCOUNTED = itertools.count(-2, -1)
-"""Distinct numbers instead of versions, which inference tensors do not have."""
-_NEVER = -1, -1
-"""The versions that mark codes as older than the master."""
-
-
-class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
-    """The codes of a weight [N, K], or of experts' [E, rows, columns], and its master, whose dtype it presents.
-
-    Attributes:
-        wrapped, config: the master, and how to quantize it. None in a tensor that a compiler traces.
-        transposed: whether experts are stored [E, K, N].
-    """
-
-    config: Float8LinearConfig
-    transposed: bool
-    _quantized: tuple[int, int]
-    """The versions of parameter and master at the last cast. A write through a view increments one of the two."""
-
-    @staticmethod
-    def __new__(
-        cls,
-        row: Operand,
-        column: Operand | None,
-        dtype: torch.dtype,
-        master: Tensor | None = None,
-        config: Float8LinearConfig | None = None,
-        transposed: bool = False,
-    ) -> Float8PrimaryWeight:
-        """Use `from_master`."""
-        return Float8Tensor.__new__(cls, row, column, dtype) if master is None else cls.wrap(master)
-
-    def __init__(
-        self,
-        row: Operand,
-        column: Operand | None,
-        dtype: torch.dtype,
-        master: Tensor | None = None,
-        config: Float8LinearConfig | None = None,
-        transposed: bool = False,
-    ) -> None:
-        super().__init__(row, column, dtype)
-        self.wrapped, self.config = typing.cast(Tensor, master), typing.cast(Float8LinearConfig, config)
-        self.transposed = transposed
-        self._quantized = self._get_versions()
-
-    @staticmethod
-    def from_master(master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
-        """Quantize `master`, high precision [N, K] or of experts, under `config`."""
-        operands = _quantize(master, config, transposed)
-        return Float8PrimaryWeight(*operands, master.dtype, master, config, transposed)
-
-    def stored(self) -> Operands:
-        """Return the operands of both matmuls. Quantizes again if a write to the master bypassed the parameter.
-
-        A master that was made in inference mode has no version counter, so it is quantized at each use.
-        """
-        if self._quantized != self._get_versions():
-            self.quantize()
-        return super().stored()
-
-    @torch.no_grad()
-    def quantize(self) -> None:
-        """Quantize the master into the codes."""
-        operands = _quantize(self.wrapped, self.config, self.transposed)
-        for target, operand in zip(super().stored(), operands, strict=True):
-            expect(target).data.copy_(operand.data)
-            expect(expect(target).dequant_scale).copy_(expect(operand.dequant_scale))
-        self._quantized = self._get_versions()
-
-    def _get_versions(self) -> tuple[int, int]:
-        if self.wrapped is None or torch.compiler.is_compiling():
-            return 0, 0
-        if self.wrapped.is_inference():
-            return next(_UNCOUNTED), 0
-        return get_version(self), get_version(self.wrapped)
-
-    def find_cast_mismatch(self, casts: OperandCasts) -> str:
-        if self.config is None or self.config.casts.weight == casts:
-            return ""
-        return (
-            f"a float8 primary weight {list(self.shape)} was quantized under another config ({self.config.short_str()})"
-            "; convert with that one, or give the module a plain parameter and call use_float8_primary_weights again"
-        )
-
-    def assign(self, new: Tensor) -> None:
-        """Write the values to the master."""
-        if new.shape != self.shape or new.dtype != self.dtype or new.device != self.device:
-            raise RuntimeError(
-                f"cannot assign {list(new.shape)} of {new.dtype} on {new.device} to .data of a float8 primary weight "
-                f"{list(self.shape)} of {self.dtype} on {self.device}; convert the model before "
-                "use_float8_primary_weights"
-            )
-        with torch.no_grad():
-            self.copy_(new)
-
-    def state(self) -> tuple[Any, ...]:
-        return self.wrapped, self.config, self.transposed
-
-    @classmethod
-    def from_state(cls, master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
-        return cls.from_master(master, config, transposed)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
-
-    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.wrapped is None:
-            return Float8Tensor.own_op(self, func, args, kwargs)
-        return self._alias() if func in (aten.detach.default, aten.alias.default) else NotImplemented
-
-    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        if func.namespace in COLLECTIVES:
-            self._quantized = _NEVER
-        else:
-            self.quantize()
-
-    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
-        if func is aten._to_copy.default and copied.dtype in HP_DTYPES:  # of module.to(), which keeps the class
-            return self.from_master(copied, self.config, self.transposed)
-        return copied
-
-    def _alias(self) -> Float8PrimaryWeight:
-        row, column = super().stored()
-        alias = Float8PrimaryWeight(expect(row), column, self.dtype, self.wrapped, self.config, self.transposed)
-        alias._quantized = self._quantized
-        return alias
-
-
-@torch.inference_mode(False)  # codes are written in place later, even if the master is an inference tensor
-@torch.no_grad()
-def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> tuple[Operand, Operand]:
-    """Return the row and column operands of the stored weight, as one object if one cast serves both."""
-    casts = config.casts.weight
-    if master.dim() == 3:
-        both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
-        row, column = (expect(side)._replace(data=expect(side).data.view(master.shape)) for side in both)
-        row, column = (column, row) if transposed else (row, column)
-        return row, row if column.data.data_ptr() == row.data.data_ptr() else column
-    shared = casts.shares_codes
-    operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
-    row = expect(operands.row)
-    return row, row if shared else expect(operands.column)
-
-
-# ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 class Primary(NamedTuple):
@@ -380,9 +220,6 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round float32 `values` with random bits of `generator`; see `round_to_bfloat16`."""
     noise = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     return round_to_bfloat16(values, noise)
-
-
-# ---- the verb --------------------------------------------------------------------------------------------------------
 
 
 def use_float8_primary_weights(

@@ -19,7 +19,7 @@ from quaver import cast_weights_once, convert_to_float8_training, use_float8_pri
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.siblings import get_all_gather_state
 from quaver.recipes.config import ScalingGranularity
-from quaver.weights.primary import Float8PrimaryWeight
+from quaver.weights.primary_weight import Float8PrimaryWeight
 from tests.library.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
 from tests.library.distributed.test_cast_weights_once import MICROBATCHES, run_step
 from tests.library.distributed.test_fsdp import part_of, shard_model

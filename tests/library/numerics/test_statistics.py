@@ -17,6 +17,7 @@ from quaver.numerics.statistics import (
     SlotIndex,
     compute_ratio_db,
     make_slots,
+    merge_slots,
     observe_matrix,
     summarize_slots,
 )

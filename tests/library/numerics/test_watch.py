@@ -52,8 +52,8 @@ def test_the_samples_before_a_resume_keep_the_header_of_their_tensors(tmp_path):
 
 def test_the_sink_of_alarms_is_any_sink_of_a_monitor():
     lines = []
-    AlarmSink(lines.append).write(header())
-    assert lines == [header()]
+    AlarmSink(lines.append).write(make_header())
+    assert lines == [make_header()]
     with pytest.raises(TypeError, match="sink: expected a path, a function or an object"):
         AlarmSink(5)
 

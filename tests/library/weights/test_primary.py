@@ -25,7 +25,8 @@ from quaver import (
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import weights_under
 from quaver.optim import CombinedOptimizer, Float8AdamW
-from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
+from quaver.weights.primary import round_stochastically
+from quaver.weights.primary_weight import Float8PrimaryWeight
 from tests import steps
 from tests.mixture import DIM, make_mixture
 from tests.reference import BLOCK_RECIPES, RECIPES
