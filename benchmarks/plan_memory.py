@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.published import Published, published
 from benchmarks.record import ROOT, markdown
-from quaver.lab.memory.faking.gpu import predict_for
+from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import parallelize, trained_model

@@ -34,5 +34,5 @@ Used outside of this package:
   `_wrapped_by_lr_sched` of an optimizer's `step`.
 - `_is_profiler_enabled` of torch.autograd.profiler, which quaver/runtime/phases.py and quaver/kernels/operation.py read
   without a call.
-- Parts of fake tensors and of Inductor, which quaver/lab/memory/faking and compiling replace.
+- Parts of fake tensors and of Inductor, which the folders devices, compiling and faking of quaver/lab/memory replace.
 """

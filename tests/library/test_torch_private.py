@@ -492,6 +492,7 @@ DOCUMENTED = re.compile(
 ELSEWHERE = {
     "lab/bench/ledger": "replaces parts of Inductor, and reads its kernels",
     "lab/memory/compiling": "replaces parts of Inductor",
+    "lab/memory/devices": "implements operators for fake tensors",
     "lab/memory/faking": "replaces parts of fake tensors",
 }
 

@@ -4,7 +4,7 @@
     prediction.peak_bytes
 
 The training code itself runs, so it saves, casts, frees and recomputes as in a real step. Only the values are missing.
-The prediction is for a CPU, or for a GPU with float8 matmuls (quaver/lab/memory/faking/gpu.py). Compiled modules run as
+The prediction is for a CPU or a GPU with float8 matmuls (quaver/lab/memory/devices/gpu.py). Compiled modules run as
 compiled code without kernels (quaver/lab/memory/compiling/compiled.py).
 
 The prediction counts the memory of tensors. It excludes an operator's scratch, which depends on the device (Note:
@@ -32,9 +32,9 @@ from quaver.lab.memory.compiling.compiled import (
     repeat_until_nothing_compiles,
 )
 from quaver.lab.memory.compiling.compiled_rows import CompiledTracker
+from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
+from quaver.lab.memory.devices.gpu import is_for_a_gpu, predict_for
 from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_tensors, make_fake_copies, make_fake_copy
-from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
-from quaver.lab.memory.faking.gpu import is_for_a_gpu, predict_for
 from quaver.lab.recorder.allocator import pause_garbage_collection
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.recorder.timeline import record_timeline

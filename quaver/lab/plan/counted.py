@@ -14,8 +14,8 @@ from quaver.lab.bench.ledger.entries import LedgerEntry, list_entries
 from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
 from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import time_entry
+from quaver.lab.memory.devices.gpu import as_on_a_gpu
 from quaver.lab.memory.faking.fakes import Fakes
-from quaver.lab.memory.faking.gpu import as_on_a_gpu
 from quaver.lab.memory.runs.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import BlockTimes, list_block_weights, time_linear

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from quaver.torch_private.fsdp import COLLECTIVES_MODULE
 
-_BACKEND = "quaver.lab.memory.faking.gloo_buffers", "allocate_buffer"
+_BACKEND = "quaver.lab.memory.devices.gloo_buffers", "allocate_buffer"
 """The code that allocates buffers for the simulated gloo backend."""
 
 _CHECKPOINT = "torch.utils.checkpoint"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.faking.gpu import predict_for
+from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.links import name_link, predict_links
 from quaver.lab.memory.runs.predict import make_train_step
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training

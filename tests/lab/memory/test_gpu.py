@@ -9,8 +9,8 @@ from torch._inductor.graph import GraphLowering
 
 from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
+from quaver.lab.memory.devices.gpu import as_on_a_gpu, predict_for
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.faking.gpu import as_on_a_gpu, predict_for
 from quaver.lab.memory.predict import explain
 from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.lab.settings import Model

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.faking.gpu import predict_for
+from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.cluster import Cluster

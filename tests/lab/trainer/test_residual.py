@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.faking.gpu import predict_for
+from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from tests.lab.trainer.runs import changed, on_rank

@@ -14,8 +14,8 @@ from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
+from quaver.lab.memory.devices.gpu import as_on_a_gpu
 from quaver.lab.memory.faking.fakes import Fakes
-from quaver.lab.memory.faking.gpu import as_on_a_gpu
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.linear.gemm import ScaleKind

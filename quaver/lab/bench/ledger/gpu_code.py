@@ -2,7 +2,7 @@
 
 A torch build without CUDA cannot differentiate fake CUDA tensors, because autograd queries the device's streams in C++.
 Inductor does not differentiate. So the model is traced and partitioned into forward and backward with fake CPU tensors,
-on which quaver runs its GPU code (quaver/lab/memory/faking/gpu.py). Each graph moves to the GPU when Inductor gets it.
+on which quaver runs its GPU code (quaver/lab/memory/devices/gpu.py). Each graph moves to the GPU when Inductor gets it.
 From there on every decision is as on the GPU: fusion, layouts, splits of reductions, kernels in Triton. No kernel is
 compiled.
 
@@ -85,7 +85,7 @@ class _CompilationRecorded(Exception):
 def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[CompiledGraph]:
     """Call code that compiles a forward and its backward for `gpu`, and return both graphs, the forward first.
 
-    Fake tensors must be on, under `as_on_a_gpu` (quaver/lab/memory/faking/gpu.py). Code that was compiled before is
+    Fake tensors must be on, under `as_on_a_gpu` (quaver/lab/memory/devices/gpu.py). Code that was compiled before is
     compiled again at its next call ([Note: reset] in compiled.py).
 
     Raises:

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quaver.lab.bench.ledger.launches import Access
+from quaver.lab.memory.devices.gpu import as_on_a_gpu
 from quaver.lab.memory.faking.fakes import Fakes
-from quaver.lab.memory.faking.gpu import as_on_a_gpu
 
 _KERNELS = {"aten.constant_pad_nd": 2}
 """The number of kernels of an operator that launches several: a fill and a copy (aten/src/ATen/native/PadNd.cpp)."""

@@ -19,7 +19,7 @@ from quaver.lab.cli.memory.views import (
     summarize_advice,
 )
 from quaver.lab.cli.run_config import load_run
-from quaver.lab.memory.faking.gpu import predict_for
+from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links

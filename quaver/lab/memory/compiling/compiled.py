@@ -24,7 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
 
-from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
+from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.recorder.modules import is_compiled
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.torch_private.compiler import OptimizedModule

@@ -26,7 +26,7 @@ from torch._inductor.graph import GraphLowering
 
 from quaver.lab.memory.compiling.makers import Maker, find_node, find_readers, get_follower, kernel
 from quaver.lab.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewrite
-from quaver.lab.memory.faking.gpu import is_for_a_gpu
+from quaver.lab.memory.devices.gpu import is_for_a_gpu
 
 _INDUCTOR = {
     "fx_graph_cache": False,

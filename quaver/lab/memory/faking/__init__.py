@@ -1,1 +1,1 @@
-"""Fake tensors for a training step, and the parts of the machine that are simulated with them."""
+"""Fake tensors for a training step, and the results that they assume for operators that depend on values."""

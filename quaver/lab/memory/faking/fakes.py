@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
-from quaver.lab.memory.faking.gpu import as_on_a_gpu, is_for_a_gpu
+from quaver.lab.memory.devices.gpu import as_on_a_gpu, is_for_a_gpu
 from quaver.lab.memory.faking.values import Assumptions, find_place, make_dependence_error, make_refusal
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.recipes.scaling import PLAIN_TYPES
