@@ -20,7 +20,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-from quaver.lab.memory.compiling.makers import find_module, find_node, find_place
+from quaver.lab.memory.compiling.makers import find_module_path, find_node, find_source_line
 from quaver.recipes.formats import FLOAT8_FORMATS
 
 FLOAT8 = frozenset(FLOAT8_FORMATS)
@@ -132,7 +132,7 @@ def _make_kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions:
         reads=tuple(_iter_accesses({name: moved for name, moved in reads.items() if name not in writes})),
         writes=tuple(_iter_accesses(written)),
         fuses=tuple(dict.fromkeys(_shorten_name(origin) for origin in origins)),
-        place=_find_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
+        place=_describe_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
         conversions={
             part.node.get_name(): conversions.get(part.node.get_name()) or _find_conversion_in_kernel(part.node)
             for part in parts
@@ -152,7 +152,7 @@ def _make_operator_launch(node: Any, results: Mapping[str, list[Access]]) -> Lau
         reads=tuple(reads),
         writes=tuple(access for access in written if access.elements),
         fuses=tuple(dict.fromkeys(_shorten_name(origin) for origin in _list_origins(operator))),
-        place=_find_place([operator]),
+        place=_describe_place([operator]),
         conversions={},
         is_reduction=False,
     )
@@ -238,12 +238,12 @@ def _is_float8(node: fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) in FLOAT8
 
 
-def _find_place(buffers: Sequence[Any]) -> str:
+def _describe_place(buffers: Sequence[Any]) -> str:
     for buffer in buffers:
         node = find_node(buffer)
-        file, line = find_place(node)
+        file, line = find_source_line(node)
         if file:
-            module = find_module(node)
+            module = find_module_path(node)
             return f"{Path(file).parent.name}/{Path(file).name}:{line}" + (f" in {module}" if module else "")
     return "unknown"
 

@@ -73,7 +73,7 @@ class Maker:
         """Take `readers`, the first operator that reads each tensor, by the tensor's name."""
         result = _name_operator(node)
         self.operator = f"{operator} ({result})" if operator and result else operator or result or "compiled code"
-        self.module = find_module(node)
+        self.module = find_module_path(node)
         self._in_line = _make_frame(node)
         self._kernel, self._readers = operator, readers
         self._reader_makers: dict[str, Maker] = {}
@@ -191,7 +191,7 @@ def _name_operator(node: fx.Node | None) -> str:
     return "" if node is None else str(node.target).removesuffix(".default")
 
 
-def find_module(node: fx.Node | None) -> str:
+def find_module_path(node: fx.Node | None) -> str:
     """Return the module of an operator, relative to the compiled module.
 
     Empty for the compiled module, or if unknown.
@@ -205,24 +205,24 @@ def find_module(node: fx.Node | None) -> str:
     return _STEPS.sub(r".\1", path[root.end() :]).strip(".") if root else ""
 
 
-def find_place(node: fx.Node | None) -> tuple[str, int]:
+def find_source_line(node: fx.Node | None) -> tuple[str, int]:
     """Return the file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_LINE.findall(trace)):
-        if not _find_module(file).startswith(_NOT_THE_MODEL):
+        if not _find_python_module(file).startswith(_NOT_THE_MODEL):
             return file, int(line)
     return "", 0
 
 
 def _make_frame(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    file, line = find_place(node)
+    file, line = find_source_line(node)
     if not file:
         return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
     code = _CALL.replace(co_filename=file, co_firstlineno=line, co_name="compiled")
-    return FunctionType(code, {"__name__": _find_module(file), "__builtins__": builtins})
+    return FunctionType(code, {"__name__": _find_python_module(file), "__builtins__": builtins})
 
 
 @cache
-def _find_module(file: str) -> str:
+def _find_python_module(file: str) -> str:
     names = (name for name, module in tuple(sys.modules.items()) if getattr(module, "__file__", None) == file)
     return next(names, "__main__")

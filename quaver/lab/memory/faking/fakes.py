@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
 from quaver.lab.memory.devices.gpu import as_on_a_gpu, is_for_a_gpu
-from quaver.lab.memory.faking.values import Assumptions, find_place, make_dependence_error, make_refusal
+from quaver.lab.memory.faking.values import Assumptions, describe_caller, make_dependence_error, make_refusal
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.recipes.scaling import PLAIN_TYPES
 
@@ -78,7 +78,7 @@ class Fakes(FakeTensorMode):
             return True
         if dtype.is_floating_point:
             return 1.0
-        self.integer_reads.add(find_place())
+        self.integer_reads.add(describe_caller())
         return self.integer
 
     def _assume(self, error: Exception, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

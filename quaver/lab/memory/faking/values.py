@@ -76,7 +76,7 @@ class Assumptions:
         return results[0] if len(results) == 1 else results
 
     def _note(self, assumption: str) -> None:
-        place = find_place()
+        place = describe_caller()
         note = f"estimate: {assumption}" + (f", in {place}" if place else "")
         if note not in self.notes:
             self.notes.append(note)
@@ -96,7 +96,7 @@ _LARGEST: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def find_place() -> str:
+def describe_caller() -> str:
     """Return the place of the calling code, as "module layers.0.router (model/moe.py:31)".
 
     It is empty if no frame is the model's. An autograd node in C++ has no frame, so the place of code in backward is
