@@ -15,9 +15,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from quaver.lab.bench.results import Result, Row, check_writable, describe_environment
+from quaver.lab.bench.results import Result, Row, describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
-from quaver.lab.bench.working import show_progress
+from quaver.lab.output_file import check_writable
+from quaver.lab.progress import show_progress
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.settings.training import DEVICES

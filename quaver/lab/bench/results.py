@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
 from itertools import groupby
@@ -138,36 +136,3 @@ def _find_commit() -> str:
     """Return the commit of quaver's checkout, with "+" if files differ from it."""
     revision = find_git_revision(Path(__file__).parent)
     return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
-
-
-def check_writable(path: Path, option: str = "--output") -> Path:
-    """Return `path` after checking that it can be written, so that a measurement is not lost at its end.
-
-    The check leaves no file or folder, so a command whose arguments are refused later has written nothing.
-
-    Args:
-        option: the setting that gave the path, for the error.
-    Raises:
-        ValueError: it cannot be written.
-    """
-    if path.is_dir():
-        raise ValueError(f"{option}: expected a file to write, got the folder {path}")
-    existed, missing = path.exists(), [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):  # the folder was not made, or another process writes there
-            for folder in missing:  # the innermost first
-                folder.rmdir()
-    return path
-
-
-def save(result: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")

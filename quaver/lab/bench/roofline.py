@@ -9,7 +9,6 @@ that they take, which a profile measures and a roofline cannot.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.bench.roofline_layers import ExpertGroup, LinearGroup, ModelLayers
+from quaver.lab.output_file import write_json
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, predict_linear_cost
@@ -101,7 +101,7 @@ class Roofline:
             writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        summary.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        write_json(self.to_json(), summary)
         return [table, summary]
 
     def to_json(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from quaver.lab.bench.harness import Timing
 from quaver.lab.bench.options import BenchOptions, Recipes
 from quaver.lab.bench.results import Result, Row
-from quaver.lab.bench.working import show_progress
+from quaver.lab.progress import show_progress
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import NotNegative, setting

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options

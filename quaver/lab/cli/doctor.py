@@ -11,11 +11,11 @@ def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 1 if a recipe fails on a device of this machine, 2 for bad input."""
     if set(argv) <= {"--json", "--no-compile"}:
         return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
-    from quaver.lab.bench.working import show_progress
     from quaver.lab.cli.doctor_gpu import find_on_gpu, print_on_gpu
     from quaver.lab.cli.doctor_model import print_survey, survey_model
     from quaver.lab.cli.doctor_options import DoctorOptions
     from quaver.lab.cli.errors import report_bad_input
+    from quaver.lab.progress import show_progress
     from quaver.lab.settings.flags import parse_options
 
     with report_bad_input():

@@ -14,8 +14,8 @@ from quaver.export.folders import check_new
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.source import DEFAULT_FILTER, ExportSource, open_huggingface_source
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options

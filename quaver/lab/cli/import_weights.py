@@ -6,8 +6,8 @@ from typing import Annotated
 import torch
 
 from quaver.export import import_float8
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options

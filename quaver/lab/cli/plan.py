@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from quaver.lab.bench.results import check_writable, save
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.run_config import load_run
+from quaver.lab.output_file import check_writable, write_json
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
@@ -27,6 +26,7 @@ from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulate
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unmodelled import iter_unmodelled
 from quaver.lab.plan.write import check_target, write_run
+from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
@@ -338,7 +338,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
 def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = [Path(options.output)]
     rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
-    save({"options": asdict(options), "rows": rows}, files[0])
+    write_json({"options": asdict(options), "rows": rows}, files[0])
     if options.explain is not None:
         row = result.rows[options.explain - 1]
         files.append(Path(options.png))

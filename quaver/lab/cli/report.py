@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from quaver.lab.bench.results import check_writable
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, print_error, report_bad_input
+from quaver.lab.output_file import check_writable
+from quaver.lab.progress import show_progress
 from quaver.lab.report.facts import describe_health, list_facts
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
@@ -47,7 +47,8 @@ def run(argv: list[str]) -> int:
         with show_progress("reading runs"):
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
-        page = check_writable(first / _PAGE if options.html is None else expand_user(options.html), "--html")
+        page = first / _PAGE if options.html is None else expand_user(options.html)
+        check_writable(page, "--html")
     show(iter_views(runs, options.top))
     try:
         with show_progress(f"writing {page}"):

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from quaver.lab.bench.working import Tell
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import (
@@ -27,6 +26,7 @@ from quaver.lab.plan.changes import (
 from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
+from quaver.lab.progress import Tell
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_device_spec

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from quaver.lab.bench.working import Tell
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimate_peak
@@ -23,6 +22,7 @@ from quaver.lab.plan.quick import bound_seconds, estimate_seconds
 from quaver.lab.plan.run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, simulate
 from quaver.lab.plan.step import Costs, build_step
+from quaver.lab.progress import Tell
 from quaver.lab.settings.parallel_dims import resolve
 
 MOST_TASKS = 10_000

@@ -19,7 +19,6 @@ from quaver.lab.bench import working as working_module
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli import VERBS, bench, convert, doctor_gpu, dry_run, main, plan
 from quaver.lab.cli.bench import ledger, roofline
 from quaver.lab.cli.console import make_table, show
@@ -32,6 +31,7 @@ from quaver.lab.doctor.survey_sums import MatmulSums
 from quaver.lab.memory.runs.links import Links, Traffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
+from quaver.lab.progress import show_progress
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.trainer.display import print_results

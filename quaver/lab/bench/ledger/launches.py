@@ -124,6 +124,7 @@ def _make_kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions:
     )
     parts = [part for part in node.get_nodes() if part.node is not None]
     written = {name: moved for name, moved in writes.items() if name not in V.graph.removed_buffers}
+    written_parts = [part for part in parts if part.get_name() in written]
     origins = [origin for part in parts for origin in _list_origins(part.node)]
     return Launch(
         operator="",
@@ -132,7 +133,7 @@ def _make_kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions:
         reads=tuple(_iter_accesses({name: moved for name, moved in reads.items() if name not in writes})),
         writes=tuple(_iter_accesses(written)),
         fuses=tuple(dict.fromkeys(_shorten_name(origin) for origin in origins)),
-        place=_describe_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
+        place=_describe_place([part.node for part in written_parts or parts]),
         conversions={
             part.node.get_name(): conversions.get(part.node.get_name()) or _find_conversion_in_kernel(part.node)
             for part in parts

@@ -33,11 +33,12 @@ from quaver.lab.bench.ledger.picture import draw
 from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, iter_findings, iter_kernel_rows, iter_rows
 from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
-from quaver.lab.bench.results import BFLOAT16, check_writable, describe_environment
+from quaver.lab.bench.results import BFLOAT16, describe_environment
 from quaver.lab.bench.shapes import MODEL_NAMES, make_model
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.output_file import check_writable
+from quaver.lab.progress import show_progress
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.lab.settings.flags import parse_options

@@ -19,9 +19,9 @@ from quaver.lab.bench.roofline import (
 from quaver.lab.bench.roofline_layers import list_config_layers, list_model_layers
 from quaver.lab.bench.roofline_map import draw_map
 from quaver.lab.bench.shapes import MODELS
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.progress import show_progress
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES

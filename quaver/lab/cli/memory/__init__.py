@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from quaver.lab.bench.results import check_writable, save
-from quaver.lab.bench.working import show_progress
 from quaver.lab.cli.console import show
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.memory.views import (
@@ -25,8 +23,10 @@ from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.measure import measure_memory, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import RunMemory, predict_memory
+from quaver.lab.output_file import check_writable, write_json
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import estimate_peak
+from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.settings import TrainConfig
@@ -134,7 +134,7 @@ def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> in
     with predict_for(device), show_progress("counting the collectives of a step"):
         links = predict_links(config, options.ranks)
     show(iter_link_views(links, per_s))
-    save(links.to_dict(), Path(options.output))
+    write_json(links.to_dict(), Path(options.output))
     print(f"saved {options.output}")
     return 0
 
@@ -151,7 +151,7 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     if advice is not None:
         show([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
-    save(result, Path(options.output))
+    write_json(result, Path(options.output))
     print(f"saved {options.output}")
     return 0
 
@@ -187,7 +187,7 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
     """Write the files that the options ask for, and return their paths."""
     more = {name: part.to_dict() for name, part in results.items()}
     files = [Path(options.output)]
-    save(memory.to_dict() | more, files[0])
+    write_json(memory.to_dict() | more, files[0])
     if options.html is not None:
         pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
         files.append(Path(options.html))
