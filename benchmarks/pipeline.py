@@ -106,17 +106,17 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     for name, both, exchanges in (("embedding", embedding, ends[0]), ("head", head, ends[1])):
         for is_backward, computed in enumerate(both):
             sent = sum(
-                cluster.seconds(exchange.kind, exchange.tensor_bytes, exchange.ranks)
+                cluster.time_collective(exchange.kind, exchange.tensor_bytes, exchange.ranks)
                 for exchange in exchanges[bool(is_backward)]
             )
             seconds[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0
     for group in list_block_groups(run):
-        gather += cluster.seconds("all_gather", group.gathered_bytes, group.shard, group.stride)
+        gather += cluster.time_collective("all_gather", group.gathered_bytes, group.shard, group.stride)
         scattered = GRADIENT_BYTES * group.parameters
-        reduce += cluster.seconds("reduce_scatter", scattered, group.shard, group.stride)
+        reduce += cluster.time_collective("reduce_scatter", scattered, group.shard, group.stride)
         replicas = group.stride * group.shard
-        reduce += cluster.seconds("all_reduce", scattered / group.shard, run.replicate, replicas)
+        reduce += cluster.time_collective("all_reduce", scattered / group.shard, run.replicate, replicas)
     return seconds | {
         "gather": blocks * gather,
         "reduce": blocks * reduce,
@@ -140,7 +140,7 @@ def _add_stage(
 ) -> None:
     stages, parts, micro_batches = run.pipeline, run.virtual, run.micro_batches
     turns = order_turns(stages, parts, micro_batches, stage)
-    link = cluster.link(run.shard * run.replicate * run.context, run.tensor)
+    link = cluster.find_link(run.shard * run.replicate * run.context, run.tensor)
     for part in range(parts):
         tasks["gather", stage, part, 0] = link, seconds["gather"], [], "all_gather"
     last = {part: max(i for i, (back, at, _) in enumerate(turns) if back and at == part) for part in range(parts)}

@@ -145,7 +145,7 @@ def config_of(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainCo
 
 def tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     """Return tokens/s per GPU. Micro-batches after the third are taken to be as long as the third."""
-    costs = Costs.of(run, cluster)
+    costs = Costs.from_formulas(run, cluster)
     took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, costs)
     if run.micro_batches > 3:
         took += (run.micro_batches - 3) * (took - extrapolate_seconds(run, 2, cluster, costs))
@@ -154,7 +154,7 @@ def tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
 
 def predict() -> dict[str, Any]:
     """Predict tokens/s of every layout that fits, by config, precision, kind of scaling, layout and GPUs."""
-    cluster = Cluster.of(H100)
+    cluster = Cluster.from_spec(H100)
     curves = []
     for config, precision, is_weak in itertools.product(CONFIGS, PRECISIONS, (True, False)):
         for layout in layouts(config):
@@ -174,7 +174,7 @@ def _gathers() -> list[dict[str, Any]]:
     """Predict tokens/s in float8 with the gather in bfloat16 and in float8, by network and GPUs."""
     rows = []
     for (config, layout), gbps in itertools.product(GATHERS.items(), NETWORKS):
-        cluster = replace(Cluster.of(H100), network_gbps=gbps)
+        cluster = replace(Cluster.from_spec(H100), network_gbps=gbps)
         rates: dict[str, list[float]] = {}
         for gpus in GATHER_SIZES:
             runs = [run_of(config, precision, layout, gpus, is_weak=True) for precision in PRECISIONS[1:]]

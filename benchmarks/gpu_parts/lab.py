@@ -93,7 +93,7 @@ class Lab:
                 flush.view(torch.int32).amax()
                 self._spin(hosts[name])
                 samples[name].append(self._sample(contestants[name]))
-        return {name: Timing.of(seconds) for name, seconds in samples.items()}
+        return {name: Timing.from_seconds(seconds) for name, seconds in samples.items()}
 
     def _spin(self, host_s: float) -> None:
         """Keep the device busy for one and a half times as long as the host needs, at most for 20 ms."""

@@ -34,7 +34,8 @@ class Timing:
     min_us: float
 
     @staticmethod
-    def of(seconds: list[float]) -> Timing:
+    def from_seconds(seconds: list[float]) -> Timing:
+        """Return the timing of samples in seconds."""
         ordered = sorted(1e6 * s for s in seconds)
         last = len(ordered) - 1
         percentiles = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
@@ -63,7 +64,7 @@ def time_alternating(
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(_time_sample(contestants[name], device, calls[name], until_done))
-    return {name: Timing.of(times) for name, times in samples.items()}
+    return {name: Timing.from_seconds(times) for name, times in samples.items()}
 
 
 def _count_calls_per_sample(function: Callable[[], object], device: torch.device, warmup: int) -> int:

@@ -97,7 +97,7 @@ class TrainBenchmark(Recipes, BenchOptions):
                 if not all(seconds.values()):
                     raise
                 is_complete = False
-        timings = {name: Timing.of(times) for name, times in seconds.items()}
+        timings = {name: Timing.from_seconds(times) for name, times in seconds.items()}
         rows = [_make_row(model, timings, models[0], tokens) for model in models]
         parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
         fields = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}

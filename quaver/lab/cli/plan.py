@@ -161,7 +161,7 @@ def run(argv: list[str]) -> int:
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         config = load_run(*parse_arguments(run_flags, PlanOptions))
         spec = options.device
-        cluster = Cluster.of(spec, options.nodes_of, options.network_gbps, options.storage)
+        cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:
             check_counts_for(spec)
         memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
@@ -270,7 +270,7 @@ _REDUCED = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
 
 
 def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
-    waits = 1 - row.timeline.busy_s("compute") / row.timeline.seconds
+    waits = 1 - row.timeline.sum_seconds(stream="compute") / row.timeline.seconds
     layout = row.candidate.layout
     return (
         f"{number}{'*' if row.candidate.is_configured else ''}",
@@ -311,7 +311,7 @@ def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluste
     ]
     if links:
         yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
-    kinds = {kind: row.timeline.kind_s(kind) for kind in row.timeline.kinds}
+    kinds = {kind: row.timeline.sum_seconds(kind=kind) for kind in row.timeline.kinds}
     parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
     if options.ledger:
@@ -326,7 +326,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
     seconds = simulate_step(row.run, cluster, costs).seconds
-    both = zip(("forward", "backward"), costs.block, Costs.of(row.run, cluster).block, strict=False)
+    both = zip(("forward", "backward"), costs.block, Costs.from_formulas(row.run, cluster).block, strict=False)
     blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * modeled:.2f})" for name, counted, modeled in both]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
     return (

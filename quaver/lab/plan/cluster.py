@@ -70,26 +70,26 @@ class Cluster:
     GPUs in nodes of 8 (arXiv 2407.21783, section 3.3.1)."""
 
     @classmethod
-    def of(
+    def from_spec(
         cls, spec: DeviceSpec, gpus_per_node: int = 8, network_gbps: float = 400.0, storage_gb_per_s: float = 1.0
     ) -> Cluster:
-        """Make a cluster with the calibrated `sustained` of its devices."""
+        """Make a cluster of devices whose `sustained` is calibrated."""
         return cls(spec, gpus_per_node, network_gbps, get_sustained_share(spec), storage_gb_per_s)
 
-    def nodes(self, ranks: int, stride: int) -> int:
+    def count_nodes(self, ranks: int, stride: int) -> int:
         """Return the number of nodes that a group of `ranks`, `stride` apart, spans."""
         return max(1, ceil(ranks / max(1, self.gpus_per_node // stride))) if ranks > 1 else 1
 
-    def link(self, ranks: int, stride: int) -> str:
+    def find_link(self, ranks: int, stride: int) -> str:
         """Return the link that limits a group: NVLink inside a node, otherwise the network."""
-        return NVLINK if self.nodes(ranks, stride) == 1 else NETWORK
+        return NVLINK if self.count_nodes(ranks, stride) == 1 else NETWORK
 
     @staticmethod
-    def sent_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
-        """Return the bytes that each of `ranks` sends in a collective; for the arguments see `seconds`."""
+    def count_sent_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
+        """Return the bytes that each of `ranks` sends in a collective; for the arguments see `time_collective`."""
         return (2 if kind == "all_reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
 
-    def seconds(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
+    def time_collective(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return the time of a collective of `ranks` that are `stride` apart.
 
         Args:
@@ -98,29 +98,29 @@ class Cluster:
         """
         if ranks == 1:
             return 0.0
-        nodes = self.nodes(ranks, stride)
+        nodes = self.count_nodes(ranks, stride)
         per_node = ranks / nodes
         times = 2 if kind == "all_reduce" else 1
-        sent = self.sent_bytes(kind, tensor_bytes, ranks)
+        sent = self.count_sent_bytes(kind, tensor_bytes, ranks)
         inside, network = self.spec.link_gb_per_s * LINK_SHARE, self.network_gbps / 8 * NETWORK_SHARE
         if kind == "all_to_all":
-            return self._exchange_s(tensor_bytes, ranks, nodes, inside)
+            return self._time_exchange(tensor_bytes, ranks, nodes, inside)
         rate = inside if nodes == 1 else min(inside, per_node * network)
         return min(
             protocol.start_s
             + times * (ranks - nodes) * protocol.inside_s
-            + self._hops(kind, nodes) * protocol.between_s
+            + self._count_hops(kind, nodes) * protocol.between_s
             + sent / (1e9 * min(protocol.share * rate, protocol.most_gb_per_s))
             for protocol in PROTOCOLS
         )
 
     @staticmethod
-    def _hops(kind: str, nodes: int) -> float:
+    def _count_hops(kind: str, nodes: int) -> float:
         if kind == "all_reduce":
             return 2 * min(nodes - 1, log2(nodes)) if nodes > 1 else 0
         return nodes - 1
 
-    def _exchange_s(self, tensor_bytes: float, ranks: int, nodes: int, inside: float) -> float:
+    def _time_exchange(self, tensor_bytes: float, ranks: int, nodes: int, inside: float) -> float:
         """Return the time of an all-to-all, in which a rank sends 1 / ranks of its tensor to every other rank."""
         per_node = ranks / nodes
         near = tensor_bytes * (per_node - 1) / ranks / inside

@@ -62,7 +62,7 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
     if run.casts_weights_once and not run.float8_gather:  # these casts run outside of the block, for all micro-batches
         weights = list_block_weights(run).items()
         forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in weights)
-    formulas = Costs.of(run, cluster)
+    formulas = Costs.from_formulas(run, cluster)
     again = formulas.block.recomputed * forward / formulas.block.forward
     return formulas._replace(block=BlockTimes(forward, backward, again))
 

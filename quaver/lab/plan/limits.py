@@ -36,7 +36,12 @@ class Link:
 def list_links(timeline: SimulatedTimeline) -> list[Link]:
     """Return the links that a step uses."""
     return [
-        Link(name, timeline.sent_bytes(name), timeline.busy_s(name), timeline.exposed_on(name))
+        Link(
+            name,
+            timeline.sum_sent_bytes(name),
+            timeline.sum_seconds(stream=name),
+            timeline.sum_exposed_seconds(stream=name),
+        )
         for name in timeline.streams
         if name in (NVLINK, NETWORK)
     ]
@@ -46,10 +51,10 @@ def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
     """Return sentences about the share of computing, hidden and exposed communication, and the gain of float8."""
     timeline, step_s = row.timeline, row.timeline.seconds
     kinds = [kind for kind in KIND_NAMES if kind in timeline.kinds]
-    exposed = {kind: timeline.exposed_s(kind) / step_s for kind in kinds}
+    exposed = {kind: timeline.sum_exposed_seconds(kind=kind) / step_s for kind in kinds}
     hidden = [KIND_NAMES[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
     shown = {KIND_NAMES[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}
-    busy = timeline.busy_s(COMPUTE) / step_s
+    busy = timeline.sum_seconds(stream=COMPUTE) / step_s
     sentences = [f"computing takes {busy:.0%} of the step"]
     if hidden:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")

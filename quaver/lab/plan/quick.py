@@ -21,7 +21,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """
-    costs = costs or Costs.of(run, cluster)
+    costs = costs or Costs.from_formulas(run, cluster)
     seconds = first_s = extrapolate_seconds(run, 1, cluster, costs)
     if run.micro_batches > 1:
         seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, costs) - first_s)

@@ -137,7 +137,7 @@ def _estimate(
 
 def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> Timed:
     """Return a candidate with its compute time."""
-    costs = Costs.of(run, cluster)
+    costs = Costs.from_formulas(run, cluster)
     return Timed(candidate, run, costs, peak_bytes, bound_seconds(run, costs) / run.step_tokens)
 
 
@@ -174,7 +174,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """
-    costs = costs or Costs.of(run, cluster)
+    costs = costs or Costs.from_formulas(run, cluster)
     tasks_per_micro_batch = len(build_step(replace(run, micro_batches=1), cluster, costs).tasks)
     few = min(run.micro_batches, max(2, MOST_TASKS // tasks_per_micro_batch))
     timeline = simulate(build_step(replace(run, micro_batches=few), cluster, costs))

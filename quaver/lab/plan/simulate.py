@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 COMPUTE, STORAGE = "compute", "storage"
@@ -79,18 +79,6 @@ class SimulatedTimeline:
         """The end of the last task."""
         return max((span.end_s for span in self.spans), default=0.0)
 
-    def busy_s(self, stream: str) -> float:
-        """Return the time in which a stream works."""
-        return sum(span.end_s - span.start_s for span in self.spans if span.task.stream == stream)
-
-    def sent_bytes(self, stream: str) -> float:
-        """Return the bytes that the rank sends over a link."""
-        return sum(span.task.sent_bytes for span in self.spans if span.task.stream == stream)
-
-    def kind_s(self, kind: str) -> float:
-        """Return the sum of the times of all tasks of this kind."""
-        return sum(span.end_s - span.start_s for span in self.spans if span.task.kind == kind)
-
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of the tasks, in the order of their first task."""
@@ -101,18 +89,19 @@ class SimulatedTimeline:
         """The streams, the compute stream first."""
         return tuple(dict.fromkeys((COMPUTE, *(span.task.stream for span in self.spans))))
 
-    def exposed_s(self, kind: str) -> float:
-        """Return the time in which tasks of this kind run while the compute stream is idle."""
-        return self._outside_of_compute(span for span in self.spans if span.task.kind == kind)
+    def sum_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
+        """Return the sum of the times of all tasks of a stream or of a kind."""
+        return sum(span.end_s - span.start_s for span in self._select(stream, kind))
 
-    def exposed_on(self, stream: str) -> float:
-        """Return the time in which a stream works while the compute stream is idle."""
-        return self._outside_of_compute(span for span in self.spans if span.task.stream == stream)
+    def sum_sent_bytes(self, link: str) -> float:
+        """Return the bytes that the rank sends over a link."""
+        return sum(span.task.sent_bytes for span in self._select(link, None))
 
-    def _outside_of_compute(self, spans: Iterable[Span]) -> float:
-        busy = _merge((s.start_s, s.end_s) for s in self.spans if s.task.stream == COMPUTE)
+    def sum_exposed_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
+        """Return the time in which tasks of a stream or of a kind run while the compute stream is idle."""
+        busy = _merge(self._select(COMPUTE, None))
         total, number = 0.0, 0
-        for start, end in _merge((s.start_s, s.end_s) for s in spans):
+        for start, end in _merge(self._select(stream, kind)):
             total += end - start
             while number < len(busy) and busy[number][1] <= start:
                 number += 1
@@ -122,10 +111,13 @@ class SimulatedTimeline:
                 at += 1
         return total
 
+    def _select(self, stream: str | None, kind: str | None) -> Iterator[Span]:
+        return (span for span in self.spans if stream in (None, span.task.stream) and kind in (None, span.task.kind))
+
 
 @dataclass(frozen=True)
 class ExtrapolatedTimeline(SimulatedTimeline):
-    """The spans of a step's first micro-batches. Seconds and bytes are those of the whole step.
+    """The spans of a step's first micro-batches. Sums of seconds and bytes are for the whole step.
 
     Each of the `further` micro-batches adds what the last simulated one adds to `fewer`, the same step without it.
     """
@@ -137,28 +129,23 @@ class ExtrapolatedTimeline(SimulatedTimeline):
     def seconds(self) -> float:
         return self._extrapolate(super().seconds, self.fewer.seconds)
 
-    def busy_s(self, stream: str) -> float:
-        return self._extrapolate(super().busy_s(stream), self.fewer.busy_s(stream))
+    def sum_seconds(self, **selected: str | None) -> float:
+        return self._extrapolate(super().sum_seconds(**selected), self.fewer.sum_seconds(**selected))
 
-    def sent_bytes(self, stream: str) -> float:
-        return self._extrapolate(super().sent_bytes(stream), self.fewer.sent_bytes(stream))
+    def sum_sent_bytes(self, link: str) -> float:
+        return self._extrapolate(super().sum_sent_bytes(link), self.fewer.sum_sent_bytes(link))
 
-    def kind_s(self, kind: str) -> float:
-        return self._extrapolate(super().kind_s(kind), self.fewer.kind_s(kind))
-
-    def exposed_s(self, kind: str) -> float:
-        return self._extrapolate(super().exposed_s(kind), self.fewer.exposed_s(kind))
-
-    def exposed_on(self, stream: str) -> float:
-        return self._extrapolate(super().exposed_on(stream), self.fewer.exposed_on(stream))
+    def sum_exposed_seconds(self, **selected: str | None) -> float:
+        return self._extrapolate(super().sum_exposed_seconds(**selected), self.fewer.sum_exposed_seconds(**selected))
 
     def _extrapolate(self, value: float, fewer: float) -> float:
         return value + self.further * (value - fewer)
 
 
-def _merge(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the (start, end) of the intervals that `spans` cover, in order."""
     merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
+    for start, end in sorted((span.start_s, span.end_s) for span in spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
@@ -172,9 +159,10 @@ def simulate(step: SimulatedStep, contention: float = CONTENTION) -> SimulatedTi
     Raises:
         ValueError: tasks wait for each other.
     """
-    run = _Simulation(step.tasks, contention)
-    run.all()
-    return SimulatedTimeline(tuple(Span(task, run.start[i], run.end[i]) for i, task in enumerate(step.tasks)))
+    simulation = _Simulation(step.tasks, contention)
+    simulation.run()
+    spans = map(Span, step.tasks, simulation.starts_s, simulation.ends_s)
+    return SimulatedTimeline(tuple(spans))
 
 
 class _Running:
@@ -195,7 +183,7 @@ class _Running:
 class _Simulation:
     def __init__(self, tasks: list[Task], contention: float) -> None:
         self._tasks, self._shared_rate = tasks, 1 - contention
-        self.start, self.end = [0.0] * len(tasks), [0.0] * len(tasks)
+        self.starts_s, self.ends_s = [0.0] * len(tasks), [0.0] * len(tasks)
         self._queues: dict[str, deque[int]] = {}
         self._followers: list[list[int]] = [[] for _ in tasks]
         self._waits = [len(set(task.after)) for task in tasks]
@@ -209,7 +197,7 @@ class _Simulation:
         self._events: list[tuple[float, int]] = []
         """(end, number) of running tasks. A task whose rate changed has several events; the last is valid."""
 
-    def all(self) -> None:
+    def run(self) -> None:
         """Run until no task can begin."""
         for stream in self._queues:
             self._begin(stream, 0.0)
@@ -220,9 +208,9 @@ class _Simulation:
             if running is None or running.number != number or running.ends != now:
                 continue
             del self._running[stream]
-            self.end[number] = now
+            self.ends_s[number] = now
             self._queues[stream].popleft()
-            self._collective(stream, -1, now)
+            self._count_collective(stream, -1, now)
             followers = self._followers[number]
             for follower in followers:
                 self._waits[follower] -= 1
@@ -241,12 +229,12 @@ class _Simulation:
         number = queue[0]
         is_slow = stream.startswith(COMPUTE) and self._collectives[_parse_rank(stream)] > 0
         rate = self._shared_rate if is_slow else 1.0
-        self.start[number] = now
+        self.starts_s[number] = now
         self._running[stream] = _Running(number, self._tasks[number].seconds, now, rate)
-        self._expect(stream)
-        self._collective(stream, 1, now)
+        self._push_end(stream)
+        self._count_collective(stream, 1, now)
 
-    def _collective(self, stream: str, change: int, now: float) -> None:
+    def _count_collective(self, stream: str, change: int, now: float) -> None:
         """Count a collective that began or ended. The first and the last change the rate of the rank's compute."""
         if stream.startswith(_WITHOUT_KERNELS):
             return
@@ -256,9 +244,9 @@ class _Simulation:
         compute = f"{COMPUTE}@{rank}" if rank else COMPUTE
         if (before == 0) != (before + change == 0) and compute in self._running:
             self._running[compute].change_rate(self._shared_rate if change > 0 else 1.0, now)
-            self._expect(compute)
+            self._push_end(compute)
 
-    def _expect(self, stream: str) -> None:
+    def _push_end(self, stream: str) -> None:
         running = self._running[stream]
         heapq.heappush(self._events, (running.ends, running.number))
 

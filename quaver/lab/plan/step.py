@@ -98,34 +98,40 @@ def add_block(
         step.add(name, COMPUTE, seconds, kind=kind)
         return
 
-    def seconds_of(exchange: Exchange) -> float:
-        return cluster.seconds(exchange.kind, exchange.tensor_bytes, exchange.ranks, exchange.stride)
+    def send(exchange: Exchange, share: float, after: list[int | None]) -> int:
+        number = share * exchange.number / 2
+        return _add_exchange(step, f"{name}: {exchange.kind}", exchange, cluster, after, number)
 
-    def send(exchange: Exchange, seconds: float, after: list[int | None]) -> int:
-        once, kind = seconds_of(exchange), exchange.kind
-        sent = cluster.sent_bytes(kind, exchange.tensor_bytes, exchange.ranks) * (seconds / once if once else 0.0)
-        link = cluster.link(exchange.ranks, exchange.stride)
-        return step.add(f"{name}: {kind}", link, seconds, after, kind, sent)
+    def get_exposed_share(exchange: Exchange) -> float:
+        return 1 / exchange.ranks if exchange.kind in overlapped else 1.0
 
-    timed = [(exchange, seconds_of(exchange) * exchange.number / 2) for exchange in exchanges]
-    incoming = [pair for pair in timed if pair[0].kind != "reduce_scatter"]
-    outgoing = [pair for pair in timed if pair[0].kind == "reduce_scatter"]
+    incoming = [exchange for exchange in exchanges if exchange.kind != "reduce_scatter"]
+    outgoing = [exchange for exchange in exchanges if exchange.kind == "reduce_scatter"]
     waits: list[int | None] = []
     for _ in range(2):
         overlapping: list[int | None] = []
-        for exchange, took in incoming:
-            first = took / exchange.ranks if exchange.kind in overlapped else took
-            waits = [send(exchange, first, waits)]
-            if first < took:
-                overlapping.append(send(exchange, took - first, waits))
-        begun = step.add(name, COMPUTE, seconds / 4, waits, kind)
-        for exchange, took in outgoing:
+        for exchange in incoming:
+            waits = [send(exchange, get_exposed_share(exchange), waits)]
             if exchange.kind in overlapped:
-                send(exchange, took * (1 - 1 / exchange.ranks), [begun])
+                overlapping.append(send(exchange, 1 - get_exposed_share(exchange), waits))
+        begun = step.add(name, COMPUTE, seconds / 4, waits, kind)
+        for exchange in outgoing:
+            if exchange.kind in overlapped:
+                send(exchange, 1 - get_exposed_share(exchange), [begun])
         waits = [step.add(name, COMPUTE, seconds / 4, overlapping, kind)]
-        for exchange, took in outgoing:
-            waits = [send(exchange, took / exchange.ranks if exchange.kind in overlapped else took, waits)]
+        for exchange in outgoing:
+            waits = [send(exchange, get_exposed_share(exchange), waits)]
     step.add(f"{name}: end", COMPUTE, 0.0, waits, kind)
+
+
+def _add_exchange(
+    step: SimulatedStep, name: str, exchange: Exchange, cluster: Cluster, after: list[int | None], number: float = 1
+) -> int:
+    """Add `number` collectives of an exchange as one task, and return the task's number."""
+    kind, tensor_bytes, _, ranks, stride = exchange
+    seconds = number * cluster.time_collective(kind, tensor_bytes, ranks, stride)
+    sent = number * cluster.count_sent_bytes(kind, tensor_bytes, ranks)
+    return step.add(name, cluster.find_link(ranks, stride), seconds, after, kind, sent)
 
 
 def _find_direction(name: str) -> str:
@@ -133,15 +139,15 @@ def _find_direction(name: str) -> str:
 
 
 class Costs(NamedTuple):
-    """The compute seconds of one rank for one micro-batch, from the model of compute.py, a ledger or a measurement."""
+    """The compute seconds of one rank for one micro-batch, by the formulas of compute.py, a ledger or a measurement."""
 
     block: BlockTimes
     head: PerPass
     embedding: PerPass
 
     @classmethod
-    def of(cls, run: PlannedRun, cluster: Cluster) -> Costs:
-        """Compute the costs by the model of compute.py."""
+    def from_formulas(cls, run: PlannedRun, cluster: Cluster) -> Costs:
+        """Compute the costs by the formulas of compute.py."""
         return cls(time_block(run, cluster), time_head(run, cluster), time_embedding(run, cluster))
 
 
@@ -151,10 +157,10 @@ def build_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) ->
     Args:
         costs: the costs of a micro-batch; None models them.
     """
-    builder = _StepBuilder(run, cluster, costs or Costs.of(run, cluster))
+    builder = _StepBuilder(run, cluster, costs or Costs.from_formulas(run, cluster))
     for number in range(run.micro_batches):
-        builder.micro_batch(number)
-    builder.end()
+        builder.add_micro_batch(number)
+    builder.add_end()
     return builder.step
 
 
@@ -177,7 +183,7 @@ class _StepBuilder:
         self._copied: int | None = None
         """The last copy of gathered weights. The next all-gather writes into the buffer that it read."""
 
-    def micro_batch(self, micro_batch: int) -> None:
+    def add_micro_batch(self, micro_batch: int) -> None:
         """Add forward and backward of all blocks."""
         run, blocks = self._run, self._run.model.n_layers
         prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
@@ -214,7 +220,7 @@ class _StepBuilder:
         self._compute(f"{prefix}backward of the embedding", embedding.backward, "backward")
         self._reduce([self._root], f"{prefix}backward of the embedding")
 
-    def end(self) -> None:
+    def add_end(self) -> None:
         """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
         run, cluster = self._run, self._cluster
         parameters = count_held_parameters(run)
@@ -243,10 +249,7 @@ class _StepBuilder:
         return self.step.add(name, COMPUTE, seconds, after or [], kind)
 
     def _send(self, name: str, exchange: Exchange, after: list[int | None]) -> int:
-        cluster, (kind, tensor_bytes, _, ranks, stride) = self._cluster, exchange
-        seconds = cluster.seconds(kind, tensor_bytes, ranks, stride)
-        sent = cluster.sent_bytes(kind, tensor_bytes, ranks)
-        return self.step.add(name, cluster.link(ranks, stride), seconds, after, kind, sent)
+        return _add_exchange(self.step, name, exchange, self._cluster, after)
 
     def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
         add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, list_overlapped_kinds(self._run))

@@ -48,5 +48,5 @@ def compute_step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpe
     repeated = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // layout.tensor
     seconds = None
     if spec is not None and training.mixed_precision_param == "bfloat16":
-        seconds = estimate_seconds(run, Cluster.of(spec))
+        seconds = estimate_seconds(run, Cluster.from_spec(spec))
     return StepCost(flops + repeated, repeated, seconds)

@@ -10,7 +10,7 @@ from quaver.lab.plan.simulate import simulate
 from quaver.lab.settings import Model
 from quaver.roofline.device_specs import find_device_spec
 
-CLUSTER = Cluster.of(find_device_spec("h100"))
+CLUSTER = Cluster.from_spec(find_device_spec("h100"))
 
 
 def test_sends_take_the_network_between_nodes_only():

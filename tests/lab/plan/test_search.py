@@ -132,8 +132,8 @@ def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(
     assert timeline.seconds == pytest.approx(whole.seconds)
     assert list_links(timeline) == [make_approximate(link) for link in list_links(whole)]
     for kind in whole.kinds:
-        assert (timeline.kind_s(kind), timeline.exposed_s(kind)) == pytest.approx(
-            (whole.kind_s(kind), whole.exposed_s(kind)), abs=1e-9
+        assert (timeline.sum_seconds(kind=kind), timeline.sum_exposed_seconds(kind=kind)) == pytest.approx(
+            (whole.sum_seconds(kind=kind), whole.sum_exposed_seconds(kind=kind)), abs=1e-9
         )
 
 

@@ -82,8 +82,9 @@ def test_a_timeline_sums_busy_and_exposed_seconds_by_stream_and_kind():
     step.add("forward", COMPUTE, 2.0, [first])
     step.add("next gather", "NVLink", 3.0, [first], kind="all_gather")
     timeline = simulate(step, 0.0)
-    assert (timeline.seconds, timeline.busy_s(COMPUTE), timeline.busy_s("NVLink")) == (4.0, 2.0, 4.0)
-    assert timeline.exposed_s("all_gather") == timeline.exposed_on("NVLink") == 2.0
+    assert timeline.seconds == timeline.sum_seconds(stream="NVLink") == 4.0
+    assert timeline.sum_seconds(stream=COMPUTE) == 2.0
+    assert timeline.sum_exposed_seconds(kind="all_gather") == timeline.sum_exposed_seconds(stream="NVLink") == 2.0
     assert timeline.streams == (COMPUTE, "NVLink")
 
 

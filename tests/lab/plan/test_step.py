@@ -14,7 +14,7 @@ from quaver.roofline.device_specs import find_device_spec
 
 MODEL = Model(vocab_size=32000, dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, hidden_dim=14336)
 MIXTURE = replace(MODEL, dim=2048, n_heads=16, hidden_dim=768, n_experts=64, top_k=8)
-FAST = Cluster.of(find_device_spec("h100"))
+FAST = Cluster.from_spec(find_device_spec("h100"))
 SLOW = replace(FAST, network_gbps=50.0)
 TENSORWISE = Float8LinearRecipeName.TENSORWISE
 BASE = PlannedRun(MODEL, 8192, 1, shard=16, checkpointing="op", checkpointed_blocks=4)
@@ -60,7 +60,7 @@ def test_more_bandwidth_and_fewer_tokens_are_never_slower(name):
 def test_one_rank_sends_nothing_and_computes_all_the_time():
     timeline = simulate(build_step(RUNS["one rank"], SLOW))
     assert timeline.streams == (COMPUTE,)
-    assert timeline.busy_s(COMPUTE) == pytest.approx(timeline.seconds)
+    assert timeline.sum_seconds(stream=COMPUTE) == pytest.approx(timeline.seconds)
 
 
 def test_a_step_has_its_share_of_a_checkpoint():
@@ -76,7 +76,7 @@ def test_a_step_has_its_share_of_a_checkpoint():
         time_step(replace(replicas, steps_between_saves=0)) + held / 2 / 1e9 / 10
     )
     timeline = simulate(build_step(waiting, FAST))
-    assert timeline.exposed_s("checkpoint") == pytest.approx(held / 2 / 1e9 / 10)
+    assert timeline.sum_exposed_seconds(kind="checkpoint") == pytest.approx(held / 2 / 1e9 / 10)
 
 
 def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
@@ -85,9 +85,10 @@ def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
     assert time_step(gathered, SLOW) < 0.95 * time_step(plain, SLOW)
     timeline = simulate(build_step(BASE, FAST))
     gathers = [task.seconds for task in build_step(BASE, FAST).tasks if task.kind == "all_gather"]
-    assert timeline.exposed_s("all_gather") <= sum(gathers[:2]) * 1.001  # all but the first two are prefetched
+    # All but the first two are prefetched.
+    assert timeline.sum_exposed_seconds(kind="all_gather") <= sum(gathers[:2]) * 1.001
     slow = simulate(build_step(BASE, replace(SLOW, network_gbps=10.0)))
-    assert slow.exposed_s("all_gather") > 0.2 * slow.busy_s("network")
+    assert slow.sum_exposed_seconds(kind="all_gather") > 0.2 * slow.sum_seconds(stream="network")
 
 
 def test_states_that_are_sharded_gather_and_reduce_once():

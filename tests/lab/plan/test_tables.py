@@ -76,7 +76,7 @@ def test_a_cards_share_meets_its_row(name):
 
 
 def test_curves_of_scaling_are_the_models():
-    cluster = Cluster.of(H100)
+    cluster = Cluster.from_spec(H100)
     for config, layout, gpus in (("llama3_8b", Layout(0, 1), 1024), ("mixture_30b_a3b", Layout(64, 1, 8), 512)):
         run = run_of(config, "float8", layout, gpus, is_weak=True)
         assert run.ranks == gpus
@@ -102,6 +102,6 @@ def test_recorded_weak_scaling_keeps_the_tokens_per_gpu():
 def test_further_micro_batches_take_as_long_as_the_third():
     run = run_of("llama3_8b", "bfloat16", Layout(0, 1), 64, is_weak=False)
     assert run.micro_batches > 3
-    cluster = Cluster.of(H100)
+    cluster = Cluster.from_spec(H100)
     whole = simulate(build_step(run, cluster)).seconds
     assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-3)
