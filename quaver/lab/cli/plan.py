@@ -24,7 +24,7 @@ from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.picture import draw_step
 from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulate_step
 from quaver.lab.plan.step import Costs
-from quaver.lab.plan.unmodelled import iter_unmodelled
+from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.plan.write import check_target, write_run
 from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
@@ -185,7 +185,7 @@ def run(argv: list[str]) -> int:
     limits = [describe_limits(row, cluster) for row in result.rows]
     show(iter_views(options, result, limits, cluster, memory))
     show(_iter_notes_on_steps(options, config, layouts, result))
-    show(f"not simulated: {sentence}" for sentence in iter_unmodelled(config))
+    show(f"not simulated: {sentence}" for sentence in iter_unsimulated(config))
     _write(options, result, limits, cluster)
     return 0
 
@@ -327,7 +327,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
         return f"the kernels of its block are not counted: {error}"
     seconds = simulate_step(row.run, cluster, costs).seconds
     both = zip(("forward", "backward"), costs.block, Costs.from_formulas(row.run, cluster).block, strict=False)
-    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * modeled:.2f})" for name, counted, modeled in both]
+    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in both]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
     return (
         f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "

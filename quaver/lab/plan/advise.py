@@ -33,7 +33,7 @@ from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_d
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02
-"""Modeled times with a smaller ratio count as equal: the model is no more accurate."""
+"""Simulated times with a smaller ratio count as equal: the simulation is no more accurate."""
 NEARLY_FITS = 1.1
 """A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights."""
 SAVES_AS_MUCH = 1.1
@@ -81,7 +81,7 @@ class Advice:
     nearest: int | None
     """The index of the row with the lowest peak, if none fits."""
     device: str | None
-    """The GPU for which times are modeled; None if no times are modeled."""
+    """The GPU for which times are simulated; None if no times are simulated."""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
@@ -102,8 +102,8 @@ def advise(
 
     Args:
         fit_bytes: find the fastest setting whose peak is at most this.
-        device: the name of a GPU, such as "H100", for which times are modeled. The default is this machine's GPU. If
-            that is unknown, it is an H100 with `fit_bytes`; without `fit_bytes` no times are modeled.
+        device: the name of a GPU, such as "H100", for which times are simulated. The default is this machine's GPU. If
+            that is unknown, it is an H100 with `fit_bytes`; without `fit_bytes` no times are simulated.
         quick: estimate peaks on a GPU in closed form, within 10%, instead of predicting them.
         progress: called with the name of each setting before its prediction.
     Raises:
@@ -232,9 +232,9 @@ def _predict_peak(config: TrainConfig, ranks: int) -> int:
 
 
 def _sort_by_time(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
-    """Sort by modeled time, or by FLOPs without a device. Nearly equal changes form a group, fewer changes first."""
+    """Sort by simulated time, or by FLOPs without a device. Nearly equal changes form a group, fewer changes first."""
     places = enumerate(changes)
-    known = [(cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in places if cost is not None]
+    known = [(cost.simulated_s or float(cost.step_flops), place) for place, (_, cost) in places if cost is not None]
     groups: list[list[int]] = []
     slowest = -1.0
     for time, place in sorted(known):

@@ -17,7 +17,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
     """Return the seconds of `simulate(build_step(run, cluster, costs))`.
 
     Args:
-        costs: the costs of a micro-batch; None models them.
+        costs: the costs of a micro-batch, by default from the formulas of compute.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """

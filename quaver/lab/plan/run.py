@@ -137,13 +137,13 @@ def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
     """Return the trainer's run for the `config` and `layout` that `resolve` returned.
 
     Raises:
-        ValueError: the time is not modeled: the run is not in bfloat16, or the compiler chooses what to recompute.
+        ValueError: the time is not simulated: the run is not in bfloat16, or the compiler chooses what to recompute.
     """
     training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
     optimizer, parameter_bytes = config.optimizer, _get_itemsize(config.training.dtype)
     if training.mixed_precision_param != "bfloat16":
         raise ValueError(
-            "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not modeled"
+            "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not simulated"
         )
     if checkpoint.mode == "memory_budget":
         raise ValueError(

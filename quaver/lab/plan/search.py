@@ -96,7 +96,7 @@ def search(
     is returned.
 
     Raises:
-        ValueError: the trainer accepts no layout, or the time of no layout is modeled.
+        ValueError: the trainer accepts no layout, or the time of no layout is simulated.
     """
     refusals = layouts.refusals.copy()
     estimated = list(_estimate(layouts.candidates, refusals, progress))
@@ -123,7 +123,7 @@ def search(
 def _estimate(
     candidates: list[Candidate], refusals: Counter[str], progress: Tell
 ) -> Iterator[tuple[Candidate, PlannedRun, int]]:
-    """Yield candidates with their estimated memory. Candidates whose time is not modeled count as refused."""
+    """Yield candidates with their estimated memory. Candidates whose time is not simulated count as refused."""
     for number, candidate in enumerate(candidates, 1):
         if number % 50 == 0:
             progress(f"estimating layout {number} of {len(candidates)}")
@@ -170,7 +170,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     """Return the timeline of a step, which is extrapolated if the step has very many tasks.
 
     Args:
-        costs: the costs of a micro-batch; None models them.
+        costs: the costs of a micro-batch, by default from the formulas of compute.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """

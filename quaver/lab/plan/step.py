@@ -155,7 +155,7 @@ def build_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) ->
     """Return the tasks of the first rank's step.
 
     Args:
-        costs: the costs of a micro-batch; None models them.
+        costs: the costs of a micro-batch, by default from the formulas of compute.py.
     """
     builder = _StepBuilder(run, cluster, costs or Costs.from_formulas(run, cluster))
     for number in range(run.micro_batches):

@@ -26,7 +26,7 @@ class StepCost:
     """The FLOPs of forward and backward (`count_training_flops_per_token`), and of the recomputation."""
     recomputed_flops: int | None
     """The FLOPs of the recomputation. None if the compiler decides it; then `step_flops` does not include it."""
-    modelled_s: float | None
+    simulated_s: float | None
     """None without a device, outside bfloat16, or if the compiler decides the recomputation."""
 
 
@@ -42,7 +42,7 @@ def compute_step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpe
     flops = micro_batches * tokens * count_training_flops_per_token(config.model, training.seq_len) // layout.tensor
     if config.activation_checkpoint.mode == "memory_budget":
         return StepCost(flops, None, None)
-    # FLOPs do not depend on the precision; times are modeled in bfloat16. Saving, which depends on states, is left out.
+    # FLOPs do not depend on the precision; times are simulated in bfloat16 and without saving, which depends on states.
     in_bfloat16 = replace(config, training=replace(training, mixed_precision_param="bfloat16"))
     run = replace(make_planned_run(in_bfloat16, layout), steps_between_saves=0)
     repeated = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // layout.tensor

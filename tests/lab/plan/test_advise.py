@@ -1,4 +1,4 @@
-"""Advice: the peak under other settings, the search for one that fits, recomputed FLOPs and modelled times."""
+"""Advice: the peak under other settings, the search for one that fits, recomputed FLOPs and simulated times."""
 
 import math
 import shlex
@@ -71,7 +71,7 @@ def test_costs_of_a_step():
     assert none.step_flops == 8192 * count_training_flops_per_token(model, 8192)
     assert none.recomputed_flops == 0 < op.recomputed_flops < full.recomputed_flops
     assert full.step_flops == none.step_flops + full.recomputed_flops
-    assert none.modelled_s < op.modelled_s < full.modelled_s
+    assert none.simulated_s < op.simulated_s < full.simulated_s
     alone = "--float8.enable_fsdp_float8_all_gather false --float8.precompute_float8_dynamic_scale_for_fsdp false"
     bfloat16 = compute_costs(f"{alone} --float8.enable_float8_linear false")
     assert bfloat16.modelled_s > op.modelled_s
@@ -184,7 +184,7 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
     assert (best.change, best.peak_bytes, best.note, best.fits) == (change, peak_bytes, "", True)
     assert advice.nearest is None
     # What is tried and clearly faster does not fit.
-    assert not [row for row in advice.rows if row.fits and row.cost.modelled_s * 1.02 < best.cost.modelled_s]
+    assert not [row for row in advice.rows if row.fits and row.cost.simulated_s * 1.02 < best.cost.simulated_s]
     assert load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.flags)]))
     assert ("--parallelism.fsdp_reshard_after_forward always" in best.flags) == ("gathered" in change)
     assert (best.flags == "") == (change == AS_CONFIGURED)

@@ -10,7 +10,7 @@ from quaver.lab.plan import search
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.compute import BlockTimes
 from quaver.lab.plan.step import Costs
-from quaver.lab.plan.unmodelled import iter_unmodelled
+from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.roofline.device_specs import find_device_spec
@@ -77,7 +77,7 @@ def test_a_table_its_limits_a_picture_and_the_files_of_a_run(plan, run_quaver, t
 
 def test_settings_that_are_not_simulated_are_listed():
     config = changed(TrainConfig(), training={"compile": True})
-    assert list(iter_unmodelled(config)) == []
+    assert list(iter_unsimulated(config)) == []
     settings = {
         "training": {"compile": False},
         "data": {"document_mask": True},
@@ -89,13 +89,13 @@ def test_settings_that_are_not_simulated_are_listed():
             "layer_recipes": ("*.down_proj=rowwise", "*.up_proj=high_precision"),
         },
     }
-    sentences = list(iter_unmodelled(changed(config, **settings)))
+    sentences = list(iter_unsimulated(changed(config, **settings)))
     names = ["layer_recipes", "high_precision_schedule", "serving", "training.compile", "document_mask", "Muon"]
     assert len(sentences) == len([*names, "compare"])
     assert [name for name in [*names, "compare"] if not any(name in sentence for sentence in sentences)] == []
     only_high = changed(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
-    assert list(iter_unmodelled(only_high)) == []
-    (sentence,) = iter_unmodelled(changed(config, activation_checkpoint={"mode": "memory_budget"}))
+    assert list(iter_unsimulated(only_high)) == []
+    (sentence,) = iter_unsimulated(changed(config, activation_checkpoint={"mode": "memory_budget"}))
     assert sentence.endswith("the run has no row")
 
 

@@ -52,7 +52,7 @@ class MemoryOptions(Settings):
     )
     advise: bool = setting(False, "Predict the peak and the recomputation of other settings.")
     fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
-    time_on: str | None = setting(None, "GPU whose step time --advise and --fit model, such as H100 or B200.")
+    time_on: str | None = setting(None, "GPU whose step time --advise and --fit simulate, such as H100 or B200.")
     quick: bool = setting(
         False, "Estimate the peak in closed form, within 10%, instead of predicting it; --advise and --fit do so too."
     )
@@ -75,7 +75,7 @@ class MemoryOptions(Settings):
         if self.measure and self.device:
             raise ValueError("--measure measures on training.device, and predicts for it: expected no --device with it")
         if self.time_on is not None and not (self.advise or self.fit):
-            raise ValueError("--time-on models the time of what --advise or --fit tries: expected one of them")
+            raise ValueError("--time-on simulates the time of what --advise or --fit tries: expected one of them")
         if self.png is not None and not self.png.endswith(".png"):
             raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
         if self.time_on is not None:

@@ -179,7 +179,7 @@ def _format_advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
     difference = f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}" if more else ""
     cost = row.cost
     again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.step_flops:.1%}"
-    step = "" if cost is None or cost.modelled_s is None else f"{cost.modelled_s:.3g} s"
+    step = "" if cost is None or cost.simulated_s is None else f"{cost.simulated_s:.3g} s"
     return peak, difference, again, step
 
 
@@ -199,7 +199,7 @@ def summarize_advice(advice: Advice) -> list[str]:
         elif advice.nearest is not None:
             lines.append(f"nothing that was tried fits {size}; nearest: {setting(advice.nearest)}")
     lines += [f"{row.change}: {row.note}" for row in advice.rows if row.note]
-    notes = advice.notes if advice.device is None else [*advice.notes, f"times are modeled for {advice.device}"]
+    notes = advice.notes if advice.device is None else [*advice.notes, f"times are simulated for {advice.device}"]
     return lines + notes
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from quaver.lab.settings import TrainConfig
 
 
-def iter_unmodelled(config: TrainConfig) -> Iterator[str]:
+def iter_unsimulated(config: TrainConfig) -> Iterator[str]:
     """Yield a sentence per setting that changes the time of a step, but not the simulated time."""
-    yield from _iter_unmodelled_float8(config)
+    yield from _iter_unsimulated_float8(config)
     training, checkpoint, optimizer = config.training, config.activation_checkpoint, config.optimizer
     if not training.compile:
         yield "training.compile is false: times are those of compiled code"
@@ -29,7 +29,7 @@ def iter_unmodelled(config: TrainConfig) -> Iterator[str]:
         yield "numerics.every: samples are not timed"
 
 
-def _iter_unmodelled_float8(config: TrainConfig) -> Iterator[str]:
+def _iter_unsimulated_float8(config: TrainConfig) -> Iterator[str]:
     float8 = config.float8
     if not float8.enable_float8_linear:
         return
