@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, product
+from math import prod
 from typing import Annotated
 
 import torch
@@ -24,6 +25,7 @@ from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
 from quaver.lab.settings.fields import AtLeast1, OneOf, setting
 from quaver.lab.trainer.memory import count_storage_bytes
+from quaver.lab.trainer.model import list_block_weights
 from quaver.runtime.devices import is_cuda_device
 
 _RESIDENT_BYTES = 16
@@ -73,9 +75,8 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         super().prepare()
         if not is_cuda_device(self.torch_device):
             return
-        model, count = self.shape, 1 + len(self.recipe_names)
-        attention = 2 * model.dim * (model.n_heads + model.n_kv_heads) * model.head_dim
-        needed = count * _RESIDENT_BYTES * (attention + 3 * model.dim * model.hidden_dim)
+        count = 1 + len(self.recipe_names)
+        needed = count * _RESIDENT_BYTES * sum(prod(shape) for _, shape in list_block_weights(self.shape))
         available = torch.cuda.get_device_properties(self.torch_device).total_memory
         if needed > available:
             raise ValueError(

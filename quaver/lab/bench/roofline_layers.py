@@ -13,11 +13,10 @@ from quaver.lab.bench.shapes import MODELS
 from quaver.lab.settings import Float8, Model
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import count_training_flops_per_token, make_meta_llama
+from quaver.lab.trainer.model import SPLIT_DIMS, count_training_flops_per_token, make_meta_llama
 from quaver.recipes.config import SHARED_INPUTS
 
 _SEQ_LEN = 8192
-_ROWWISE_PARALLEL = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def _list_layers(
 def _make_layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:
     leaf = linear.name.removesuffix(".weight").rpartition(".")[2]
     k, n = linear.in_features, linear.out_features
-    k, n = (k // split, n) if leaf in _ROWWISE_PARALLEL else (k, n // split)
+    k, n = (k // split, n) if SPLIT_DIMS.get(leaf) == 1 else (k, n // split)
     return LinearGroup(leaf, k, n, 0, linear.converted, readers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quaver.lab.settings import Model
+from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 
 MODELS = {
     "llama-8b": Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
@@ -77,10 +78,11 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
 
 def _list_linears(name: str) -> dict[str, tuple[int, int]]:
     """Return K and N of the linears of a block; linears of one shape are one entry."""
-    shape = MODELS[name]
-    kv_dim = shape.n_kv_heads * shape.head_dim
-    layers = {"q,o": (shape.dim, shape.dim), "k,v": (shape.dim, kv_dim)}
-    return layers | {"gate,up": (shape.dim, shape.hidden_dim), "down": (shape.hidden_dim, shape.dim)}
+    names: dict[tuple[int, int], list[str]] = {}
+    for linear, shape in list_block_weights(MODELS[name]):
+        if linear in SPLIT_DIMS:
+            names.setdefault((shape[1], shape[0]), []).append(linear.removesuffix("_proj"))
+    return {",".join(linears): sizes for sizes, linears in names.items()}
 
 
 def format_scaled_name(name: str, divisor: int) -> str:

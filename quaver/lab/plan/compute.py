@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
-from quaver.recipes.config import Float8LinearRecipeName
+from quaver.lab.settings import Model
+from quaver.lab.trainer.model import SPLIT_DIMS, count_expert_elements, list_block_weights
+from quaver.recipes.config import SHARED_INPUTS, Float8LinearRecipeName
 from quaver.roofline.attention import predict_attention_seconds
 from quaver.roofline.block import BlockShape, PerPass, predict_seconds_between_matmuls
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, predict_linear_cost
@@ -20,7 +22,7 @@ from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import predict_move_seconds
 from quaver.roofline.scaled_matmul import find_scale_kinds, get_cutlass_rowwise_share
 
-READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
+READERS = {name: len(names) for names in SHARED_INPUTS for name in names if name in SPLIT_DIMS}
 """The number of linears that share the input of a linear and its casts."""
 RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
 """Linears that "selective" recomputes: every second matmul, starting from the second to last."""
@@ -54,29 +56,20 @@ class BlockTimes(NamedTuple):
     recomputed: float
 
 
-def list_block_weights(run: PlannedRun) -> dict[str, tuple[int, int]]:
-    """Return the in- and out-features of each linear of a block, unsharded, without routed experts."""
-    model = run.model
-    queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
-    dim, hidden = model.dim, model.hidden_dim * (model.n_shared_experts if model.n_experts else 1)
-    sizes = {"q_proj": (dim, queries), "k_proj": (dim, keys), "v_proj": (dim, keys), "o_proj": (queries, dim)}
-    if hidden:
-        sizes |= {"gate_proj": (dim, hidden), "up_proj": (dim, hidden), "down_proj": (hidden, dim)}
-    if model.n_experts:
-        sizes |= {"gate": (dim, model.n_experts)}
-    return sizes
+def list_linears(model: Model) -> dict[str, tuple[int, int]]:
+    """Return the in- and out-features of each linear of a block, and of the router as "gate"."""
+    return {name: (shape[1], shape[0]) for name, shape in list_block_weights(model) if len(shape) == 2}
 
 
 def count_dense_parameters(run: PlannedRun) -> int:
     """Return the number of a block's parameters on one tensor parallel rank, without routed experts."""
-    weights = sum(inputs * outputs for inputs, outputs in list_block_weights(run).values())
+    weights = sum(inputs * outputs for inputs, outputs in list_linears(run.model).values())
     return weights // run.tensor + 2 * run.model.dim
 
 
 def count_expert_parameters(run: PlannedRun) -> int:
     """Return the number of parameters of a block's routed experts on one expert parallel rank."""
-    model = run.model
-    return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
+    return run.model.n_experts * count_expert_elements(run.model) // run.expert
 
 
 def count_held_parameters(run: PlannedRun) -> float:
@@ -90,7 +83,7 @@ def count_held_parameters(run: PlannedRun) -> float:
 
 def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     """Return the times of one block and micro-batch."""
-    linears = {name: time_linear(run, name, *sizes, cluster) for name, sizes in list_block_weights(run).items()}
+    linears = {name: time_linear(run, name, *sizes, cluster) for name, sizes in list_linears(run.model).items()}
     spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
@@ -125,8 +118,9 @@ def count_recomputed_flops(run: PlannedRun) -> int:
 
     It counts the matmuls of `time_block`, and all of attention, although a causal kernel may skip half of it.
     """
-    model, weights = run.model, {name: inputs * outputs for name, (inputs, outputs) in list_block_weights(run).items()}
-    experts = 3 * model.dim * model.hidden_dim * model.top_k if model.n_experts else 0
+    model = run.model
+    weights = {name: inputs * outputs for name, (inputs, outputs) in list_linears(model).items()}
+    experts = model.top_k * count_expert_elements(model)
     return {
         "none": 0,
         "op": 2 * sum(weights.get(name, 0) for name in RECOMPUTED_BY_OP) + experts,
@@ -146,7 +140,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
         float8, bfloat16 = (time_linear(part, name, inputs, outputs, cluster) for part in parts)
         return _average(float8, bfloat16, share)
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
-    is_split_by_input = name in ("o_proj", "down_proj")
+    is_split_by_input = SPLIT_DIMS.get(name) == 1
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
     rescales = run.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
 
@@ -207,7 +201,7 @@ def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
     local, rows = model.n_experts // run.expert, run.tokens * model.top_k
     filled = local * ceil(rows / local / TOKEN_ROWS) * TOKEN_ROWS
     forward = backward = 0.0
-    for inputs, outputs in ((model.dim, 2 * model.hidden_dim), (model.hidden_dim, model.dim)):
+    for outputs, inputs in (shape[1:] for _, shape in list_block_weights(model) if len(shape) == 3):
         cost = predict_linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
         time = _average(cost.float8, cost.bfloat16, run.float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local)

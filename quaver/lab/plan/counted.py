@@ -18,7 +18,7 @@ from quaver.lab.memory.devices.gpu import as_on_a_gpu
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.runs.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import BlockTimes, list_block_weights, time_linear
+from quaver.lab.plan.compute import BlockTimes, list_linears, time_linear
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
@@ -60,8 +60,8 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
         for is_backward in (False, True)
     )
     if run.casts_weights_once and not run.float8_gather:  # these casts run outside of the block, for all micro-batches
-        weights = list_block_weights(run).items()
-        forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in weights)
+        linears = list_linears(run.model).items()
+        forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
     formulas = Costs.from_formulas(run, cluster)
     again = formulas.block.recomputed * forward / formulas.block.forward
     return formulas._replace(block=BlockTimes(forward, backward, again))

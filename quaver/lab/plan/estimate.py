@@ -22,18 +22,19 @@ tests/lab/plan/test_estimate.py holds the two within 5% of each other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import ceil, prod
 
 import torch
 
 from quaver.checkpointing.policy import parse_selective_option
 from quaver.kernels.adamw import BLOCK
-from quaver.lab.plan.run import EXPERTS, find_float8_shares, has_one_cast
+from quaver.lab.plan.run import EXPERTS, HEAD, find_float8_shares, has_one_cast
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
+from quaver.lab.trainer.model import SPLIT_DIMS, BlockWeight, list_block_weights
 from quaver.optim.state import MIN_FLOAT8_ELEMENTS
 from quaver.recipes.config import Float8LinearConfig
 
@@ -41,40 +42,37 @@ _FLOAT32, _LOW = 4, 2
 """Bytes of an element in float32, and in bfloat16."""
 _STORED = 1 + _FLOAT32 / 128
 """Bytes of an element that is stored in float8: its code and its part of a scale."""
+_EMBEDDING = "embed_tokens"
+_ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, HEAD: 0}
 _SLICES = 4
 """Slices of the logits in float32 that are alive at once in the loss's backward."""
 _SPLIT_SLICES = 1
 """The same number under tensor parallelism, which splits the vocabulary."""
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """A parameter. `split` is the dim that tensor parallelism splits, or -1 for none."""
+class _Weight(BlockWeight):
+    """A parameter of a block, or outside of the blocks."""
 
-    shape: tuple[int, ...]
-    split: int = -1
-    is_expert: bool = False
-
-    def shape_on(self, layout: ParallelDims) -> tuple[int, ...]:
+    def find_gathered_shape(self, layout: ParallelDims) -> tuple[int, ...]:
         """Return the gathered shape on one tensor and expert parallel rank."""
         shape = list(self.shape)
-        if self.split >= 0:
-            shape[self.split] //= layout.tensor
-        if self.is_expert:
+        if self.name in _ALL_SPLIT_DIMS:
+            shape[_ALL_SPLIT_DIMS[self.name]] //= layout.tensor
+        if self.name == EXPERTS:
             shape[0] //= layout.expert
         return tuple(shape)
 
-    def sharded(self, layout: ParallelDims) -> int:
+    def count_sharded(self, layout: ParallelDims) -> int:
         """Return the number of elements on the first rank."""
-        first, *rest = self.shape_on(layout)
-        ranks = layout.shard // layout.expert if self.is_expert else layout.shard
+        first, *rest = self.find_gathered_shape(layout)
+        ranks = layout.shard // layout.expert if self.name == EXPERTS else layout.shard
         return ceil(first / ranks) * prod(rest)
 
-    def scales(self, layout: ParallelDims) -> int:
+    def count_scales(self, layout: ParallelDims) -> int:
         """Return the number of scales of a float8 state on the first rank: of whole rows if their blocks are split."""
-        columns = self.shape_on(layout)[-1]
+        columns = self.find_gathered_shape(layout)[-1]
         row = columns if columns % BLOCK == 0 else self.shape[-1]
-        return self.sharded(layout) // columns * ceil(row / BLOCK)
+        return self.count_sharded(layout) // columns * ceil(row / BLOCK)
 
 
 def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
@@ -100,8 +98,9 @@ class Estimate:
         self.is_sharded = layout.data_parallel_degree > 1
         self.shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
-        self.block, self.outside = _list_block_weights(self.model), _list_outside_weights(self.model)
-        self.in_block = sum(prod(weight.shape_on(layout)) for weight in self.block)
+        self.block = [_Weight(*weight) for weight in list_block_weights(self.model)]
+        self.outside = _list_outside_weights(self.model)
+        self.in_block = sum(prod(weight.find_gathered_shape(layout)) for weight in self.block)
 
     @property
     def peak(self) -> int:
@@ -142,7 +141,7 @@ class Estimate:
     @property
     def parameters(self) -> int:
         """The bytes of this rank's parameters. Their gradients take as many."""
-        return self._sum(lambda weight: weight.sharded(self.layout)) * self.parameter_bytes
+        return self._sum(lambda weight: weight.count_sharded(self.layout)) * self.parameter_bytes
 
     def _count_held_gradient_bytes(self) -> int:
         """Return the bytes of earlier micro-batches' gradients: shards in the parameters' dtype, or float32 sums."""
@@ -152,8 +151,8 @@ class Estimate:
         if reduce == "every":
             return self.parameters
         if reduce == "last_all_reduce":
-            return _FLOAT32 * self._sum(lambda weight: weight.sharded(self.layout))
-        return _FLOAT32 * self._sum(lambda weight: prod(weight.shape_on(self.layout)))
+            return _FLOAT32 * self._sum(lambda weight: weight.count_sharded(self.layout))
+        return _FLOAT32 * self._sum(lambda weight: prod(weight.find_gathered_shape(self.layout)))
 
     def _count_buffer_bytes(self) -> int:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
@@ -177,14 +176,14 @@ class Estimate:
         optimizer, blocks = self.config.optimizer, set(self.block)
 
         def state_bytes(weight: _Weight) -> int:
-            elements, is_muons = weight.sharded(self.layout), optimizer.is_muon and weight in blocks
+            elements, is_muons = weight.count_sharded(self.layout), optimizer.is_muon and weight in blocks
             is_muons = is_muons and len(weight.shape) == 2
             moments, step = (1, 0) if is_muons else (2, _FLOAT32)
             if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < MIN_FLOAT8_ELEMENTS
-            in_float32 = is_small or weight is self.outside[1]  # the embedding
-            moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.scales(self.layout)
+            in_float32 = is_small or weight.name == _EMBEDDING
+            moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.count_scales(self.layout)
             return moments * moment + _FLOAT32
 
         return self._sum(state_bytes)
@@ -199,22 +198,16 @@ class Estimate:
         if self.recipe is None:
             return _LOW
         codes = 1 if has_one_cast(self.config.float8.recipe) else 2
-        sizes = self._count_elements()
+        sizes: Counter[str] = Counter()
+        for name, shape in self.block:
+            if name in SPLIT_DIMS or name == EXPERTS:
+                sizes[name] += prod(shape)
         share = sum(self._compute_share(name) * size for name, size in sizes.items()) / sum(sizes.values())
         return share * codes + (1 - share) * _LOW
 
     def _compute_share(self, *names: str) -> float:
         """Return the share of blocks in which all named linears are in float8."""
         return min(self.shares.get(name, 0.0) for name in names)
-
-    def _count_elements(self) -> dict[str, int]:
-        """Return the elements of each linear of a block, and of its routed experts."""
-        model = self.model
-        dim, keys = model.dim, model.n_kv_heads * model.head_dim
-        sizes = {"q_proj": dim * dim, "k_proj": keys * dim, "v_proj": keys * dim, "o_proj": dim * dim}
-        wide = dim * model.hidden_dim * (model.n_shared_experts if model.n_experts else 1)
-        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), wide) if wide else {}
-        return sizes | ({EXPERTS: 3 * dim * model.hidden_dim * model.n_experts} if model.n_experts else {})
 
     def _get_gathered_bytes(self) -> float:
         return self._get_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
@@ -223,7 +216,7 @@ class Estimate:
         """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
         if not self.is_sharded:
             return int(self.model.n_layers * self.in_block * self._get_cast_bytes())
-        shards = sum(weight.sharded(self.layout) for weight in self.block)
+        shards = sum(weight.count_sharded(self.layout) for weight in self.block)
         return int(self.model.n_layers * shards * self._get_cast_bytes()) if self.config.float8.cast_weights_once else 0
 
     def _count_saved_outside(self) -> int:
@@ -335,23 +328,7 @@ class Estimate:
         return _LOW * self.in_block + self.tokens * token_bytes // self.layout.tensor
 
 
-def _list_block_weights(model: Model) -> list[_Weight]:
-    dim, keys = model.dim, model.n_kv_heads * model.head_dim
-    attention = [_Weight((dim, dim), 0), _Weight((keys, dim), 0), _Weight((keys, dim), 0), _Weight((dim, dim), 1)]
-    norms = [_Weight((dim,)), _Weight((dim,))]
-    hidden = model.n_shared_experts * model.hidden_dim if model.n_experts else model.hidden_dim
-    network = [_Weight((hidden, dim), 0), _Weight((hidden, dim), 0), _Weight((dim, hidden), 1)] if hidden else []
-    if not model.n_experts:
-        return [*attention, *network, *norms]
-    experts = [
-        _Weight((model.n_experts, dim)),
-        _Weight((model.n_experts, 2 * model.hidden_dim, dim), is_expert=True),
-        _Weight((model.n_experts, dim, model.hidden_dim), is_expert=True),
-    ]
-    return [*attention, *experts, *network, *norms]
-
-
 def _list_outside_weights(model: Model) -> list[_Weight]:
     """Return the last norm, the embedding and, unless it is tied, the head."""
-    embedding = _Weight((model.vocab_size, model.dim), 0)
-    return [_Weight((model.dim,)), embedding, *([] if model.tie_word_embeddings else [_Weight(embedding.shape, 0)])]
+    tables = [_EMBEDDING] if model.tie_word_embeddings else [_EMBEDDING, HEAD]
+    return [_Weight("norm", (model.dim,)), *(_Weight(name, (model.vocab_size, model.dim)) for name in tables)]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import NamedTuple
 
-from quaver.lab.plan.run import SEVEN, PlannedRun
+from quaver.lab.plan.run import PlannedRun
+from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
 
@@ -74,7 +75,7 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     halves = 1 if not run.has_feed_forward else 2
     again = backward and run.checkpointing != "none"
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
-    share = fmean(map(run.float8_share, SEVEN if run.has_feed_forward else SEVEN[:4]))
+    share = fmean(run.float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
     if casts is not None and not run.casts_gathered:
         forward, backwards = _count_amaxes(run, casts)
         for number, elements in [forward] * (again or not backward) + [backwards] * backward:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from quaver.lab.plan.compute import list_block_weights
+from quaver.lab.plan.compute import list_linears
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
+from quaver.lab.trainer.model import count_expert_elements
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.scaled_matmul import find_scale_kinds
 
@@ -15,7 +16,8 @@ def count_flops_per_token(run: PlannedRun) -> float:
     `count_training_flops_per_token` counts all of it, as is usual, so for long sequences its rate may exceed the peak.
     """
     model = run.model
-    weights = sum(i * o for i, o in list_block_weights(run).values()) + model.top_k * _count_expert_weights(run)
+    weights = sum(inputs * outputs for inputs, outputs in list_linears(model).values())
+    weights += model.top_k * count_expert_elements(model)
     attention = 6 * model.n_heads * model.head_dim * run.seq_len
     return model.n_layers * (6 * weights + attention) + 6 * model.dim * model.vocab_size
 
@@ -25,8 +27,9 @@ def count_float8_flops_per_token(run: PlannedRun) -> float:
     if run.recipe is None:
         return 0
     model = run.model
-    weights = sum(run.float8_share(name) * i * o for name, (i, o) in list_block_weights(run).items())
-    weights += run.float8_share(EXPERTS) * model.top_k * _count_expert_weights(run)
+    linears = list_linears(model).items()
+    weights = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in linears)
+    weights += run.float8_share(EXPERTS) * model.top_k * count_expert_elements(model)
     weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
     return 2 * len(find_scale_kinds(run.precision)) * weights
 
@@ -47,7 +50,3 @@ def compute_share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> 
             "simulation is wrong"
         )
     return share
-
-
-def _count_expert_weights(run: PlannedRun) -> int:
-    return 3 * run.model.dim * run.model.hidden_dim if run.model.n_experts else 0

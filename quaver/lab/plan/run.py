@@ -19,13 +19,12 @@ from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import make_meta_llama
+from quaver.lab.trainer.model import SPLIT_DIMS, make_meta_llama
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 
 HEAD = "lm_head"
 EXPERTS = "experts"
-SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _MOMENTS = {"AdamW": 2, "Float8AdamW": 2, "Muon": 1, "Float8Muon": 1}
 """The optimizer's states per parameter; Muon's are for matrices of blocks."""
 
@@ -50,7 +49,7 @@ class PlannedRun:
     context: int = 1
     recipe: Float8LinearRecipeName | str | None = None
     """None for bfloat16."""
-    in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
+    in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT_DIMS, 1.0))
     """The share of blocks in which a linear is float8, by the last part of its name, or by "experts"; 0 or 1 for
     "lm_head". `float8_share` reads it and returns 0 without a recipe."""
     float8_gather: bool = False

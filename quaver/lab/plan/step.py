@@ -24,7 +24,7 @@ from quaver.lab.plan.compute import (
     count_dense_parameters,
     count_expert_parameters,
     count_held_parameters,
-    list_block_weights,
+    list_linears,
     time_block,
     time_embedding,
     time_head,
@@ -61,8 +61,8 @@ def list_block_groups(run: PlannedRun) -> list[_Group]:
     dense, experts = count_dense_parameters(run), count_expert_parameters(run)
     in_codes = 0.0
     if run.float8_gather and run.has_one_cast:
-        weights = list_block_weights(run).items()
-        in_codes = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in weights) / run.tensor
+        linears = list_linears(run.model).items()
+        in_codes = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in linears) / run.tensor
     gathered = 2 * dense - in_codes
     if run.expert == 1:
         return [_Group("block", dense + experts, gathered + 2 * experts, shard, stride)]

@@ -5,9 +5,10 @@ Shapes: B sequences of T tokens, D = dim, H query heads and G key/value heads of
 q, k and v receive the same tensor object, and so do gate and up, so that float8 quantizes the shared input once.
 """
 
+import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -256,6 +257,32 @@ def make_meta_llama(config: Model) -> Llama:
         return Llama(config)
 
 
+class BlockWeight(NamedTuple):
+    """A parameter of a block, neither split nor sharded."""
+
+    name: str
+    """The last part of the name of its module: a linear's, a norm's, "gate" of the router, or "experts"."""
+    shape: tuple[int, ...]
+    """[out, in] of a linear or the router, [experts, out, in] of the experts, [dim] of a norm."""
+
+
+SPLIT_DIMS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
+"""The linears of a block, with the dim of their weights that tensor parallelism splits."""
+
+
+@functools.cache
+def list_block_weights(config: Model) -> tuple[BlockWeight, ...]:
+    """Return the parameters of one block."""
+    with torch.device("meta"):
+        parameters = dict(Block(config).named_parameters())
+    return tuple(BlockWeight(name.split(".")[-2], tuple(weight.shape)) for name, weight in parameters.items())
+
+
+def count_expert_elements(config: Model) -> int:
+    """Return the number of elements of one routed expert's weights, or 0 without experts."""
+    return sum(math.prod(shape[1:]) for _, shape in list_block_weights(config) if len(shape) == 3)
+
+
 def choose_init_std(name: str, config: Model) -> float:
     """Return a matrix's initial standard deviation; matrices that write to the residual stream shrink with depth."""
     writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
@@ -268,12 +295,9 @@ def count_training_flops_per_token(config: Model, seq_len: int) -> int:
     A token takes top_k of the routed experts. All of attention counts, as is usual, although a causal kernel may skip
     half of it.
     """
-    kv_dim = config.n_kv_heads * config.head_dim
-    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
-    networks = config.top_k + config.n_shared_experts if config.n_experts else 1
-    router = config.dim * config.n_experts
-    linear_weights = config.n_layers * (attention + networks * 3 * config.dim * config.hidden_dim + router)
-    linear_weights += config.dim * config.vocab_size
+    matrices = sum(math.prod(shape) for _, shape in list_block_weights(config) if len(shape) == 2)
+    in_block = matrices + config.top_k * count_expert_elements(config)
+    linear_weights = config.n_layers * in_block + config.dim * config.vocab_size
     return 6 * linear_weights + count_attention_flops_per_token(config, seq_len)
 
 

@@ -46,7 +46,7 @@ from quaver.distributed import (
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.mixture import Experts, list_modules
-from quaver.lab.trainer.model import Block, FeedForward, Llama
+from quaver.lab.trainer.model import SPLIT_DIMS, Block, FeedForward, Llama
 from quaver.parallel.linear_sharding import check_can_be_sharded
 from quaver.torch_private.fake_ranks import FakeStore
 
@@ -212,9 +212,8 @@ def check_tensor_parallel(model: Llama, degree: int) -> None:
     """Raise ValueError for a Float8Linear whose blocks tensor parallelism over `degree` ranks would cut."""
     for name, linear in model.named_modules():
         if isinstance(linear, Float8Linear):
-            is_rowwise = name.endswith(("o_proj", "down_proj"))
             try:
-                check_can_be_sharded(linear, 1 if is_rowwise else 0, degree)
+                check_can_be_sharded(linear, SPLIT_DIMS.get(name.rpartition(".")[2], 0), degree)
             except ValueError as error:
                 raise ValueError(f"parallelism.tensor_parallel_degree = {degree}: {name}: {error}") from error
 

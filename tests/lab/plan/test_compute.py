@@ -8,7 +8,7 @@ import pytest
 from benchmarks.record import ROOT
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import time_block, time_head
-from quaver.lab.plan.run import HEAD, SEVEN, PlannedRun, make_planned_run
+from quaver.lab.plan.run import HEAD, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
@@ -68,13 +68,16 @@ def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
 @pytest.mark.parametrize(
     ("float8", "expected"),
     [
-        ({}, dict.fromkeys(SEVEN, 1.0)),
-        ({"skip_first_layers": 1, "skip_last_layers": 1}, dict.fromkeys(SEVEN, 0.5)),
-        ({"filter_fqns": ("lm_head", "mlp")}, dict.fromkeys(SEVEN[:4], 1.0)),
-        ({"filter_fqns": ("layers.3.mlp",)}, dict.fromkeys(SEVEN, 1.0) | dict.fromkeys(SEVEN[4:], 0.75) | {HEAD: 1.0}),
+        ({}, dict.fromkeys(LINEARS, 1.0)),
+        ({"skip_first_layers": 1, "skip_last_layers": 1}, dict.fromkeys(LINEARS, 0.5)),
+        ({"filter_fqns": ("lm_head", "mlp")}, dict.fromkeys(LINEARS[:4], 1.0)),
+        (
+            {"filter_fqns": ("layers.3.mlp",)},
+            dict.fromkeys(LINEARS[:4], 1.0) | dict.fromkeys(LINEARS[4:], 0.75) | {HEAD: 1.0},
+        ),
         (
             {"layer_recipes": ("model.layers.0.mlp.up_proj=high_precision",)},
-            dict.fromkeys(SEVEN, 1.0) | {"up_proj": 0.75},
+            dict.fromkeys(LINEARS, 1.0) | {"up_proj": 0.75},
         ),
         ({"enable_float8_linear": False}, {}),
     ],

@@ -48,6 +48,7 @@ def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         (3, {}),
         (8, {"parallelism": {"tensor_parallel_degree": 2}, "training": {"dtype": "bfloat16"}}),
         (4, {"parallelism": {"data_parallel_replicate_degree": 2}, "optimizer": {"name": "Muon"}}),
+        (1, {"model": {"vocab_size": 64, "hidden_dim": 64}, "optimizer": {"name": "Muon"}}),
         (4, EP),
         (2, {"model": {"tie_word_embeddings": True}}),
         (2, {"model": {"dim": 128}, "optimizer": {"name": "Float8AdamW"}}),
