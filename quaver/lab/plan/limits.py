@@ -12,9 +12,9 @@ from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 
 KIND_NAMES = {
     "all_gather": "all-gathers",
-    "reduce_scatter": "reduce-scatters in float32",
+    "reduce_scatter": "reduce-scatters",
     "all_reduce": "all-reduces",
-    "all_to_all": "exchanges of experts' tokens",
+    "all_to_all": "all-to-alls",
     "checkpoint": "checkpoints",
 }
 HIDDEN_SHARE = 0.005

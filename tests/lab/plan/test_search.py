@@ -162,12 +162,13 @@ def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):
     assert len(simulated) < len(timed) / 3
 
 
-def test_a_slow_network_shows_what_waits():
-    """At 1/40 of the rate the reduce-scatters in float32 are no longer hidden, and each link says how long it waits."""
+@pytest.mark.parametrize(("float8_gradients", "reduction"), [(False, "reduce-scatters"), (True, "all-to-alls")])
+def test_a_slow_network_shows_what_waits(float8_gradients, reduction):
+    """At 1/40 of the rate the reduction of gradients is no longer hidden, and each link says how long it waits."""
     slow = replace(CLUSTER, network_gbps=10.0)
     candidate = make_layouts().candidates[0]
     run = make_planned_run(candidate.config, candidate.layout)
     row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
     (network,) = [link for link in list_links(row.timeline) if link.name == "network"]
     assert network.exposed_s > 0.2 * row.seconds
-    assert "reduce-scatters in float32 are not: " in " ".join(describe_limits(row, slow))
+    assert f"; {reduction} are not: " in "; ".join(describe_limits(row, slow))
