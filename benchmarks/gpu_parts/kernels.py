@@ -41,9 +41,9 @@ Kernel = tuple[Call, float]
 """The call, and the bytes per element that it must read and write."""
 
 
-def _row(lab: Lab, hp: Tensor, call: Call, bytes_each: float) -> Iterator[Row]:
+def _row(lab: Lab, hp: Tensor, call: Call, copy_bytes: float) -> Iterator[Row]:
     measured = lab.time({"it": call}, rounds=20)["it"]
-    moved = bytes_each * hp.numel()
+    moved = copy_bytes * hp.numel()
     yield {
         "timing": timing(measured),
         "gb_per_s": moved / (1e3 * measured.median_us),
@@ -80,8 +80,8 @@ def _casts(hp: Tensor) -> dict[str, Kernel]:
         quantizer = Quantizer(casts, hp.dtype, _persistent(casts, hp))
         for name, (row, column) in DIRECTIONS.items():
             reads = 1 if casts.row.is_persistent or (casts.row.block_size and name != "both") else 2
-            bytes_each = 2 * reads + row + column
-            kernel_of[f"{recipe}, {name}"] = (partial(quantizer, hp, row=row, column=column), bytes_each)
+            copy_bytes = 2 * reads + row + column
+            kernel_of[f"{recipe}, {name}"] = (partial(quantizer, hp, row=row, column=column), copy_bytes)
     for recipe in ("blockwise", "mxfp8"):
         casts = Float8LinearConfig.from_recipe_name(recipe).casts.weight
         kernel_of[f"{recipe}, square blocks"] = (

@@ -107,7 +107,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
             rows.append({"mode": mode, **row, "tokens_per_s": per_s, **ours, "peak_over_bfloat16": ratio})
         return rows
 
-    def note(self, result: Result) -> str:
+    def format_note(self, result: Result) -> str:
         shape, tokens = result["model"], result["batch"]
         return (
             f"block of {shape['name']}: width {shape['dim']}, {shape['n_heads']} heads ({shape['n_kv_heads']} for keys "

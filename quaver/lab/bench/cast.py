@@ -62,7 +62,7 @@ class CastKind:
         """The dims along which elements share a scale; None for one scale of the tensor."""
         return self.dims if self.cast.is_rowwise else (None,)
 
-    def floor(self, itemsize: int, device: torch.device) -> int:
+    def count_floor_bytes(self, itemsize: int, device: torch.device) -> int:
         """Return the least bytes per element."""
         needs_layouts = reads_along_contracted(device) or self.cast.is_rowwise
         return self.passes * itemsize + (len(self.dims) if needs_layouts else 1)
@@ -118,7 +118,7 @@ class CastBenchmark(Shapes, OperandOptions):
             timings = time_alternating(calls, device, rounds=self.rounds)
         rows: list[Row] = []
         for (library, mode), timing in timings.items():
-            floor = 2 * dtype.itemsize if library == COPY else kind.floor(dtype.itemsize, device)
+            floor = 2 * dtype.itemsize if library == COPY else kind.count_floor_bytes(dtype.itemsize, device)
             rate = floor * source.numel() / (1e3 * timing.median_us)
             share_of_copy = rate / rows[0]["gb_per_s"] if rows else 1.0
             row: Row = {"matrix": str(matrix), "cast": name, "library": library, "mode": mode, "timing": asdict(timing)}
@@ -127,7 +127,7 @@ class CastBenchmark(Shapes, OperandOptions):
             rows.append(row)
         return rows
 
-    def note(self, result: Result) -> str:
+    def format_note(self, result: Result) -> str:
         return f"dtype {result['dtype']}; floor: bytes per element; GB/s are of these"
 
 

@@ -92,7 +92,7 @@ class GemmBenchmark(Shapes, BenchOptions):
             rows.append(row)
         return rows
 
-    def note(self, result: Result) -> str:
+    def format_note(self, result: Result) -> str:
         no_peak = "unknown: quaver/roofline/device_specs.py has no data sheet for this device"
         return f"peak: {no_peak if result['peak'] == 'unknown' else result['peak']}"
 

@@ -99,10 +99,10 @@ class Rotation(Generic[Input]):
     The copies fill twice the last-level cache, or there are 256: the time of smaller inputs is dominated by the call.
     """
 
-    def __init__(self, make: Callable[[], Input], bytes_each: int, device: torch.device) -> None:
-        """Call `make` once per copy of `bytes_each` bytes, and at least once."""
+    def __init__(self, make: Callable[[], Input], copy_bytes: int, device: torch.device) -> None:
+        """Call `make` once per copy of `copy_bytes` bytes, and at least once."""
         wanted = 2 * (find_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
-        copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, bytes_each))
+        copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, copy_bytes))
         self._inputs = [make() for _ in range(min(max(1, copies), _MOST_COPIES))]
         self._turn = 0
 

@@ -50,7 +50,7 @@ class HostBenchmark(LinearOptions):
         return self.run_cases(cases, self._make_rows, dtype=str(self.torch_dtype))
 
     def _make_rows(self, shape: Shape, mode: str) -> list[Row]:
-        steps = self.steps(shape, mode)
+        steps = self.make_steps(shape, mode)
         timings = time_alternating(steps, self.torch_device, rounds=self.rounds, until_done=False)
         rows = []
         for name, row in make_contestant_rows(timings).items():
@@ -63,7 +63,7 @@ class HostBenchmark(LinearOptions):
             rows.append({"shape": str(shape), "mode": mode, **row, **counts})
         return rows
 
-    def note(self, result: Result) -> str:
+    def format_note(self, result: Result) -> str:
         return f"{Shape((self.size,) * 3)}, dtype {result['dtype']}"
 
 

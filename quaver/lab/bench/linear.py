@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 class LinearOptions(Modes, Recipes, OperandOptions):
     """The contestants of benchmarks of a linear."""
 
-    def steps(self, shape: Shape, mode: str) -> dict[str, Callable[[], None]]:
+    def make_steps(self, shape: Shape, mode: str) -> dict[str, Callable[[], None]]:
         """Return forward and backward of each contestant by name: "bfloat16", "quaver RECIPE", "torchao RECIPE"."""
         device, dtype = self.torch_device, self.torch_dtype
         m, k, n = shape.sizes
@@ -69,7 +69,8 @@ class LinearBenchmark(Shapes, LinearOptions):
         return self.run_cases(product(self.parse_shapes(), self.modes), self._make_rows, dtype=str(self.torch_dtype))
 
     def _make_rows(self, shape: Shape, mode: str) -> list[Row]:
-        rows = make_contestant_rows(time_alternating(self.steps(shape, mode), self.torch_device, rounds=self.rounds))
+        steps = self.make_steps(shape, mode)
+        rows = make_contestant_rows(time_alternating(steps, self.torch_device, rounds=self.rounds))
         result_rows = []
         for row in rows.values():
             peer = rows.get(f"torchao {row['recipe']}") if row["library"] == "quaver" else None

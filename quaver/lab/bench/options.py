@@ -77,8 +77,8 @@ class BenchOptions(Settings):
         if self.threads:
             torch.set_num_threads(self.threads)
 
-    def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **fields: Any) -> Result:
-        """Measure each case with `rows_of(*case)`, and return `result` of all rows.
+    def run_cases(self, cases: Iterable[tuple[Any, ...]], make_rows: Callable[..., list[Row]], **fields: Any) -> Result:
+        """Measure each case with `make_rows(*case)`, and return the result of all rows.
 
         Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
         """
@@ -89,21 +89,21 @@ class BenchOptions(Settings):
                 for case in cases:
                     tell(", ".join(map(str, case)))
                     torch.compiler.reset()
-                    rows += rows_of(*case)
+                    rows += make_rows(*case)
         except KeyboardInterrupt:
             if not rows:
                 raise
             is_complete = False
-        return self.result(rows, is_complete, **fields)
+        return self.make_result(rows, is_complete, **fields)
 
-    def result(self, rows: list[Row], is_complete: bool, **fields: Any) -> Result:
+    def make_result(self, rows: list[Row], is_complete: bool, **fields: Any) -> Result:
         """Return {"benchmark", "environment", "complete", `fields`, "rows"}, ready for JSON."""
         surroundings = describe_environment(self.torch_device)
         surroundings |= {"torchao": version("torchao")} if self.with_torchao else {}
         head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
         return head | fields | {"rows": rows}
 
-    def note(self, result: Result) -> str:
+    def format_note(self, result: Result) -> str:
         """Return the line below the printed table."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class OperandOptions(BenchOptions):
         """The dtype."""
         return _DTYPES[self.dtype]
 
-    def note(self, result: Result) -> str:
+    def format_note(self, result: Result) -> str:
         return f"dtype {result['dtype']}"
 
 

@@ -26,7 +26,7 @@ BFLOAT16 = "bfloat16"
 Row = dict[str, Any]
 
 Result = dict[str, Any]
-"""See `options.BenchOptions.result`."""
+"""See `options.BenchOptions.make_result`."""
 
 
 def make_contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:

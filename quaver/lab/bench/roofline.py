@@ -2,8 +2,8 @@
 
     predict(settings).write(folder)      roofline.csv: a row per layer; roofline.json: settings, constants, models
 
-A model's linears take the sum of their times; `Total.step_speedup` is Amdahl's law for the share of a bfloat16 step
-that they take, which a profile measures and a roofline cannot.
+A model's linears take the sum of their times; `Total.compute_step_speedup` is Amdahl's law for the share of a bfloat16
+step that they take, which a profile measures and a roofline cannot.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Total:
         """The speedup of the linears with shared inputs."""
         return self.bfloat16_s / self.shared_s
 
-    def step_speedup(self, linear_share: float) -> float:
+    def compute_step_speedup(self, linear_share: float) -> float:
         """Return the speedup of a step in which linears take `linear_share` of bfloat16's time, by Amdahl's law."""
         return 1 / (1 - linear_share + linear_share / self.speedup)
 
@@ -114,7 +114,7 @@ class Roofline:
         }
         totals = []
         for total in self.totals:
-            steps = {str(share): total.step_speedup(share) for share in LINEAR_SHARES}
+            steps = {str(share): total.compute_step_speedup(share) for share in LINEAR_SHARES}
             totals.append({**asdict(total), "speedup": total.speedup, "step_speedup": steps})
         return {"settings": asdict(self.settings), "constants": constants, "totals": totals}
 

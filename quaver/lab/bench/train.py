@@ -101,9 +101,9 @@ class TrainBenchmark(Recipes, BenchOptions):
         rows = [_make_row(model, timings, models[0], tokens) for model in models]
         parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
         fields = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
-        return replace(self, device=setup.device.type).result(rows, is_complete, **fields)
+        return replace(self, device=setup.device.type).make_result(rows, is_complete, **fields)
 
-    def note(self, result: Result) -> str:
+    def format_note(self, result: Result) -> str:
         sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))
         eager = "".join(f"; {row['precision']}: {row['eager']}" for row in result["rows"] if row["eager"])
         return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}{eager}"

@@ -75,7 +75,7 @@ def survey_model(path: str, options: "DoctorOptions") -> Survey:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(_format_toml(opened, recipes, options.budget_db), encoding="utf-8")
-    surveyed.sort(key=lambda linear: linear.worst(first)[1])
+    surveyed.sort(key=lambda linear: linear.find_worst(first)[1])
     share = compute_float8_share(recipes, surveyed, opened.is_skipped)
     skipped = [linear.name for linear in surveyed if opened.is_skipped(linear.name)]
     experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
@@ -144,8 +144,8 @@ def iter_views(result: Survey) -> Iterator[str | Table]:
 
 
 def _make_row(result: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
-    operand, _ = linear.worst(result.first)
-    figures = (f"{linear.worst(recipe)[1]:.1f}" for recipe in SHOWN)
+    operand, _ = linear.find_worst(result.first)
+    figures = (f"{linear.find_worst(recipe)[1]:.1f}" for recipe in SHOWN)
     return f"{linear.name}\n  {operand}; {result.get_recipe(linear.name)}", *figures
 
 

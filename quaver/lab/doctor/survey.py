@@ -31,13 +31,13 @@ class SurveyedLinear:
             operands = self.db.setdefault(recipe, {})
             operands[operand] = min(operands.get(operand, math.inf), math.inf if value is None else value)
 
-    def worst(self, recipe: str) -> tuple[str, float]:
+    def find_worst(self, recipe: str) -> tuple[str, float]:
         """Return the operand with the lowest SQNR under a recipe, and that SQNR in dB."""
         return min(self.db[recipe].items(), key=lambda item: item[1])
 
-    def best(self, budget_db: float, recipes: Sequence[str]) -> str:
+    def choose_recipe(self, budget_db: float, recipes: Sequence[str]) -> str:
         """Return the first of `recipes` whose operands all reach the budget, else high precision."""
-        return next((recipe for recipe in recipes if self.worst(recipe)[1] >= budget_db), HIGH_PRECISION)
+        return next((recipe for recipe in recipes if self.find_worst(recipe)[1] >= budget_db), HIGH_PRECISION)
 
 
 def survey(
@@ -119,7 +119,7 @@ def choose_recipes(
 ) -> LayerRecipes:
     """Choose, for each linear that is not `skipped`, the recipe with most float8 whose operands reach `budget_db`."""
     order = sort_recipes(first)
-    chosen = {linear.name: linear.best(budget_db, order) for linear in surveyed if not skipped(linear.name)}
+    chosen = {linear.name: linear.choose_recipe(budget_db, order) for linear in surveyed if not skipped(linear.name)}
     used = [recipe for recipe in chosen.values() if recipe != HIGH_PRECISION]
     rest = max(order, key=used.count) if used else first
     return LayerRecipes(rest, {name: recipe for name, recipe in chosen.items() if recipe != rest})

@@ -94,7 +94,7 @@ class Prediction:
         event = self.report["peak_event"]
         return next((name for name, begin, end in self.report["spans"] if begin < event <= end), "other")
 
-    def by(self, *keys: str) -> dict[tuple[str, ...], int]:
+    def sum_bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
         """Return the bytes at the peak by columns of `at_peak`, such as "category" or "module", the largest first."""
         sums: dict[tuple[str, ...], int] = {}
         for row in self.at_peak:
@@ -105,7 +105,7 @@ class Prediction:
     @property
     def by_category(self) -> dict[str, int]:
         """Bytes at the peak by category, in the order of CATEGORIES, without empty ones."""
-        sums = self.by("category")
+        sums = self.sum_bytes_by("category")
         return {name: sums[(name,)] for name in CATEGORIES if (name,) in sums}
 
     def to_dict(self, *, timeline: bool = False) -> dict[str, Any]:

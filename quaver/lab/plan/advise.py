@@ -112,8 +112,8 @@ def advise(
     """
     spec = _find_spec(device, is_needed=fit_bytes is not None)
     search = _AdviceSearch(config, ranks, fit_bytes, spec, progress or (lambda activity: None), quick=quick)
-    search.try_singly()
-    best = None if fit_bytes is None else search.fastest_that_fits()
+    search.try_single_changes()
+    best = None if fit_bytes is None else search.find_fastest_that_fits()
     rows = search.rows
     known = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
     nearest = min(known, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None
@@ -137,7 +137,7 @@ class _AdviceSearch:
         self.notes = [TIMES, LESS_PRECISE]
         self.notes += [f"times on {spec.name}: {describe_sustained_share(spec)}"] if spec is not None else []
         self.notes += ["peaks are estimated, within 10%"] if quick else []
-        self._peak_of = estimate_peak if quick else _predict_peak
+        self._compute_peak = estimate_peak if quick else _predict_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._progress = spec, progress
         resolved, self._layout = resolve(config, rank=0, world_size=ranks)
@@ -147,7 +147,7 @@ class _AdviceSearch:
         # Unlike `_try` this raises: there is nothing else to compare with.
         self._add(AS_CONFIGURED, config, self._predict(AS_CONFIGURED, config))
 
-    def try_singly(self) -> None:
+    def try_single_changes(self) -> None:
         """Try each single change."""
         for change in list_single_changes(self._config, self._layout, self._batch):
             self._try(change)
@@ -155,11 +155,11 @@ class _AdviceSearch:
         least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
         self._less_precise_saves = -min(0, least)
 
-    def fastest_that_fits(self) -> int | None:
+    def find_fastest_that_fits(self) -> int | None:
         """Try combinations, the fastest first, and return the index of the first that fits."""
         changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
-        costs = [(change, self._cost(config)) for config, change in by_config.items()]
+        costs = [(change, self._compute_cost(config)) for config, change in by_config.items()]
         return next((index for index in self._try_groups(_sort_by_time(costs)) if self.rows[index].fits), None)
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
@@ -202,11 +202,11 @@ class _AdviceSearch:
     def _predict(self, name: str, config: TrainConfig) -> int:
         """Return the bytes of the peak."""
         self._progress(name)
-        return self._peak_of(config, self._ranks)
+        return self._compute_peak(config, self._ranks)
 
     def _add(self, name: str, config: TrainConfig, peak_bytes: int) -> int:
         configured = self.rows[0].peak_bytes if self.rows else peak_bytes
-        cost = self._cost(config)
+        cost = self._compute_cost(config)
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
         self._tried[config] = len(self.rows)
         flags, difference = format_flags(self._config, config), peak_bytes - (configured or 0)
@@ -217,7 +217,7 @@ class _AdviceSearch:
         self.rows.append(AdvisedSetting(name, flags, None, None, None, f"not possible: {reason}", None))
         return len(self.rows) - 1
 
-    def _cost(self, config: TrainConfig) -> StepCost | None:
+    def _compute_cost(self, config: TrainConfig) -> StepCost | None:
         """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
         try:
             resolved, layout = resolve(config, rank=0, world_size=self._ranks)

@@ -22,7 +22,6 @@ tests/lab/plan/test_estimate.py holds the two within 5% of each other.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from math import ceil, prod
 
@@ -82,7 +81,7 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
         ValueError: the degrees do not fit the ranks, as `resolve` says.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
-    return Estimate(config, layout).peak
+    return Estimate(config, layout).count_peak_bytes()
 
 
 class Estimate:
@@ -102,14 +101,13 @@ class Estimate:
         self.outside = _list_outside_weights(self.model)
         self.in_block = sum(prod(weight.find_gathered_shape(layout)) for weight in self.block)
 
-    @property
-    def peak(self) -> int:
-        """The peak in bytes; see the head of this file."""
+    def count_peak_bytes(self) -> int:
+        """Return the bytes of the peak; see the head of this file."""
         model, tp = self.model, self.layout.tensor
-        parameters = self.parameters
+        parameters = self.count_parameter_bytes()
         resident = (
             parameters
-            + self.states
+            + self.count_state_bytes()
             + self._count_buffer_bytes()
             + self._count_input_bytes()
             + self._count_held_code_bytes()
@@ -121,7 +119,7 @@ class Estimate:
         head_gradient = _FLOAT32 * head // self.layout.shard
         reshard = self.config.parallelism.fsdp_reshard_after_forward
         root = embedding * self.stream_bytes if self.is_sharded and reshard != "always" else 0
-        codes = int(self._get_gathered_bytes() * self.in_block) if self.is_sharded else 0
+        codes = int(self._compute_gathered_bytes() * self.in_block) if self.is_sharded else 0
         if reshard == "never":
             root, codes = root + model.n_layers * codes, 0
         saved = self.tokens * sum(self._iter_saved_by_blocks()) + self._count_saved_outside()
@@ -138,9 +136,8 @@ class Estimate:
             parameters + (2 * embedding * _FLOAT32 if self.is_sharded else 0),
         )
 
-    @property
-    def parameters(self) -> int:
-        """The bytes of this rank's parameters. Their gradients take as many."""
+    def count_parameter_bytes(self) -> int:
+        """Return the bytes of this rank's parameters. Their gradients take as many."""
         return self._sum(lambda weight: weight.count_sharded(self.layout)) * self.parameter_bytes
 
     def _count_held_gradient_bytes(self) -> int:
@@ -149,7 +146,7 @@ class Estimate:
         if self.micro_batches == 1:
             return 0
         if reduce == "every":
-            return self.parameters
+            return self.count_parameter_bytes()
         if reduce == "last_all_reduce":
             return _FLOAT32 * self._sum(lambda weight: weight.count_sharded(self.layout))
         return _FLOAT32 * self._sum(lambda weight: prod(weight.find_gathered_shape(self.layout)))
@@ -170,14 +167,13 @@ class Estimate:
     def _sum(self, number: Callable[[_Weight], int]) -> int:
         return self.model.n_layers * sum(map(number, self.block)) + sum(map(number, self.outside))
 
-    @property
-    def states(self) -> int:
-        """The bytes of the optimizer's states: codes with a scale per 128, or moments in the parameters' dtype."""
+    def count_state_bytes(self) -> int:
+        """Return the bytes of the optimizer's states: codes with a scale per 128, or moments in the weights' dtype."""
         optimizer, blocks = self.config.optimizer, set(self.block)
 
         def state_bytes(weight: _Weight) -> int:
-            elements, is_muons = weight.count_sharded(self.layout), optimizer.is_muon and weight in blocks
-            is_muons = is_muons and len(weight.shape) == 2
+            elements = weight.count_sharded(self.layout)
+            is_muons = optimizer.is_muon and weight in blocks and len(weight.shape) == 2
             moments, step = (1, 0) if is_muons else (2, _FLOAT32)
             if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
@@ -193,31 +189,28 @@ class Estimate:
         mask = self.tokens * self.config.training.seq_len if tensors == 3 else 0
         return self.micro_batches * tensors * self.tokens * torch.int64.itemsize + mask
 
-    def _get_cast_bytes(self) -> float:
+    def _compute_cast_bytes(self) -> float:
         """Return the bytes per element of a weight's codes for both of its matmuls, or 2 in high precision."""
         if self.recipe is None:
             return _LOW
         codes = 1 if has_one_cast(self.config.float8.recipe) else 2
-        sizes: Counter[str] = Counter()
-        for name, shape in self.block:
-            if name in SPLIT_DIMS or name == EXPERTS:
-                sizes[name] += prod(shape)
-        share = sum(self._compute_share(name) * size for name, size in sizes.items()) / sum(sizes.values())
+        sizes = [(name, prod(shape)) for name, shape in self.block if name in SPLIT_DIMS or name == EXPERTS]
+        share = sum(self._compute_share(name) * size for name, size in sizes) / sum(size for _, size in sizes)
         return share * codes + (1 - share) * _LOW
 
     def _compute_share(self, *names: str) -> float:
         """Return the share of blocks in which all named linears are in float8."""
         return min(self.shares.get(name, 0.0) for name in names)
 
-    def _get_gathered_bytes(self) -> float:
-        return self._get_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
+    def _compute_gathered_bytes(self) -> float:
+        return self._compute_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
 
     def _count_held_code_bytes(self) -> int:
         """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
-        if not self.is_sharded:
-            return int(self.model.n_layers * self.in_block * self._get_cast_bytes())
-        shards = sum(weight.count_sharded(self.layout) for weight in self.block)
-        return int(self.model.n_layers * shards * self._get_cast_bytes()) if self.config.float8.cast_weights_once else 0
+        if self.is_sharded and not self.config.float8.cast_weights_once:
+            return 0
+        held = sum(weight.count_sharded(self.layout) for weight in self.block) if self.is_sharded else self.in_block
+        return int(self.model.n_layers * held * self._compute_cast_bytes())
 
     def _count_saved_outside(self) -> int:
         """Return the bytes of the rotary tables, the last block's output and the gathered input of the head."""
@@ -228,7 +221,7 @@ class Estimate:
     def _iter_saved_by_blocks(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves."""
         checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
-        stream = int(self._get_saved_stream_bytes() * self.model.dim) // self.layout.tensor
+        stream = int(self._choose_stream_bytes() * self.model.dim) // self.layout.tensor
         everything = self._count_saved_without_checkpoint()
         every = parse_selective_option(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
@@ -240,7 +233,7 @@ class Estimate:
         else:
             yield from (stream if number % every == 0 else everything for number in range(1, layers + 1))
 
-    def _get_saved_stream_bytes(self) -> float:
+    def _choose_stream_bytes(self) -> float:
         """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
         stores = self.config.activation_checkpoint.store_in_float8
         return _STORED if stores and self.config.training.compile else self.stream_bytes
@@ -260,7 +253,7 @@ class Estimate:
         (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.layout.tensor
         experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        low, stream = _STORED if is_compiled and stores else _LOW, self._get_saved_stream_bytes()
+        low, stream = _STORED if is_compiled and stores else _LOW, self._choose_stream_bytes()
         attention += int((low - _LOW) * queries)
         matmuls: float
         if is_compiled:

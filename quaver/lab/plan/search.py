@@ -64,7 +64,7 @@ class SearchResult:
 
 
 @dataclass
-class Timed:
+class TimedLayout:
     """A layout with its estimated memory, its compute time, and its simulated time, if known."""
 
     candidate: Candidate
@@ -75,7 +75,7 @@ class Timed:
     """The compute time alone, without communication."""
     _simulated: float | None = None
 
-    def seconds_per_token(self, cluster: Cluster) -> float:
+    def simulate_seconds_per_token(self, cluster: Cluster) -> float:
         """Return the simulated time, which is computed once."""
         if self._simulated is None:
             self._simulated = estimate_seconds(self.run, cluster, self.costs) / self.run.step_tokens
@@ -135,13 +135,13 @@ def _estimate(
         yield candidate, run, estimate_peak(candidate.config, candidate.layout.world_size)
 
 
-def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> Timed:
+def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
     """Return a candidate with its compute time."""
     costs = Costs.from_formulas(run, cluster)
-    return Timed(candidate, run, costs, peak_bytes, bound_seconds(run, costs) / run.step_tokens)
+    return TimedLayout(candidate, run, costs, peak_bytes, bound_seconds(run, costs) / run.step_tokens)
 
 
-def sort_by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]:
+def sort_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
     """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
     waiting = [(layout.least_seconds_per_token, number, False, layout) for number, layout in enumerate(layouts)]
     heapify(waiting)
@@ -150,10 +150,10 @@ def sort_by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]
         if is_simulated:
             yield fastest
         else:
-            heappush(waiting, (fastest.seconds_per_token(cluster), number, True, fastest))
+            heappush(waiting, (fastest.simulate_seconds_per_token(cluster), number, True, fastest))
 
 
-def _skip_similar(layouts: Iterable[Timed]) -> Iterator[Timed]:
+def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
     """Yield the first of layouts that differ only in the number of replicas and in how weights are gathered."""
     seen = set()
     for timed_layout in layouts:

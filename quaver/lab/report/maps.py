@@ -115,11 +115,13 @@ def find_worst_cells(record: Record, statistic: Statistic, most: int = WORST_CEL
     """Return the worst sample of each tensor, worst first: [tensor, step, the value as text]."""
     values = record.statistics[statistic.name]
     badness = np.where(np.isnan(values), -np.inf, statistic.rank_badness(values))
-    at = badness.argmax(0)
-    order = [
-        index for index in np.argsort(-badness.max(0), kind="stable").tolist() if not np.isnan(values[at[index], index])
-    ]
-    return [[index, int(record.steps[at[index]]), statistic.shown(values[at[index], index])] for index in order[:most]]
+    cells = []
+    for tensor in np.argsort(-badness.max(0), kind="stable").tolist():
+        sample = badness[:, tensor].argmax()
+        value = values[sample, tensor]
+        if not np.isnan(value):
+            cells.append([tensor, int(record.steps[sample]), statistic.format_value(value)])
+    return cells[:most]
 
 
 def _list_trials(record: Record) -> dict[str, Any]:

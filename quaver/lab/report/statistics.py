@@ -30,7 +30,7 @@ class Statistic:
         is_low_worse: whether a lower value is worse.
         scale: the color scale: "linear", "log2" or "log10". A logarithmic scale marks zero by a separate byte.
         bounds: the widest range of the color scale, after `scale` is applied. The values of the runs narrow it.
-        shown: formats a value as text.
+        format_value: formats a value as text.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Statistic:
     is_low_worse: bool
     scale: str
     bounds: tuple[float, float]
-    shown: Callable[[float], str]
+    format_value: Callable[[float], str]
 
     def apply_scale(self, values: Values) -> Values:
         """Apply `scale` to `values`; 0 becomes -inf on a logarithmic scale."""

@@ -292,14 +292,14 @@ def test_how_programs_share_a_tensor_by_hand():
     """A config with narrow tiles moves whole sectors for a part of each; loops turn as often as their loads need."""
     layout = KernelLayout.parse(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
     square, flat = {"XBLOCK": 64, "YBLOCK": 64}, {"XBLOCK": 1024, "YBLOCK": 1}
-    assert [layout.sector_bytes(config) for config in (square, flat)] == [2 + 1, 2 + 32]
+    assert [layout.count_sector_bytes(config) for config in (square, flat)] == [2 + 1, 2 + 32]
     assert [layout.programs(config) for config in (square, flat)] == [16 * 64, 4096]
-    assert layout.loaded_by_program(square) == 64 * 64 * 2
+    assert layout.count_loaded_bytes(square) == 64 * 64 * 2
     columns = KernelLayout.parse(TWO_LOOPS, {"in_ptr0": "*bf16", "in_ptr1": "*fp32"})
     tile = {"XBLOCK": 64, "R0_BLOCK": 8}
     assert columns.programs(tile) == 64
-    assert columns.loaded_by_program(tile) == (2 + 2 + 4) * 64 * 16384
-    loaded = columns.loaded_by_program(tile) // 128  # of a thread
+    assert columns.count_loaded_bytes(tile) == (2 + 2 + 4) * 64 * 16384
+    loaded = columns.count_loaded_bytes(tile) // 128  # of a thread
     assert count_issued(100, (), loaded, columns, tile, warps=4) == 64 * 4 * 100
     unrolled = Loop(40, loaded // 16)
     assert count_issued(100, (unrolled,), loaded // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)

@@ -203,8 +203,8 @@ def test_lines_for_a_terminal(relu, silu):
     assert lines[1] == f"           peak {peak}, in the {comparison.peak_at_a}"
     assert comparison.peak_at_a.startswith("backward of layers.")
     assert lines[6].endswith(f"saved {comparison.saved_b - comparison.saved_a:+,} bytes")
-    assert f"    {comparison.at('saved')[0].sentence}" in lines
-    left = comparison.at("peak")[1:]
+    assert f"    {comparison.list_rows('saved')[0].sentence}" in lines
+    left = comparison.list_rows("peak")[1:]
     assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
     same = list(iter_comparison_lines(compare_two(relu, relu)))
     assert [line for line in same if line.endswith(": nothing")] == same[-3:-2] + same[-1:]

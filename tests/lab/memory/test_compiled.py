@@ -136,12 +136,12 @@ def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
 def test_what_a_graph_saved_is_released_when_its_backward_ends():
     recorder, held = Recorder(tracker := CompiledTracker(nn.Identity()), []), torch.zeros(4)
     rows = CompiledRows(recorder, tracker)
-    rows.saved([held, 3])
-    rows.saved([held])
+    rows.record_saved([held, 3])
+    rows.record_saved([held])
     for saved in (1, 0):
-        rows.backward_begins([held, torch.zeros(4)])
+        rows.begin_backward([held, torch.zeros(4)])
         assert recorder.log[-1].saved == saved + 1
-        rows.backward_ends()
+        rows.end_backward()
         assert recorder.log[-1].saved == saved
 
 

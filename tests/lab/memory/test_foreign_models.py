@@ -121,7 +121,7 @@ def test_a_prediction_is_what_is_measured(name):
     prediction = check_explained(model, (inputs,), loss, estimate=name == "an estimate")
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
     assert prediction.by_category["parameters"] == pytest.approx(4 * parameters, rel=0.01)  # and small buffers
-    assert any(module in name for (name,) in prediction.by("module"))
+    assert any(module in name for (name,) in prediction.sum_bytes_by("module"))
     halves = [row["bytes"] for row in prediction.saved_for_backward if row["dtype"] == "float16"]
     assert sum(halves) == (2 * 1024 * 64 * 2 if name == "an autograd function" else 0)
 

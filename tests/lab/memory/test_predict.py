@@ -70,7 +70,8 @@ def test_a_step_by_arithmetic(device):
     # relu's result, its gradient, and the result of relu's backward
     assert prediction.step_peak_bytes >= 3 * 256 * ROWS_BYTES
     assert prediction.phase_of_peak == "backward"
-    assert sum(prediction.by_category.values()) == sum(prediction.by("module").values()) == prediction.peak_bytes
+    by_module = prediction.sum_bytes_by("module")
+    assert sum(prediction.by_category.values()) == sum(by_module.values()) == prediction.peak_bytes
     assert all(weight.grad is None for weight in model.parameters())
     if device == "cpu":
         assert_same(model.state_dict(), weights)

@@ -63,7 +63,7 @@ def test_the_tensor_the_policy_and_the_fix_in_own_code():
     assert faulty.saved_by_forward_bytes - SAVED - WEIGHT in range(16)
     assert own.saved_by_forward_bytes - SAVED - DIM * BFLOAT16 in range(16)
 
-    rows = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("saved")
+    rows = compare(high, faulty, label_a="bfloat16", label_b="scaled").list_rows("saved")
     assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.abs", WEIGHT)]
     assert rows[0].of == "feed_forward.w3.weight, unsharded"
     assert (rows[0].saved_by, rows[0].shape, rows[0].dtype) == ("selective policy", (DIM, HIDDEN), "bfloat16")
@@ -73,9 +73,9 @@ def test_the_tensor_the_policy_and_the_fix_in_own_code():
     assert "saved by the selective policy, first used in backward by amax at " in rows[0].sentence
     assert rows[0].sentence.endswith("; saving the amax instead would cost at most 32.77 kB")
 
-    (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").at("saved")
+    (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").list_rows("saved")
     assert row.difference_bytes == WEIGHT
     assert row.hint == "saving the amax instead, as the other run does, costs 8.192 kB"
 
-    rows = compare(high, own, label_a="bfloat16", label_b="own policy").at("saved")
+    rows = compare(high, own, label_a="bfloat16", label_b="own policy").list_rows("saved")
     assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.amax", DIM * BFLOAT16)]

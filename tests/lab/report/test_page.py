@@ -79,7 +79,7 @@ def test_cells_are_the_values_of_the_record(tmp_path):
             column = run.numerics.steps.tolist().index(step)
             worst = values[tensor, column]
             assert worst == (np.nanmin if statistic.is_low_worse else np.nanmax)(values[tensor])
-            assert text == statistic.shown(worst)
+            assert text == statistic.format_value(worst)
 
 
 def test_operands_that_are_not_finite_are_marked_and_others_that_lack_a_value_are_not(tmp_path):

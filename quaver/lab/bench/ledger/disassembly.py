@@ -92,7 +92,7 @@ def compile_kernel(source: str, name: str, capability: int) -> MachineCode:
         exec(compile(source, str(file), "exec"), vars(module))
         tuner = getattr(module, name)
         layout = KernelLayout.parse(source, tuner.triton_meta["signature"])
-        moved = [layout.sector_bytes(config.kwargs) for config in tuner.configs]
+        moved = [layout.count_sector_bytes(config.kwargs) for config in tuner.configs]
         best = [config for config, bytes_ in zip(tuner.configs, moved, strict=True) if bytes_ <= 1.01 * min(moved)]
         compiled = [_compile_config(tuner, config, capability, layout, folder) for config in best]
     most_spilled = 4 * int(tuner.inductor_meta.get("spill_threshold", 16))
@@ -133,11 +133,11 @@ def count_issued(
     """
     loading = [loop for loop in loops if loop.loaded_bytes]
     loaded_in_loops = sum(loop.loaded_bytes for loop in loading)
-    thread_bytes = layout.loaded_by_program(sizes) / (32 * warps)
+    thread_bytes = layout.count_loaded_bytes(sizes) / (32 * warps)
     in_loops = thread_bytes - (loaded - loaded_in_loops)
     iterations = max(1.0, in_loops / loaded_in_loops) if loaded_in_loops else 1.0
     thread_instructions = total + (iterations - 1) * sum(loop.instructions for loop in loading)
-    return round(layout.programs(sizes) * warps * thread_instructions)
+    return round(layout.count_programs(sizes) * warps * thread_instructions)
 
 
 def _run_tool(tool: Path, *arguments: Any) -> str:

@@ -50,28 +50,28 @@ class KernelLayout:
             accesses.append(TileAccess(kind == "load", width, axes, unit[1][0] if unit else ""))
         return cls(sizes, tuple(accesses))
 
-    def block(self, axis: str, config: dict[str, int]) -> int:
+    def get_block(self, axis: str, config: dict[str, int]) -> int:
         """Return the extent of a program's tile along an axis; by default the whole axis."""
         return config.get({"x": "XBLOCK", "y": "YBLOCK", "r": "R0_BLOCK"}[axis], self.sizes.get(axis, 1))
 
-    def programs(self, config: dict[str, int]) -> int:
+    def count_programs(self, config: dict[str, int]) -> int:
         """Return the number of programs in a launch."""
-        rows = config.get("RSPLIT_SIZE") or self.block("x", config)
+        rows = config.get("RSPLIT_SIZE") or self.get_block("x", config)
         programs = ceil(self.sizes["x"] / rows)
-        return programs * ceil(self.sizes["y"] / self.block("y", config)) if "y" in self.sizes else programs
+        return programs * ceil(self.sizes["y"] / self.get_block("y", config)) if "y" in self.sizes else programs
 
-    def sector_bytes(self, config: dict[str, int]) -> float:
+    def count_sector_bytes(self, config: dict[str, int]) -> float:
         """Return the bytes that move for each element of the tile, in whole sectors of 32 bytes."""
         moved = 0.0
         for access in self.accesses:
             if len(access.axes) == len(self.sizes):
-                run = access.element_bytes * self.block(access.dense, config) if access.dense else access.element_bytes
-                moved += access.element_bytes * max(1.0, _SECTOR / run)
+                adjacent = self.get_block(access.dense, config) if access.dense else 1
+                moved += max(access.element_bytes, _SECTOR / adjacent)
         return moved
 
-    def loaded_by_program(self, config: dict[str, int]) -> float:
+    def count_loaded_bytes(self, config: dict[str, int]) -> float:
         """Return the bytes that one program loads, loops included."""
-        extents = {axis: self.block(axis, config) for axis in self.sizes}
+        extents = {axis: self.get_block(axis, config) for axis in self.sizes}
         if "r" in extents:  # loops cover the whole axis
             extents["r"] = ceil(self.sizes["r"] / extents["r"]) * extents["r"]
         extents["x"] = config.get("RSPLIT_SIZE") or extents["x"]

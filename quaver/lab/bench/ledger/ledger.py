@@ -32,9 +32,9 @@ class Ledger:
 
     def count_bytes(self, *categories: str) -> int:
         """Return the bytes that entries of these categories read and write."""
-        return sum(entry.moved_bytes for entry in self.of(*categories))
+        return sum(entry.moved_bytes for entry in self.select(*categories))
 
-    def of(self, *categories: str) -> list[LedgerEntry]:
+    def select(self, *categories: str) -> list[LedgerEntry]:
         """Return the entries of these categories."""
         return [entry for entry in self.entries if entry.category in categories]
 
@@ -46,7 +46,7 @@ class Ledger:
     @property
     def copies(self) -> int:
         """The number of copies of codes into another layout."""
-        return len(self.of("copies"))
+        return len(self.select("copies"))
 
     @property
     def strided_copies(self) -> int:
@@ -63,7 +63,7 @@ class Ledger:
         """The number of launches that read a high-precision tensor for an amax or for codes, by tensor."""
         return Counter(
             f"{'backward' if entry.is_backward else 'forward'} {access.name} {list(access.size)}"
-            for entry in self.of("amax", "casts")
+            for entry in self.select("amax", "casts")
             for access in entry.launch.reads
             if access.dtype in _HIGH_PRECISION and access.elements >= self._smallest(entry)
         )
@@ -101,7 +101,7 @@ class Ledger:
         """Bytes of written float32 intermediates that are as large as an activation."""
         return sum(
             access.moved_bytes
-            for entry in self.of(*OVERHEAD)
+            for entry in self.select(*OVERHEAD)
             for access in entry.launch.writes
             if access.dtype is torch.float32
         )
@@ -111,11 +111,11 @@ class Ledger:
         """The largest number of float64 operations that a kernel spends per element."""
         ratios = [
             entry.float64_operations / max(access.elements for access in (*entry.launch.reads, *entry.launch.writes))
-            for entry in self.of(*OVERHEAD)
+            for entry in self.select(*OVERHEAD)
         ]
         return max(ratios, default=0.0)
 
-    def counts(self) -> dict[str, Any]:
+    def list_counts(self) -> dict[str, Any]:
         """Return the numbers that tests compare."""
         return {
             "launches": self.launches,
@@ -131,17 +131,17 @@ class Ledger:
         """Return sums and the names of Inductor's kernels by category, and with `kernels` all entries."""
         categories = {
             category: {
-                "launches": sum(entry.launches for entry in self.of(category)),
-                "read_bytes": sum(entry.read_bytes for entry in self.of(category)),
-                "written_bytes": sum(entry.written_bytes for entry in self.of(category)),
-                "kernels": sorted({kernel.name for entry in self.of(category) for kernel in entry.launch.kernels}),
+                "launches": sum(entry.launches for entry in self.select(category)),
+                "read_bytes": sum(entry.read_bytes for entry in self.select(category)),
+                "written_bytes": sum(entry.written_bytes for entry in self.select(category)),
+                "kernels": sorted({kernel.name for entry in self.select(category) for kernel in entry.launch.kernels}),
             }
             for category in CATEGORIES
         }
         result = {
             "name": self.name,
             "gpu": self.gpu,
-            **self.counts(),
+            **self.list_counts(),
             "overhead_bytes": self.overhead_bytes,
             "read_again_bytes": sum(entry.again_bytes for entry in self.entries),
             "cached_bytes": sum(entry.cached_bytes for entry in self.entries),

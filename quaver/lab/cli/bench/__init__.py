@@ -61,7 +61,7 @@ def iter_views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
         for title, fields in zip_longest((case,), options.tables):
             names, rows = format_table(case_rows, fields)
             yield make_table(title, names, rows=rows, wrapped=names[:1])
-    yield options.note(result)
+    yield options.format_note(result)
     yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")
 
 

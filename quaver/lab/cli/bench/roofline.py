@@ -101,7 +101,7 @@ def iter_views(roofline: Roofline) -> Iterator[str | Table]:
         rows = ((recipe, *cells) for recipe, cells in by_recipe.items())
         yield make_table(title, ("linear\nK\nN", *names), rows=rows, right=names)
         totals = [total for total in roofline.totals if (total.device, total.model) == place]
-        speedups = [(total.speedup, *map(total.step_speedup, LINEAR_SHARES)) for total in totals]
+        speedups = [(total.speedup, *map(total.compute_step_speedup, LINEAR_SHARES)) for total in totals]
         columns = ("recipe", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
         title = f"{model.name} on {spec.name}: speedup of all linears, {1e3 * totals[0].bfloat16_s:,.0f} ms in bfloat16"
         rows = ((total.recipe, *map("{:.2f}".format, row)) for total, row in zip(totals, speedups, strict=True))

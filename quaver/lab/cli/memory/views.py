@@ -145,8 +145,8 @@ def iter_comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]
             "", f"saved {format_decimal_bytes(saved)} ({saved:,} bytes), by the first forward for its backward"
         )
     yield _format_line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
-    yield from ("", *_iter_differences("Differences in what is saved for backward", c.at("saved"), top))
-    yield from ("", *_iter_differences("Differences in what is alive at the peaks", c.at("peak"), top))
+    yield from ("", *_iter_differences("Differences in what is saved for backward", c.list_rows("saved"), top))
+    yield from ("", *_iter_differences("Differences in what is alive at the peaks", c.list_rows("peak"), top))
 
 
 def _iter_differences(title: str, rows: tuple[TensorDifference, ...], top: int) -> Iterator[str]:

@@ -86,11 +86,11 @@ class CompiledRows:
         self._saved: Counter[Allocation] = Counter()
         self._received: list[list[Allocation]] = []
 
-    def saved(self, tensors: Sequence[Any]) -> None:
+    def record_saved(self, tensors: Sequence[Any]) -> None:
         """Record the tensors that a compiled forward returns for its backward."""
         self._saved.update(self._recorder.save(part) for part in _iter_parts(tensors))
 
-    def backward_begins(self, tensors: Sequence[Any]) -> None:
+    def begin_backward(self, tensors: Sequence[Any]) -> None:
         """Record the tensors that a compiled backward receives. A forward saved some of them."""
         received = []
         for part in _iter_parts(tensors):
@@ -100,7 +100,7 @@ class CompiledRows:
                 received.append(allocation)
         self._received.append(received)
 
-    def backward_ends(self) -> None:
+    def end_backward(self) -> None:
         """Record that the compiled backward that began last has dropped its arguments."""
         for allocation in self._received.pop():
             self._recorder.release(allocation)

@@ -110,14 +110,14 @@ def _make_reporters(graph: Any) -> dict[str, Callable[..., Any]]:
 
     def received(arguments: list[Any]) -> None:
         if is_backward and (rows := get_follower()):
-            rows.backward_begins(arguments)
+            rows.begin_backward(arguments)
 
     def returned(results: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = get_follower()
         if rows and is_backward:
-            rows.backward_ends()
+            rows.end_backward()
         elif rows and saved_from is not None:
-            rows.saved(results[saved_from:])
+            rows.record_saved(results[saved_from:])
         return results
 
     return {RECEIVED: received, RETURNED: returned}

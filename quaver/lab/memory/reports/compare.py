@@ -124,7 +124,7 @@ class Comparison:
     """The differences, the largest absolute value first. Rows at the peaks may differ merely because the peaks are at
     different moments of the step."""
 
-    def at(self, moment: str) -> tuple[TensorDifference, ...]:
+    def list_rows(self, moment: str) -> tuple[TensorDifference, ...]:
         """Return the rows with this `TensorDifference.at`, "saved" or "peak"."""
         return tuple(row for row in self.rows if row.at == moment)
 

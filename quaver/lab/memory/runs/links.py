@@ -95,15 +95,15 @@ def predict_links(config: TrainConfig, ranks: int) -> Links:
     config = replace(config, training=replace(config.training, compile=False))
     with fake_run(config, ranks, fake_tensors()) as run:
         run.step()  # FSDP2 and the optimizer create their state
-        with CountCollectives() as counted:
+        with CollectiveCounter() as counted:
             run.step()
-        traffic = counted.traffic(run.layout)
+        traffic = counted.list_traffic(run.layout)
         state = (leaf for values in run.trained.optimizer.state.values() for leaf in tree_leaves(values))
         checkpoint_bytes = sum(map(_count_whole_bytes, (*run.trained.model.parameters(), *state)))
     return Links(run.layout, run.trained.name, run.parameters, run.micro_batches, traffic, checkpoint_bytes)
 
 
-class CountCollectives(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that this rank starts while it is on."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class CountCollectives(TorchDispatchMode):
             self._bytes[key] += sum(tensor.nbytes for tensor in tensors)
         return result
 
-    def traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
+    def list_traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
         """Return the counted collectives, in the order of links."""
         rows = []
         for key, number in self._number.items():
