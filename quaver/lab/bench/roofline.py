@@ -48,7 +48,7 @@ class RooflineSettings:
 class RooflinePrediction:
     """A model's layers of one shape on one device with one recipe. Each layer casts its input.
 
-    `m` is the number of tokens; for experts, those of one expert, and `cost` is that of all experts of a rank.
+    `m` is the number of tokens. A layer of experts has the `m` of one expert and the `cost` of all experts of a rank.
     """
 
     model: str

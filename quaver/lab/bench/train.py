@@ -130,11 +130,9 @@ def _train(models: list[TrainedModel], setup: RunSetup, steps: int) -> Iterator[
 
 
 def _make_row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
-    """Return the row of a model. The ratio of peaks is None unless both were measured."""
+    """Return the row of a model, with a ratio of peaks if both were measured."""
     timing, peak, baseline = timings[model.name], model.peak, plain.peak
-    ratio = None
-    if peak.peak_bytes and baseline.peak_bytes:
-        ratio = peak.peak_bytes / baseline.peak_bytes
+    ratio = peak.peak_bytes / baseline.peak_bytes if peak.peak_bytes and baseline.peak_bytes else None
     return {
         "precision": model.name,
         "timing": asdict(timing),

@@ -101,9 +101,6 @@ def _observe(
     )
 
 
-# ---- the recipes -----------------------------------------------------------------------------------------------------
-
-
 def sort_recipes(first: str, recipes: Sequence[str] = RECIPES) -> list[str]:
     """Sort `recipes` by how many of the three matmuls run in float8, most first; `first` comes before all others."""
 

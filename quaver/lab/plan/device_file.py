@@ -20,8 +20,8 @@ def read_device_spec(path: Path) -> DeviceSpec:
     """Read a `DeviceSpec` from a TOML file with its fields. Without float8_tflops the device does not multiply float8.
 
     Raises:
-        ValueError: the file is not TOML, a field is missing or unknown, a number is not above 0, or the name is that of
-            a device whose measured rates quaver knows.
+        ValueError: the file is not TOML, a field is missing or unknown, a number is not above 0, or the name
+            belongs to a device whose measured rates quaver knows.
         OSError: there is no such file.
     """
     try:

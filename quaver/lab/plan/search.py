@@ -36,7 +36,7 @@ class FittingLayout:
     run: PlannedRun
     peak_bytes: int
     timeline: SimulatedTimeline
-    """Its spans are those of the first micro-batches if the step has very many tasks; its sums are the whole step's."""
+    """It has the sums of the whole step, but only the spans of the first micro-batches if there are very many tasks."""
 
     @property
     def seconds(self) -> float:

@@ -44,8 +44,8 @@ def count_float64_operations(source: str) -> int:
         if name[0] in "xyzr" and not name.startswith("tmp"):
             axes[name] = frozenset(name[0])
             continue
-        of_operands = (axes.get(operand, frozenset(operand[0]) & set("xyzr")) for operand in operands)
-        axes[name] = frozenset[str]().union(*of_operands)
+        operand_axes = (axes.get(operand, frozenset(operand[0]) & set("xyzr")) for operand in operands)
+        axes[name] = frozenset[str]().union(*operand_axes)
         if "[:, None]" in value or "promote_to_tensor" in value:  # the result of a reduction
             axes[name] -= {"r"}
         is_double = "tl.float64" in value or (not doubles.isdisjoint(operands) and ".to(tl." not in value)

@@ -221,7 +221,7 @@ def _find_conversions_for_operators(nodes: Sequence[Any]) -> dict[str, str]:
 
 
 def _find_conversion(codes: fx.Node) -> fx.Node:
-    """Return the node that converts to `codes`, through views and copies, or their first node if there is none."""
+    """Follow views and copies of `codes` back to the node that converts to float8, or else to their first node."""
     while not str(codes.target).startswith("prims.convert_element_type"):
         source = next((node for node in codes.all_input_nodes if _is_float8(node)), None)
         if source is None:
