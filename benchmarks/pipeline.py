@@ -99,7 +99,7 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     for name, computed in directions.items():
         block = SimulatedStep()
         exchanges = list_block_exchanges(unpipelined, backward=name == "backward")
-        add_block(block, "block", computed, exchanges, cluster, list_overlapped_kinds(unpipelined))
+        add_block(block, "block", computed, exchanges, cluster, list_overlapped_kinds(unpipelined), name)
         seconds[name] = blocks * simulate(block).seconds
     head, embedding = time_head(run, cluster), time_embedding(run, cluster)
     ends = list_end_exchanges(unpipelined)

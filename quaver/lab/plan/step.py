@@ -87,13 +87,16 @@ def add_block(
     exchanges: list[Exchange],
     cluster: Cluster,
     overlapped: frozenset[str],
+    kind: str,
 ) -> None:
     """Add the compute of a block in two halves, attention and the feed-forward, each between its exchanges.
 
     A half waits for its amaxes and its input, and its output is scattered afterwards. Exchanges of `overlapped` kinds
     are split into as many parts as there are ranks; only the first incoming and the last outgoing part do not overlap.
+
+    Args:
+        kind: the kind of the compute, forward or backward.
     """
-    kind = _find_direction(name)
     if not exchanges:
         step.add(name, COMPUTE, seconds, kind=kind)
         return
@@ -132,10 +135,6 @@ def _add_exchange(
     seconds = number * cluster.time_collective(kind, tensor_bytes, ranks, stride)
     sent = number * cluster.count_sent_bytes(kind, tensor_bytes, ranks)
     return step.add(name, cluster.find_link(ranks, stride), seconds, after, kind, sent)
-
-
-def _find_direction(name: str) -> str:
-    return "backward" if "backward" in name else "forward"
 
 
 class Costs(NamedTuple):
@@ -193,12 +192,12 @@ class _StepBuilder:
         times, head, embedding = self._costs
         self._gather_and_copy_out([self._root], f"{prefix}forward of the embedding")
         self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
-        self._exchange_at_end(f"{prefix}forward of the embedding", self._split_embedding[False])
+        self._exchange_at_end(f"{prefix}forward of the embedding", self._split_embedding[False], "forward")
         for number in range(blocks):
             self._gather_and_copy_out(self._groups, f"{prefix}forward of block {number}")
             self._add_block(f"{prefix}forward of block {number}", times.forward, backward=False)
         self._gather_and_copy_out(self._head, f"{prefix}forward of {HEAD}")
-        self._exchange_at_end(f"{prefix}forward of {HEAD}", self._split_head[False])
+        self._exchange_at_end(f"{prefix}forward of {HEAD}", self._split_head[False], "forward")
         self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
         if run.reshards != "never":
             if run.reshards == "always":
@@ -206,7 +205,7 @@ class _StepBuilder:
             self._gather_and_copy_out(self._head, f"{prefix}backward of {HEAD}")
         prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
         self._compute(f"{prefix}backward of {HEAD} and the loss", head.backward, "backward")
-        self._exchange_at_end(f"{prefix}backward of {HEAD}", self._split_head[True])
+        self._exchange_at_end(f"{prefix}backward of {HEAD}", self._split_head[True], "backward")
         self._reduce(self._head, f"{prefix}backward of {HEAD}")
         for number in reversed(range(blocks)):
             name = f"{prefix}backward of block {number}"
@@ -216,7 +215,7 @@ class _StepBuilder:
             again = times.recomputed if is_checkpointed(run, number) else 0.0
             self._add_block(name, times.backward + again, backward=True)
             self._reduce(self._groups, name)
-        self._exchange_at_end(f"{prefix}backward of the embedding", self._split_embedding[True])
+        self._exchange_at_end(f"{prefix}backward of the embedding", self._split_embedding[True], "backward")
         self._compute(f"{prefix}backward of the embedding", embedding.backward, "backward")
         self._reduce([self._root], f"{prefix}backward of the embedding")
 
@@ -252,15 +251,17 @@ class _StepBuilder:
         return _add_exchange(self.step, name, exchange, self._cluster, after)
 
     def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
-        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, list_overlapped_kinds(self._run))
+        kind = "backward" if backward else "forward"
+        overlapped = list_overlapped_kinds(self._run)
+        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped, kind)
 
-    def _exchange_at_end(self, name: str, exchanges: list[Exchange]) -> None:
-        """Add exchanges of the embedding or the output projection. Compute waits for them."""
+    def _exchange_at_end(self, name: str, exchanges: list[Exchange], kind: str) -> None:
+        """Add exchanges of the embedding or the output projection. Compute of a kind waits for them."""
         last: int | None = self.step.find_last(COMPUTE)
         for exchange in exchanges:
             last = self._send(f"{name}: {exchange.kind}", exchange, [last])
         if exchanges:
-            self._compute(name, 0.0, _find_direction(name), [last])
+            self._compute(name, 0.0, kind, [last])
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
         """Add all-gathers, which begin when the previously gathered weights are copied out."""
