@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
+from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun, count_networks
 from quaver.lab.settings import Model
 from quaver.lab.trainer.model import SPLIT_DIMS, count_expert_elements, list_block_weights
 from quaver.recipes.config import SHARED_INPUTS, Float8LinearRecipeName
@@ -86,7 +86,7 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     linears = {name: time_linear(run, name, *sizes, cluster) for name, sizes in list_linears(run.model).items()}
     spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
-    wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
+    wide = model.hidden_dim * count_networks(model)
     between = predict_seconds_between_matmuls(
         BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes
     )
@@ -238,5 +238,6 @@ def _time_forward(time: LinearTime) -> float:
 def _time_storing(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time to cast stored activations to float8 or back, 3 bytes an element."""
     model = run.model
-    stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim
+    stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
+    stored += 2 * model.hidden_dim * count_networks(model)
     return predict_move_seconds(3 * stored * run.tokens / run.tensor, cluster.spec)

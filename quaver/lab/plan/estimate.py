@@ -29,7 +29,7 @@ import torch
 
 from quaver.checkpointing.policy import parse_selective_option
 from quaver.kernels.adamw import BLOCK
-from quaver.lab.plan.run import EXPERTS, HEAD, find_float8_shares, has_one_cast
+from quaver.lab.plan.run import EXPERTS, HEAD, count_networks, find_float8_shares, has_one_cast
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
@@ -282,7 +282,7 @@ class Estimate:
             keys = queries
         rotated = low * (queries + 2 * keys)
         attention += int((low - _LOW) * queries)
-        rows = self._count_rows()
+        rows = count_networks(self.model)
         gates = low * 2 * hidden * rows
         wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
         saved, product = self._count_saved_of_float8(tp=1), hidden * rows
@@ -302,10 +302,6 @@ class Estimate:
             linears += low * dim * self.model.top_k * 2 + _FLOAT32 * experts
         return int(streams + rotated + attention + gates + linears) // tp
 
-    def _count_rows(self) -> int:
-        """Return the number of feed-forwards or experts through which a token passes."""
-        return self.model.top_k + self.model.n_shared_experts if self.model.n_experts else 1
-
     def _count_saved_of_float8(self, tp: int) -> int:
         """Return the bytes that a float8 linear saves per element of its input, which `tp` ranks gather."""
         if self.recipe is None:
@@ -317,7 +313,7 @@ class Estimate:
 
     def _count_temporary_bytes(self) -> int:
         """Return the bytes of a block's weight gradients, and of the gradients in its feed-forward."""
-        token_bytes = 8 * self._count_rows() * self.model.hidden_dim + _FLOAT32 * self.model.dim
+        token_bytes = 8 * count_networks(self.model) * self.model.hidden_dim + _FLOAT32 * self.model.dim
         return _LOW * self.in_block + self.tokens * token_bytes // self.layout.tensor
 
 

@@ -126,6 +126,11 @@ class PlannedRun:
         return "bfloat16" if self.recipe is None else canonicalize_recipe(self.recipe)
 
 
+def count_networks(model: Model) -> int:
+    """Return the number of feed-forwards, or of experts, through which a token passes in a block."""
+    return model.top_k + model.n_shared_experts if model.n_experts else 1
+
+
 @functools.cache
 def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
     """Return whether one set of a weight's codes serves both of its matmuls."""

@@ -74,19 +74,19 @@ def test_costs_of_a_step():
     assert none.simulated_s < op.simulated_s < full.simulated_s
     alone = "--float8.enable_fsdp_float8_all_gather false --float8.precompute_float8_dynamic_scale_for_fsdp false"
     bfloat16 = compute_costs(f"{alone} --float8.enable_float8_linear false")
-    assert bfloat16.modelled_s > op.modelled_s
+    assert bfloat16.simulated_s > op.simulated_s
     # The loss, the optimizer and the copies of FSDP2 count, and no GPU is faster than its data sheet says.
-    assert bfloat16.step_flops / 989.4e12 < bfloat16.modelled_s < 2.5 * bfloat16.step_flops / 989.4e12
+    assert bfloat16.step_flops / 989.4e12 < bfloat16.simulated_s < 2.5 * bfloat16.step_flops / 989.4e12
     twice = compute_costs("--training.global_batch_size 16")
     assert (twice.step_flops, twice.recomputed_flops) == (2 * op.step_flops, 2 * op.recomputed_flops)
-    assert 1.9 * op.modelled_s < twice.modelled_s < 2 * op.modelled_s  # one optimizer step
+    assert 1.9 * op.simulated_s < twice.simulated_s < 2 * op.simulated_s  # one optimizer step
     split = compute_costs("--parallelism.tensor_parallel_degree 2")
     assert split.step_flops == op.step_flops // 2
-    assert op.modelled_s / 2 < split.modelled_s < op.modelled_s  # ranks wait for each other
-    assert compute_costs("", spec=None).modelled_s is None
-    assert compute_costs("--training.mixed_precision_param float32").modelled_s is None
+    assert op.simulated_s / 2 < split.simulated_s < op.simulated_s  # ranks wait for each other
+    assert compute_costs("", spec=None).simulated_s is None
+    assert compute_costs("--training.mixed_precision_param float32").simulated_s is None
     budget = compute_costs("--activation_checkpoint.mode memory_budget")
-    assert (budget.recomputed_flops, budget.modelled_s, budget.step_flops) == (None, None, none.step_flops)
+    assert (budget.recomputed_flops, budget.simulated_s, budget.step_flops) == (None, None, none.step_flops)
 
 
 def test_flags_of_a_change_parse_to_its_config():
@@ -164,7 +164,7 @@ HALF_THE_BATCH = "activations: none checkpointed; local batch size: 1"
     ("fit_bytes", "settings", "peak_bytes", "change"),
     [
         (200, {"activation_checkpoint": MODES["full"]}, 158, HALF_THE_BATCH),
-        # In rowwise float8 it would be modelled as 1 % faster, which the model cannot tell.
+        # In rowwise float8 it would be modeled as 1 % faster, which the model cannot tell.
         (1000, {"activation_checkpoint": MODES["none"]}, 258, AS_CONFIGURED),
         # The least that a batch of 2 without checkpointing takes is 254 bytes.
         (254, {}, 254, "activations: none checkpointed; least gathered weights"),

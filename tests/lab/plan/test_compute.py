@@ -17,6 +17,7 @@ from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
 
 RECORDED = json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]
+LINEARS = list(SPLIT_DIMS)
 LEDGERS = {ledger["name"]: ledger for ledger in RECORDED}
 MODEL = Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336)
 RUN = PlannedRun(MODEL, 8192, 2, residual_bytes=2, parameter_bytes=2)
@@ -59,10 +60,20 @@ def test_shares_of_tensor_parallel_ranks_are_no_faster_than_a_part(recipe):
 
 
 def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
-    shares = [replace(TENSORWISE, in_float8=dict.fromkeys(SEVEN, share)) for share in (0, 0.5, 1)]
+    shares = [replace(TENSORWISE, in_float8=dict.fromkeys(LINEARS, share)) for share in (0, 0.5, 1)]
     none, half, whole = map(time_both, shares)
     assert none == pytest.approx(time_both(RUN))
     assert half == pytest.approx((none + whole) / 2)
+
+
+def test_storing_in_float8_takes_as_long_for_each_expert_of_a_token():
+    cluster, seconds = Cluster(H200), []
+    for top_k in (1, 2, 3):
+        plain = replace(RUN, model=replace(MODEL, n_experts=8, top_k=top_k))
+        seconds.append(time_block(replace(plain, stores_in_float8=True), cluster).forward)
+        seconds[-1] -= time_block(plain, cluster).forward
+    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+    assert seconds[0] < 0.8 * seconds[1]
 
 
 @pytest.mark.parametrize(

@@ -94,11 +94,11 @@ ALWAYS = [("tensorwise", "op", True)]
 )
 def test_tensor_parallel_exchanges_are_those_that_the_trainer_starts(recipe, mode, gather):
     config = make_config(recipe, mode, gather=gather, tensor=2)
-    modelled, counted = model_block_exchanges(config), count_block_exchanges(config)
+    modeled, counted = model_block_exchanges(config), count_block_exchanges(config)
     if gather:  # one all-reduce of a step has the amaxes of all weights' rows: it grows with the layers
-        assert modelled["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
-        modelled["tp", "all_reduce"] = counted["tp", "all_reduce"]
-    assert modelled == counted
+        assert modeled["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
+        modeled["tp", "all_reduce"] = counted["tp", "all_reduce"]
+    assert modeled == counted
 
 
 LAYOUTS = {
@@ -119,10 +119,10 @@ def test_exchanges_of_other_layouts(name):
 @pytest.mark.parametrize("filtered", ["mlp", "o_proj"])
 def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
     config = changed(make_config("rowwise", tensor=2), float8={"filter_fqns": ("lm_head", filtered)})
-    modelled, counted = model_block_exchanges(config), count_block_exchanges(config)
+    modeled, counted = model_block_exchanges(config), count_block_exchanges(config)
     amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
-    assert modelled.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
-    assert modelled == counted
+    assert modeled.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
+    assert modeled == counted
 
 
 BFLOAT16 = Float8(enable_float8_linear=False)

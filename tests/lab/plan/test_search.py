@@ -167,7 +167,7 @@ def test_a_slow_network_shows_what_waits(float8_gradients, reduction):
     """At 1/40 of the rate the reduction of gradients is no longer hidden, and each link says how long it waits."""
     slow = replace(CLUSTER, network_gbps=10.0)
     candidate = make_layouts().candidates[0]
-    run = make_planned_run(candidate.config, candidate.layout)
+    run = replace(make_planned_run(candidate.config, candidate.layout), float8_gradients=float8_gradients)
     row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
     (network,) = [link for link in list_links(row.timeline) if link.name == "network"]
     assert network.exposed_s > 0.2 * row.seconds

@@ -1,4 +1,4 @@
-"""Every contract of the modelled matmuls: what obeys them is multiplied exactly, and what violates one is refused."""
+"""Every contract of the modeled matmuls: what obeys them is multiplied exactly, and what violates one is refused."""
 
 import dataclasses
 from dataclasses import dataclass
