@@ -15,6 +15,7 @@ from typing import Any
 from quaver.conversion.report import ConversionReport
 from quaver.export.files import check_names, read_json_object, write_json
 from quaver.export.folders import make_file_threads
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 RECORD = "quaver_export.json"
@@ -64,7 +65,7 @@ def check_bundle(folder: Path) -> None:
         return
     digests = read_json_object(path).get("sha256")
     if not isinstance(digests, dict) or not all(Path(name).name == name for name in digests):
-        raise ValueError(f"{str(path)!r} has no sha256 of the files; download it again")
+        raise InputError(f"{str(path)!r} has no sha256 of the files; download it again")
     check_names(digests, path)
     missing = sorted(name for name in digests if not (folder / name).is_file())
     if missing:
@@ -72,7 +73,7 @@ def check_bundle(folder: Path) -> None:
     actual = _compute_digests(folder, list(digests))
     differing = sorted(name for name in digests if actual[name] != digests[name])
     if differing:
-        raise ValueError(
+        raise InputError(
             f"{str(folder)!r} has files that differ from their sha256 in {RECORD}: {join_names(differing)}; download "
             f"them again, or remove {RECORD} if you changed them"
         )

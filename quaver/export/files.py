@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quaver.export.folders import NotWrittenError
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 SUFFIX = ".safetensors"
@@ -29,7 +30,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         return parse_json_object(repr(str(path)), path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{error}; download it again") from error
+        raise InputError(f"{error}; download it again") from error
 
 
 def parse_json_object(name: str, text: bytes | str) -> dict[str, Any]:
@@ -37,9 +38,9 @@ def parse_json_object(name: str, text: bytes | str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: expected a JSON object: {error}") from error
+        raise InputError(f"{name}: expected a JSON object: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{name}: expected a JSON object, got a {type(value).__name__}")
+        raise InputError(f"{name}: expected a JSON object, got a {type(value).__name__}")
     return value
 
 
@@ -72,7 +73,7 @@ def encode_config(config: Mapping[str, Any]) -> str:
     try:
         return encode_json("config", _replace_special_floats(config))
     except RecursionError as error:
-        raise ValueError(f"config: expected what JSON holds, got {error}") from error
+        raise InputError(f"config: expected what JSON holds, got {error}") from error
 
 
 def encode_json(name: str, value: Any) -> str:
@@ -80,7 +81,7 @@ def encode_json(name: str, value: Any) -> str:
     try:
         return json.dumps(value, indent=2, allow_nan=False) + "\n"
     except (TypeError, RecursionError, ValueError) as error:
-        raise ValueError(f"{name}: expected what JSON holds, got {error}") from error
+        raise InputError(f"{name}: expected what JSON holds, got {error}") from error
 
 
 def _replace_special_floats(value: Any) -> Any:
@@ -113,10 +114,10 @@ class StoredTensors(Mapping[str, Tensor]):
         check_names(self._file, folder)
         if index is not None and index != self._file:
             differing = sorted(name for name in {*index, *self._file} if index.get(name) != self._file.get(name))
-            raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {join_names(differing)}")
+            raise InputError(f"{str(folder / INDEX)!r} and the files it names differ: {join_names(differing)}")
         if len(stored) != len(self._file):
             twice = sorted(name for name, file in stored if self._file[name] != file)
-            raise ValueError(f"{str(folder)!r} has tensors in two files: {join_names(twice)}; download it again")
+            raise InputError(f"{str(folder)!r} has tensors in two files: {join_names(twice)}; download it again")
 
     @property
     def files(self) -> list[Path]:
@@ -158,13 +159,13 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
     try:
         files = {name: folder / file for name, file in read_json_object(path)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} has no weight_map from tensors to files; download it again") from error
+        raise InputError(f"{str(path)!r} has no weight_map from tensors to files; download it again") from error
     check_names(files, path)
     for file in sorted(set(files.values())):
         if file.parent != folder or not file.is_file():  # a name with .. would read outside of the folder
             raise FileNotFoundError(f"{str(path)!r} names {str(file)!r}, which is not there; download it again")
     if not files:
-        raise ValueError(f"{str(path)!r} names no tensors; download it again")
+        raise InputError(f"{str(path)!r} names no tensors; download it again")
     return files
 
 
@@ -175,7 +176,7 @@ def check_names(names: Iterable[str], path: Path) -> None:
     """
     for name in names:
         if not name.isprintable():
-            raise ValueError(f"{str(path)!r} has the name {name!r}, which is not printable; download it again")
+            raise InputError(f"{str(path)!r} has the name {name!r}, which is not printable; download it again")
 
 
 def _find_single_file(folder: Path) -> Path:
@@ -203,12 +204,12 @@ def _find_single_file(folder: Path) -> Path:
 def _check_file(file: Path) -> None:
     """Raise ValueError for a file of another kind, or one that shares an index with other files."""
     if file.suffix != SUFFIX:
-        raise ValueError(f"{str(file)!r}: expected a folder or a {SUFFIX} file")
+        raise InputError(f"{str(file)!r}: expected a folder or a {SUFFIX} file")
     for index in file.parent.glob(f"*{SUFFIX}.index.json"):
         weight_map = read_json_object(index).get("weight_map")
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if file.name in files and any(other_file != file.name for other_file in files):
-            raise ValueError(f"{str(file)!r} is one of the files of {index.name}; give their folder")
+            raise InputError(f"{str(file)!r} is one of the files of {index.name}; give their folder")
 
 
 def _open_file(file: Path) -> Any:
@@ -217,7 +218,7 @@ def _open_file(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{str(file)!r} is damaged: {error}; download it again") from error
+        raise InputError(f"{str(file)!r} is damaged: {error}; download it again") from error
 
 
 class SafetensorsWriter:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from quaver.export.checkpoint_names import make_checkpoint_names
 from quaver.recipes.formats import E4M3
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names, strip_wrappers
 
 LEAVES = ("k_scale", "v_scale")
@@ -152,7 +153,7 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
     in_model = make_checkpoint_names(model).find_model_names(known, scales)
     unknown = [stored for stored, name in in_model.items() if name not in known]
     if unknown:
-        raise ValueError(f"the model has no attention for these scales of a KV cache: {join_names(unknown)}")
+        raise InputError(f"the model has no attention for these scales of a KV cache: {join_names(unknown)}")
     for module in modules.values():
         module.__dict__.pop(_ATTRIBUTE, None)
     for stored, name in in_model.items():

@@ -21,6 +21,7 @@ from quaver.export.formats.comfyui import MarkedFormat
 from quaver.export.formats.stored import StoredFormat, StoredScale
 from quaver.export.tensor_roles import read_stored_format, remove_quantization, sort_tensors
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         self._scale_of, self._names = tensors.scale_of, dict.fromkeys(tensors.model_tensors)
         if not self._scale_of:
             if self.format.method is None:
-                raise ValueError("expected float8 weights, got only high precision; use the model unchanged")
-            raise ValueError(
+                raise InputError("expected float8 weights, got only high precision; use the model unchanged")
+            raise InputError(
                 f"expected float8 weights for quant_method {self.format.method!r} of config.json, got none"
             )
         self._unpadded: dict[str, list[int]] = {}
@@ -101,7 +102,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         self.kv_scales: dict[str, float] = {}
         for name, in_model in tensors.cache_scales.items():
             if not (stored[name].numel() == 1 and 0 < (scale := stored[name].float().item()) < math.inf):
-                raise ValueError(f"{name}: expected one scale of a KV cache, above 0 and finite, got {stored[name]}")
+                raise InputError(f"{name}: expected one scale of a KV cache, above 0 and finite, got {stored[name]}")
             self.kv_scales |= dict.fromkeys(in_model, scale)
         plain = [name for name, scale in self._scale_of.items() if scale is None]
         if plain:
@@ -269,7 +270,7 @@ class ModelTensors(Mapping[str, Tensor]):
     def _check(self, stack: list[PartNames]) -> None:
         missing = [part for parts in stack for part in parts if part not in self._checkpoint]
         if missing:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint lacks matrices of experts of the model: {join_names(missing)}; it has "
                 f"{join_names(sorted(set(self._checkpoint).difference(*stack)))}"
             )
@@ -277,7 +278,7 @@ class ModelTensors(Mapping[str, Tensor]):
         for parts in stack:
             shapes = [self._checkpoint.shape(part) for part in parts]
             if shapes != expected:
-                raise ValueError(f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {shapes}")
+                raise InputError(f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {shapes}")
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name, self._checkpoint.dtype)
@@ -325,7 +326,7 @@ def _check_codes(name: str, codes: Tensor) -> None:
     fmt = FLOAT8_FORMATS[codes.dtype]
     magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)
     if (magnitudes >= min(code & 0x7F for code in fmt.nan_codes + fmt.infinity_codes)).any():
-        raise ValueError(f"{name} has a NaN or an inf: the model that was exported has diverged")
+        raise InputError(f"{name} has a NaN or an inf: the model that was exported has diverged")
 
 
 def import_float8(
@@ -346,7 +347,7 @@ def import_float8(
     folder, out = Path(folder), Path(out)
     check_new(out)
     if folder.is_file() and out.suffix != SUFFIX:
-        raise ValueError(f"{str(out)!r}: expected a name that ends in {SUFFIX}, because {str(folder)!r} is a file")
+        raise InputError(f"{str(out)!r}: expected a name that ends in {SUFFIX}, because {str(folder)!r} is a file")
     weights = Float8Checkpoint(folder, dtype)
     _warn_of_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     if folder.is_file():

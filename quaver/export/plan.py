@@ -18,6 +18,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.recipes.serving import find_serving
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
 
 
@@ -75,7 +76,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
     float8 = {name: weight for name, weight in converted.items() if name not in left_out}
     if transposed and not float8:
-        raise ValueError(
+        raise InputError(
             f"no server reads Conv1D weights in float8, and all float8 layers of the model are Conv1Ds "
             f"({join_names(list(map(get_linear_name, transposed)))}); save_pretrained writes them in high precision"
         )
@@ -118,12 +119,12 @@ def _check_experts(float8: Mapping[str, ModuleWeight]) -> None:
 
 def _check_names(model: nn.Module, names: list[str], tied_float8: list[str]) -> None:
     if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
-        raise ValueError(
+        raise InputError(
             "the model has adapters of PEFT, under names that no server loads; export model.merge_and_unload(), or "
             "model.get_base_model() where the adapters are prompts"
         )
     if tied_float8:
-        raise ValueError(
+        raise InputError(
             f"a tied weight cannot be stored in float8: {join_names(tied_float8)}; filter the linear out, or untie it"
         )
 
@@ -141,7 +142,7 @@ def _list_torchtitan_stacks(model: nn.Module) -> list[str]:
 def _choose_common_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8LinearConfig, WeightFormat]:
     configs = {str(weight.config): weight.config for weight in float8.values()}
     if not configs:
-        raise ValueError("expected a model with float8 linears, got none; convert it, or give a recipe")
+        raise InputError("expected a model with float8 linears, got none; convert it, or give a recipe")
     formats = [make_weight_format(format, config) for config in configs.values()]
     if any(other != formats[0] for other in formats):
         raise NotImplementedError(
@@ -165,7 +166,7 @@ def _match_given_names(
         if part not in weights
     ]
     if missing:
-        raise ValueError(f"weights: expected all float8 weights of the model, got none for {join_names(missing)}")
+        raise InputError(f"weights: expected all float8 weights of the model, got none for {join_names(missing)}")
     return given
 
 

@@ -28,6 +28,7 @@ from quaver.export.plan import Plan, find_frozen_weights
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ def _measure_logits(make_model: Callable[[], nn.Module] | None, count: int, fold
     try:
         before = _compute_logits(model, tokens)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise InputError(
             f"the logits cannot be measured: {type(model).__name__} does not take tokens alone ({error})"
         ) from error
     state = model.state_dict()

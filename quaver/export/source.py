@@ -15,6 +15,7 @@ from quaver.conversion.roles import LM_HEAD, ROUTERS
 from quaver.export.bundle import list_copied_files
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.tensor_roles import find_quantization
+from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.names import find_tied_modules
 
 DEFAULT_FILTER = (LM_HEAD,)
@@ -61,7 +62,7 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
     """
     config = read_config(folder)
     if find_quantization(config) is not None:
-        raise ValueError(
+        raise InputError(
             f"{str(folder)!r} is quantized already; expected a model in high precision: use quaver import first"
         )
     weights = StoredTensors(folder)
@@ -71,7 +72,8 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
 
     def high_precision_model() -> nn.Module:
         model_class, _ = _find_model_class(folder, config)
-        loaded: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        with blame_input():
+            loaded: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return loaded
 
     about = {"source": "a Hugging Face folder", "step": None}
@@ -81,7 +83,7 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
 def build_skeleton(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Build the model of a Hugging Face folder on the meta device. Raises as `open_huggingface_source`."""
     model_class, model_config = _find_model_class(folder, config)
-    with torch.device("meta"):
+    with torch.device("meta"), blame_input():
         model: nn.Module = model_class._from_config(model_config)
     return model
 
@@ -100,15 +102,16 @@ def _find_model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any
         from transformers.models.auto import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
-        raise ValueError("a Hugging Face folder needs transformers: pip install transformers") from error
+        raise InputError("a Hugging Face folder needs transformers: pip install transformers") from error
 
     kind = config.get("model_type")
     if "auto_map" in config and kind not in CONFIG_MAPPING:
-        raise ValueError(
+        raise InputError(
             f"{str(folder)!r} brings the code of its model (auto_map in config.json), which is not run; expected a "
             f"model_type of transformers, got {kind!r}"
         )
-    model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with blame_input():
+        model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         model_class = getattr(transformers, str(name), None)
@@ -118,4 +121,4 @@ def _find_model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any
         if type(model_config) in auto._model_mapping:
             model_class = auto._model_mapping[type(model_config)]
             return model_class[0] if isinstance(model_class, tuple) else model_class, model_config
-    raise ValueError(f"transformers has no model for {str(folder)!r}, whose architectures are {architectures!r}")
+    raise InputError(f"transformers has no model for {str(folder)!r}, whose architectures are {architectures!r}")

@@ -16,6 +16,7 @@ from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
 from quaver.export.formats import METHODS
 from quaver.export.formats.stored import StoredFormat
 from quaver.export.kv_cache import find_kv_scale_names
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 CODES = ("F8_E4M3", "F8_E5M2")
@@ -64,7 +65,7 @@ def read_stored_format(config: Mapping[str, Any]) -> StoredFormat:
     if quantization is None:
         return StoredFormat()
     if not isinstance(quantization, dict):
-        raise ValueError(f"quantization_config in config.json: expected an object, got a {type(quantization).__name__}")
+        raise InputError(f"quantization_config in config.json: expected an object, got a {type(quantization).__name__}")
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise NotImplementedError(
@@ -127,7 +128,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> TensorRoles
         if name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
     ]
     if lost:
-        raise ValueError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_KNOWN}")
+        raise InputError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_KNOWN}")
     cache_scales = find_kv_scale_names(unused, quantized)
     others = [name for name in unused if name not in cache_scales]
     left_out = [name for name in others if _is_other_scale(name, scale_of, quantized)]
@@ -161,7 +162,7 @@ def _choose_scales(
         if len(scales) != 1 and name not in unscaled:
             module = f"{name.rpartition('.')[0]}."
             neighbours = [tensor for tensor in dtypes if tensor.startswith(module) and tensor != name]
-            raise ValueError(
+            raise InputError(
                 f"{name} ({dtypes[name]}): expected one scale, got {join_names(scales) or 'none'}"
                 + (f", next to it {join_names(neighbours)}" if neighbours and not scales else "")
                 + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")

@@ -46,6 +46,7 @@ from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import Scales, dequantize, to_dequant_scale
 from quaver.recipes.sqnr import compute_sqnr_db
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import strip_wrappers
 from quaver.torch_private.dtensor import get_local_tensor
 
@@ -363,7 +364,7 @@ class Float8Weights:
     def _gather_whole(self, name: str) -> Tensor:
         tensor = self._get_tensor(name).detach()
         if tensor.is_meta:
-            raise ValueError(
+            raise InputError(
                 f"{name} is on the meta device, where Accelerate's offload also leaves weights: load all weights "
                 "before the export, or give them as `weights`"
             )
@@ -373,8 +374,8 @@ class Float8Weights:
         return tensor
 
 
-def _make_diverged_error(name: str) -> ValueError:
-    return ValueError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
+def _make_diverged_error(name: str) -> InputError:
+    return InputError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
 
 
 def _check_recipe(plan: Plan, format: str) -> None:
@@ -430,7 +431,7 @@ def get_input_scale(name: str, linear: Float8Linear) -> Tensor:
     """
     scale = linear.persistent_scales(linear.weight.device, recording=False).input
     if scale is None or not scale.quant_scale > 0:
-        raise ValueError(
+        raise InputError(
             f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give a "
             "recipe with dynamic scaling"
         )

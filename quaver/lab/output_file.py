@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quaver.runtime.errors import InputError
+
 
 def check_writable(path: Path, option: str = "--output") -> None:
     """Check that `path` can be written, so that a measurement is not lost at its end.
@@ -14,10 +16,10 @@ def check_writable(path: Path, option: str = "--output") -> None:
     Args:
         option: the setting that gave the path, for the error.
     Raises:
-        ValueError: it cannot be written.
+        InputError: it cannot be written.
     """
     if path.is_dir():
-        raise ValueError(f"{option}: expected a file to write, got the folder {path}")
+        raise InputError(f"{option}: expected a file to write, got the folder {path}")
     existed, missing = path.exists(), [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +27,7 @@ def check_writable(path: Path, option: str = "--output") -> None:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
+        raise InputError(f"{option}: cannot write {path}: {error.strerror}") from error
     finally:
         with suppress(OSError):  # the folder was not made, or another process writes there
             for folder in missing:  # the innermost first

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from quaver.runtime.errors import InputError
+
 SCHEMA = 1
 KINDS = ("header", "sample", "alarm", "cleared")
 FILE_NAME = "numerics.jsonl"
@@ -216,11 +218,11 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     if not path.is_file():
-        raise ValueError(f"expected statistics in {str(path)!r}, which is not a file; record them with quaver.monitor")
+        raise InputError(f"expected statistics in {str(path)!r}, which is not a file; record them with quaver.monitor")
     try:
         lines = [line for _, line in _iter_lines(path)]
     except OSError as error:
-        raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     complete = [line for line in lines if line is not None]
     return complete, len(complete) < len(lines)
 
@@ -236,24 +238,24 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
         raise _make_error(path, number, "it is not a JSON object with a kind and a step")
     if line["kind"] == "header" and line.get("schema") != SCHEMA:
         writer = line.get("quaver", "another version")
-        raise ValueError(
+        raise InputError(
             f"expected schema {SCHEMA} in {str(path)!r}, got {line.get('schema')!r}; read it with quaver {writer}"
         )
     return dict(line)
 
 
-def _make_error(path: Path, number: int, why: str) -> ValueError:
-    return ValueError(f"line {number} of {str(path)!r} is damaged: {why}; remove the line")
+def _make_error(path: Path, number: int, why: str) -> InputError:
+    return InputError(f"line {number} of {str(path)!r} is damaged: {why}; remove the line")
 
 
 def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_lines: bool) -> Record:
     if not lines or lines[0]["kind"] != "header":
-        raise ValueError(f"expected a header in the first line of {str(path)!r}; it is not a record of numerics")
+        raise InputError(f"expected a header in the first line of {str(path)!r}; it is not a record of numerics")
     numbered = enumerate(lines, start=1)
     headers = [_check_header(line, path, number) for number, line in numbered if line["kind"] == "header"]
     samples = [line for line in lines if line["kind"] == "sample"]
     if not samples:
-        raise ValueError(
+        raise InputError(
             f"{str(path)!r} has no samples: the run ended before its first; train longer or sample more often"
         )
     names = list(dict.fromkeys(name for header in headers for name in header["statistics"]))

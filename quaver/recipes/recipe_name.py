@@ -6,6 +6,7 @@ import enum
 
 from quaver.recipes.field_checks import check_field
 from quaver.recipes.torchao_forms import from_torchao
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import suggest
 
 BACKWARDS = ("float8", "dequantized", "high_precision")
@@ -50,7 +51,7 @@ class Float8LinearRecipeName(enum.Enum):
         if isinstance(accepted, cls):
             return accepted
         names = [name.value for name in cls]
-        raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(names)}{suggest(value, names)}")
+        raise InputError(f"unknown recipe {value!r}: expected one of {', '.join(names)}{suggest(value, names)}")
 
 
 def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipeName, str]:

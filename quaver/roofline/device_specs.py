@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from quaver.runtime.devices import cuda_device, has_cuda, is_cuda_device, synchronize
+from quaver.runtime.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def require_device_spec(name: str, option: str) -> DeviceSpec:
     """
     spec = find_device_spec(name)
     if spec is None:
-        raise ValueError(f"{option}: unknown device {name!r}: expected the full name of one of {DEVICE_NAMES}")
+        raise InputError(f"{option}: unknown device {name!r}: expected the full name of one of {DEVICE_NAMES}")
     return spec
 
 

@@ -35,6 +35,7 @@ from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.comfyui import COMFYUI, ComfyUI
 from quaver.export.formats.stored import StoredFormat, make_block_format
 from quaver.recipes.config import Float8LinearConfig
+from quaver.runtime.errors import InputError
 
 COMPRESSED_TENSORS = compressed_tensors.METHOD
 
@@ -71,7 +72,7 @@ def find_format_class(format: str) -> type[WeightFormat]:
     """Return the format, or the control, with this name. Raises ValueError for an unknown name."""
     known = {**CHECKPOINT_FORMATS, **CONTROL}
     if format not in known:
-        raise ValueError(f"format: expected one of {', '.join(known)}, got {format!r}")
+        raise InputError(f"format: expected one of {', '.join(known)}, got {format!r}")
     return known[format]
 
 

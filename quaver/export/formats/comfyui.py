@@ -29,6 +29,7 @@ from quaver.export.formats.compressed_tensors import has_mx_scales
 from quaver.export.formats.stored import StoredFormat, StoredScale, is_block_size
 from quaver.kernels.operands import Operand
 from quaver.recipes.config import CastConfig
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 COMFYUI = "comfyui"
@@ -101,10 +102,10 @@ class ComfyUI(WeightFormat):
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
         """Refuse a folder, options of a folder, and names of diffusers, which ComfyUI replaces when it loads them."""
         if path.suffix != SUFFIX:
-            raise ValueError(f"{str(path)!r}: expected a name that ends in {SUFFIX}; the format {COMFYUI} is one file")
+            raise InputError(f"{str(path)!r}: expected a name that ends in {SUFFIX}; the format {COMFYUI} is one file")
         given = [name for name, value in folder_options.items() if value]
         if given:
-            raise ValueError(f"{', '.join(given)}: expected none for the format {COMFYUI}, which is one file")
+            raise InputError(f"{', '.join(given)}: expected none for the format {COMFYUI}, which is one file")
         for model, parts in _REPLACED.items():
             if all(any(name.startswith(part) for name in names) for part in parts):
                 raise NotImplementedError(
@@ -154,7 +155,7 @@ class MarkedFormat(StoredFormat):
         for name, mark in layers.items():
             dtype = stored.dtype(name) if name in stored else "no such tensor"
             if dtype != _CODES[mark.format]:
-                raise ValueError(f"{name} is marked as {mark.format}: expected {_CODES[mark.format]}, got {dtype}")
+                raise InputError(f"{name} is marked as {mark.format}: expected {_CODES[mark.format]}, got {dtype}")
         self.layers, self.is_file = layers, is_file
         self.marks = [name for name, leaf in leaves.items() if leaf in (_MARK, _OLDER_MARK, *_TOKENIZERS)]
         self.shapes = {name: mark.shape for name, mark in layers.items() if mark.shape is not None}
@@ -177,7 +178,7 @@ class MarkedFormat(StoredFormat):
         if len(shape) == 3 and shape[0] == stored.shape[0]:
             return [scale for matrix in stored for scale in self.parse_scales(name, shape[1:], matrix)]
         if len(shape) != 2:
-            raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
+            raise InputError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
         format = StoredFormat(self.method, (mark.block_size,))
         return [format.parse_scale(name, shape, _from_tiles(name, stored, shape) if mark.format == "mxfp8" else stored)]
 
@@ -187,7 +188,7 @@ def _read_marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
     for text in (metadata[_METADATA] for metadata in stored.metadata if _METADATA in metadata):
         layers = parse_json_object(_METADATA, text).get("layers")
         if not isinstance(layers, dict):
-            raise ValueError(f"{_METADATA}: expected an object of layers, got a {type(layers).__name__}")
+            raise InputError(f"{_METADATA}: expected an object of layers, got a {type(layers).__name__}")
         check_names(layers, stored.path)
         for layer, mark in layers.items():
             names = (f"{prefix}{layer}" for prefix in ("", *PREFIXES))
@@ -197,13 +198,13 @@ def _read_marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
 def _parse_mark(layer: str, mark: Any) -> _LayerMark:
     format = mark.get("format") if isinstance(mark, dict) else None
     if not isinstance(format, str) or not format.isprintable():
-        raise ValueError(f"the mark of {layer}: expected a format, got {str(mark)[:80]!r}")
+        raise InputError(f"the mark of {layer}: expected a format, got {str(mark)[:80]!r}")
     parameters = mark.get("params")
     size = mark.get("group_size", parameters.get("group_size") if isinstance(parameters, dict) else None)
     block_size = (1, _PADDED) if format == "mxfp8" else None
     if format == "float8_e4m3fn_blockwise":
         if type(size) is not int or size < 1:
-            raise ValueError(f"the mark of {layer}: expected a group_size of 1 or more, got {str(size)[:80]!r}")
+            raise InputError(f"the mark of {layer}: expected a group_size of 1 or more, got {str(size)[:80]!r}")
         block_size = size, size
     shape = mark.get("orig_shape")
     return _LayerMark(format, block_size, (shape[0], shape[1]) if is_block_size(shape) else None)
@@ -234,7 +235,7 @@ def _from_tiles(name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
     columns = -(-length // _PADDED)
     tiles = -(-rows // 128), -(-columns // 4)
     if scales.itemsize != 1 or scales.numel() != tiles[0] * tiles[1] * 512:
-        raise ValueError(
+        raise InputError(
             f"the scale of {name} {list(shape)}: expected {[tiles[0] * 128, tiles[1] * 4]} bytes, got "
             f"{list(scales.shape)} in {scales.dtype}"
         )

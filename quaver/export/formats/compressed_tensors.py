@@ -15,6 +15,7 @@ from quaver.export.formats.base import GROUP_SIZE, WeightFormat
 from quaver.export.formats.stored import LINEARS, StoredFormat, parse_block_size
 from quaver.recipes.config import CastConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 METHOD = "compressed-tensors"
@@ -123,7 +124,7 @@ def make_stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
         )
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
-        raise ValueError(f"config_groups in config.json: expected an object of groups, got {type(groups).__name__}")
+        raise InputError(f"config_groups in config.json: expected an object of groups, got {type(groups).__name__}")
     token_scales: dict[str, bool] = {}
     for group in groups.values():
         inputs, targets = group.get("input_activations"), group.get("targets")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quaver.recipes.scale_layout import BLOCK_SIZES, ScaleLayout
 from quaver.recipes.scaling import dequantize
+from quaver.runtime.errors import InputError
 
 LINEARS = "Linear"
 """The target of the group for all linears that no other group names."""
@@ -86,7 +87,7 @@ class StoredFormat:
         if stored.numel() == 1:
             return [self.parse_scale(name, (1, math.prod(shape)), stored.reshape(()))]
         if len(shape) != 3 or stored.shape[0] != shape[0]:
-            raise ValueError(
+            raise InputError(
                 f"{name} {shape}: expected a matrix, or a stack with a scale for each, got a scale {list(stored.shape)}"
             )
         return [self.parse_scale(name, shape[1:], scale) for scale in stored]
@@ -120,7 +121,7 @@ class StoredFormat:
             known = ((size, ScaleLayout(*size).get_scale_shape(rows, columns)) for size in self.block_sizes)
             blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in known]
             blocks = blocks or ["one per block whose rows and columns are powers of two and divide it"]
-            raise ValueError(
+            raise InputError(
                 f"the scale of {name} {[rows, columns]}: expected [1], {[rows, 1]}, {[1, columns]} or "
                 f"{' or '.join(blocks)}, got {list(stored.shape)}"
                 + ("" if self.block_sizes else "; give the block size as weight_block_size in config.json")
@@ -136,7 +137,7 @@ def _to_float32(name: str, scale: Tensor) -> Tensor:
         raise NotImplementedError(f"the scale of {name}: expected F32, BF16, F16, F8_E8M0 or U8, got {scale.dtype}")
     scale = scale.float()
     if not scale.isfinite().all():
-        raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
+        raise InputError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
     return scale
 
 
@@ -167,7 +168,7 @@ def _find_exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[
 def parse_block_size(size: Any) -> tuple[int, int]:
     """Return the block size in a config.json. Raises ValueError if it is not [rows, columns]."""
     if not is_block_size(size):
-        raise ValueError(f"blocks in config.json: expected [rows, columns], such as [128, 128], got {size!r}")
+        raise InputError(f"blocks in config.json: expected [rows, columns], such as [128, 128], got {size!r}")
     return size[0], size[1]
 
 

@@ -27,6 +27,7 @@ from quaver.lab.settings.fields import AtLeast1, OneOf, setting
 from quaver.lab.trainer.memory import count_storage_bytes
 from quaver.lab.trainer.model import list_block_weights
 from quaver.runtime.devices import is_cuda_device
+from quaver.runtime.errors import InputError
 
 _RESIDENT_BYTES = 16
 """The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
@@ -49,11 +50,11 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
     )
 
     def check(self) -> None:
-        """Raise ValueError if the divisor does not divide the heads, or the sequence length the tokens."""
+        """Raise InputError if the divisor does not divide the heads, or the sequence length the tokens."""
         super().check()
         make_model(self.model, divisor=self.divisor)
         if self.tokens % self.batch[1]:
-            raise ValueError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
+            raise InputError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
 
     @property
     def shape(self) -> Model:
@@ -70,7 +71,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         """Prepare as the base does, and refuse more blocks than fit into a GPU before the first is built.
 
         Raises:
-            ValueError: their parameters, gradients and moments take more than the GPU's memory; or as in the base.
+            InputError: their parameters, gradients and moments take more than the GPU's memory; or as in the base.
         """
         super().prepare()
         if not is_cuda_device(self.torch_device):
@@ -79,7 +80,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         needed = count * _RESIDENT_BYTES * sum(prod(shape) for _, shape in list_block_weights(self.shape))
         available = torch.cuda.get_device_properties(self.torch_device).total_memory
         if needed > available:
-            raise ValueError(
+            raise InputError(
                 f"{count} blocks with their gradients and optimizers take {needed / 2**30:.0f} GiB, and this GPU has "
                 f"{available / 2**30:.0f}; name fewer --recipes, or give a --divisor"
             )

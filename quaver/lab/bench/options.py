@@ -25,6 +25,7 @@ from quaver.lab.settings.training import DEVICES
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
 from quaver.runtime.devices import resolve_device
+from quaver.runtime.errors import InputError
 
 MODES = ("eager", "compiled")
 
@@ -69,7 +70,7 @@ class BenchOptions(Settings):
         """Set the number of CPU threads, after checking the device and the output.
 
         Raises:
-            ValueError: the output cannot be written.
+            InputError: the output cannot be written.
             MissingDeviceError: this machine has no such device.
         """
         resolve_device(self.device)
@@ -121,7 +122,7 @@ class OperandOptions(BenchOptions):
         """Refuse to compare with torchao if it is not installed."""
         super().check()
         if self.torchao == "yes" and find_spec("torchao") is None:
-            raise ValueError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
+            raise InputError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
 
     @property
     def with_torchao(self) -> bool:
@@ -151,13 +152,13 @@ class Shapes(Settings):
     """Whether a shape describes one operand instead of a matmul."""
 
     def check(self) -> None:
-        """Raise ValueError for text that is not a shape, and for options of models without a model."""
+        """Raise InputError for text that is not a shape, and for options of models without a model."""
         super().check()
         if not any(shape.layer for shape in self.parse_shapes()):
             self.require_default("tokens", "divisor", unless="--shapes names a model")
 
     def parse_shapes(self) -> list[Shape]:
-        """Return the shapes. Raises ValueError for other text."""
+        """Return the shapes. Raises InputError for other text."""
         return parse_shapes(self.shapes, tokens=self.tokens, divisor=self.divisor, matrices=self.are_matrices)
 
 

@@ -120,12 +120,12 @@ class Roofline:
 
 
 def find_specs(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
-    """Return the devices with these names, each once. Raises ValueError for an unknown name, listing the choices."""
+    """Return the devices with these names, each once. Raises InputError for an unknown name, listing the choices."""
     return tuple(dict.fromkeys(require_device_spec(name, "--device") for name in names))
 
 
 def find_recipes(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the recipes with these names or aliases, each once. Raises ValueError for an unknown name."""
+    """Return the recipes with these names or aliases, each once. Raises InputError for an unknown name."""
     return tuple(dict.fromkeys(canonicalize_recipe(name) for name in names))
 
 

@@ -15,6 +15,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.model import SPLIT_DIMS, count_training_flops_per_token, make_meta_llama
 from quaver.recipes.config import SHARED_INPUTS
+from quaver.runtime.errors import InputError
 
 _SEQ_LEN = 8192
 
@@ -52,10 +53,10 @@ def list_model_layers(name: str) -> ModelLayers:
     """Return the linears of one of MODELS, all in float8 except the output projection.
 
     Raises:
-        ValueError: an unknown name, with the choices.
+        InputError: an unknown name, with the choices.
     """
     if name not in MODELS:
-        raise ValueError(
+        raise InputError(
             f"--model {name}: expected one of {', '.join(MODELS)}; --config reads any Llama from a TOML file"
         )
     return _list_layers(name, MODELS[name], Float8(), seq_len=_SEQ_LEN)
@@ -69,7 +70,7 @@ def list_config_layers(path: Path) -> ModelLayers:
     parallelism the experts.
 
     Raises:
-        ValueError, OSError: a missing or invalid file.
+        InputError, OSError: a missing or invalid file.
     """
     config = load_config(path)
     split, expert_ranks = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from quaver.lab.settings import Model
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
+from quaver.runtime.errors import InputError
 
 MODELS = {
     "llama-8b": Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
@@ -32,11 +33,11 @@ def make_model(name: str, *, divisor: int = 1) -> Model:
     """Return a one-block model. `divisor` divides width, heads and feed-forward, and keeps the size of a head.
 
     Raises:
-        ValueError: the number of heads is not a multiple of the divisor.
+        InputError: the number of heads is not a multiple of the divisor.
     """
     model = replace(MODELS.get(name, Model()), n_layers=1)
     if model.n_heads % divisor or model.hidden_dim % divisor:
-        raise ValueError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
+        raise InputError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
     return replace(
         model,
         dim=model.dim // divisor,
@@ -54,7 +55,7 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
         divisor: divides K and N of a model's linears, to fit a small machine.
         matrices: read "1024" (a square), "512x4096" (rows x columns), "llama-8b" (the inputs of its linears).
     Raises:
-        ValueError: anything else, with the choices; or a divisor above a width of the model.
+        InputError: anything else, with the choices; or a divisor above a width of the model.
     """
     kind, form, count = "shape", "M x K x N such as 512x1024x4096", 3
     if matrices:
@@ -72,7 +73,7 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
             parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
         else:
             models = ", ".join(MODELS)
-            raise ValueError(f"{kind} {word!r}: expected a size such as 1024, {form}, or one of {models}")
+            raise InputError(f"{kind} {word!r}: expected a size such as 1024, {form}, or one of {models}")
     return parsed
 
 
@@ -92,5 +93,5 @@ def format_scaled_name(name: str, divisor: int) -> str:
 
 def _divide(name: str, width: int, divisor: int) -> int:
     if divisor > width:
-        raise ValueError(f"--divisor: expected at most {width}, a width of {name}, got {divisor}")
+        raise InputError(f"--divisor: expected at most {width}, a width of {name}, got {divisor}")
     return width // divisor

@@ -26,6 +26,7 @@ from quaver.lab.trainer.process import use_determinism
 from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.lab.trainer.train import MEMORY_STEP
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.runtime.errors import InputError
 from quaver.torch_private.compiler import recompile_limit
 
 _MOST_COMPILED_VARIANTS = 64
@@ -49,10 +50,10 @@ class TrainBenchmark(Recipes, BenchOptions):
     )
 
     def check(self) -> None:
-        """Raise ValueError if the warm-up is too short to measure memory."""
+        """Raise InputError if the warm-up is too short to measure memory."""
         super().check()
         if self.warmup < MEMORY_STEP:
-            raise ValueError(f"--warmup: expected {MEMORY_STEP} or more, got {self.warmup}: memory is measured in it")
+            raise InputError(f"--warmup: expected {MEMORY_STEP} or more, got {self.warmup}: memory is measured in it")
 
     def set_up(self, config: TrainConfig) -> ComparedRuns:
         """Check that every recipe can train with `config`, and read the data.
@@ -60,7 +61,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         Returns:
             The setup of the first recipe's run; for each recipe its config and its models by name, without storage.
         Raises:
-            ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does.
+            InputError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does.
         """
         configs = [self._make_config(config, recipe) for recipe in self.recipe_names]
         configs[0] = replace(configs[0], job=replace(config.job, compare=True))

@@ -27,7 +27,7 @@ from quaver.runtime.names import find_tied_modules
 
 
 def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
-    """Return what `gpu` runs natively. Raises OSError, ValueError and NotImplementedError for bad input."""
+    """Return what `gpu` runs natively. Raises OSError, InputError and NotImplementedError for bad input."""
     spec = require_device_spec(gpu, "--gpu")
     if model is None:
         return describe_gpu(spec)

@@ -61,7 +61,7 @@ class Survey:
 
 
 def survey_model(path: str, options: "DoctorOptions") -> Survey:
-    """Survey a model, and write its recipes. Raises OSError, ValueError and NotImplementedError for bad input."""
+    """Survey a model, and write its recipes. Raises OSError, InputError and NotImplementedError for bad input."""
     out = None if options.out is None else expand_user(options.out)
     if out is not None and out.exists():
         raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")

@@ -44,7 +44,7 @@ class DoctorOptions(Settings):
     )
 
     def check(self) -> None:
-        """Raise ValueError for options that nothing would read."""
+        """Raise InputError for options that nothing would read."""
         surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
         if self.gpu is not None:
             self.require_default(*surveys, "compile", unless="--gpu is not given")

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import MissingDeviceError
+from quaver.runtime.errors import InputError
 
 EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3
@@ -14,8 +15,8 @@ EXIT_NOT_WRITTEN = 4
 EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
-BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
-"""Exceptions for bad input. In the block of `report_bad_input` a bug that raises one is reported as bad input too."""
+BAD_INPUT = (InputError, NotImplementedError, OSError, MissingDeviceError)
+"""Exceptions for bad input. A ValueError that is no InputError is a bug."""
 
 
 def print_error(message: object) -> None:

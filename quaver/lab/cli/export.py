@@ -22,6 +22,7 @@ from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.trainer.huggingface.convert import find_checkpoint
 from quaver.lab.trainer.huggingface.float8 import run_source
+from quaver.runtime.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _open_source(options: ExportOptions) -> ExportSource:
             f"neither config.toml nor {CONFIG}"
         )
     if options.recipe is None:
-        raise ValueError(
+        raise InputError(
             f"--recipe must be one of {', '.join(RECIPES)} for a Hugging Face folder; {str(path)!r} is one"
         )
     return open_huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
@@ -115,7 +116,7 @@ def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8W
     if options.kv_scales is not None:
         scales = Float8Checkpoint(expand_user(options.kv_scales), torch.float32).kv_scales
         if not scales:
-            raise ValueError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
+            raise InputError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
         set_kv_scales(source.model, scales)
     files = source.files if options.tokenizer is None else list_tokenizer_files(expand_user(options.tokenizer))
     is_file = CHECKPOINT_FORMATS[options.format].is_file

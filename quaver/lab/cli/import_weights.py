@@ -26,7 +26,7 @@ class ImportOptions(Settings):
     max_shard_size: str = setting("5GB", "Largest size of a file in a folder.")
 
     def check(self) -> None:
-        """Raise ValueError for --max-shard-size if the result is one file."""
+        """Raise InputError for --max-shard-size if the result is one file."""
         super().check()
         if expand_user(self.source).is_file():
             self.require_default("max_shard_size", unless="SOURCE is a folder")

@@ -35,6 +35,7 @@ from quaver.lab.settings.flags import split_options
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
+from quaver.runtime.errors import InputError
 
 USABLE = 0.94
 """Share of a GPU's memory that a run may use at its peak. Buffers of CUDA and NCCL, and gaps between blocks, take about
@@ -82,7 +83,7 @@ class PlanOptions(Settings):
     output: str = setting("runs/plan.json", "File of the JSON, which is always written.")
 
     def check(self) -> None:
-        """Raise ValueError for numbers without units, and OSError for files that cannot be written."""
+        """Raise InputError for numbers without units, and OSError for files that cannot be written."""
         super().check()
         rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
         self.require(self.network_gbps > 0, "network", rates)
@@ -112,13 +113,13 @@ class PlanOptions(Settings):
 
     @property
     def device(self) -> DeviceSpec:
-        """The specification of the GPU. Raises ValueError or OSError."""
+        """The specification of the GPU. Raises InputError or OSError."""
         if self.spec is not None:
             return read_device_spec(Path(self.spec))
         try:
             return require_device_spec(self.gpu, "--gpu")
-        except ValueError as error:
-            raise ValueError(f"{error}; or give --spec a file of its numbers") from None
+        except InputError as error:
+            raise InputError(f"{error}; or give --spec a file of its numbers") from None
 
     @property
     def asked_tokens(self) -> int:
@@ -145,13 +146,13 @@ class PlanOptions(Settings):
         return round(sequences / unit) * unit
 
     def precisions(self, spec: DeviceSpec) -> list[str]:
-        """Return bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
+        """Return bfloat16 and the recipes to try. Raises InputError for one that the GPU does not multiply."""
         if not self.recipes:
             return list_precisions(spec.block_length, spec.float8_tflops is not None)
         names = [name if name == BFLOAT16 else canonicalize_recipe(name) for name in self.recipes]
         for name in names:
             if name != BFLOAT16 and find_unmultiplied_kinds(spec, name):
-                raise ValueError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
+                raise InputError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
         return list(dict.fromkeys((BFLOAT16, *names)))
 
 
@@ -178,10 +179,10 @@ def run(argv: list[str]) -> int:
         with show_progress("planning") as tell:
             result = search(layouts, cluster, memory, top=options.top, progress=tell)
         if not result.rows:
-            raise ValueError(_describe_misfit(result, spec, memory))
+            raise InputError(_describe_misfit(result, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
             if number is not None and number > len(result.rows):
-                raise ValueError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
+                raise InputError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
     limits = [describe_limits(row, cluster) for row in result.rows]
     show(iter_views(options, result, limits, cluster, memory))
     show(_iter_notes_on_steps(options, config, layouts, result))

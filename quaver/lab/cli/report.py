@@ -15,6 +15,7 @@ from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
 from quaver.lab.settings.fields import NotNegative, Settings, argument, expand_user, setting
 from quaver.lab.settings.flags import parse_options
+from quaver.runtime.errors import InputError
 
 _PAGE = "report.html"
 
@@ -30,12 +31,12 @@ class ReportOptions(Settings):
     top: NotNegative = setting(10, "Alarms to print of each run.")
 
     def check(self) -> None:
-        """Raise ValueError if a run is given twice."""
+        """Raise InputError if a run is given twice."""
         paths: set[Path] = set()
         for run_path in self.runs:
             path = expand_user(run_path).resolve()
             if path in paths:
-                raise ValueError(f"expected different runs, got {run_path!r} twice")
+                raise InputError(f"expected different runs, got {run_path!r} twice")
             paths.add(path)
 
 

@@ -26,6 +26,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import build
+from quaver.runtime.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def run(argv: list[str]) -> int:
     with _agree_on_input(ranks):
         options, run_flags = split_options(DryRunOptions, argv, prog="quaver train")
         if options.ranks != 1 and not options.dry_run:
-            raise ValueError("--ranks is for --dry-run; start a run on many processes with torchrun")
+            raise InputError("--ranks is for --dry-run; start a run on many processes with torchrun")
     if options.dry_run:
         with _agree_on_input(ranks):
             planned = plan_run(run_flags, options.ranks) if ranks.is_first else None

@@ -51,7 +51,7 @@ class TokenCache:
         nothing.
 
         Raises:
-            ValueError: if the folder belongs to another user, and the current user may write it.
+            InputError: if the folder belongs to another user, and the current user may write it.
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from quaver.lab.settings.fields import expand_user
+from quaver.runtime.errors import InputError
 
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
@@ -104,7 +105,7 @@ class Account:
     corrupt_places: list[str] = field(default_factory=list)
 
     def add_corrupt(self, place: str, reason: str) -> None:
-        """Count the item at `place` (file, or file:line) as corrupt; with `refuse`, raise ValueError."""
+        """Count the item at `place` (file, or file:line) as corrupt; with `refuse`, raise InputError."""
         if self.refuse:
             raise make_refusal(f"{place}: {reason}")
         self.corrupt += 1
@@ -130,6 +131,6 @@ class Account:
         return not reason and bool(value)
 
 
-def make_refusal(problem: str) -> ValueError:
+def make_refusal(problem: str) -> InputError:
     """Return the error for corrupt data under data.on_corrupt = "refuse"."""
-    return ValueError(f"{problem}; repair or remove it, or set data.on_corrupt to skip")
+    return InputError(f"{problem}; repair or remove it, or set data.on_corrupt to skip")

@@ -21,6 +21,7 @@ from quaver.lab.data.token_files import (
 )
 from quaver.lab.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, TrainConfig
+from quaver.runtime.errors import InputError
 
 ENCODE_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
@@ -39,7 +40,7 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
     Raises:
         FileNotFoundError: if data.path or data.tokenizer does not exist.
         OSError: if a file cannot be read, or the cache cannot be written.
-        ValueError: there is no text, or a split is not longer than one sequence; data is corrupt and data.on_corrupt is
+        InputError: there is no text, or a split is not longer than one sequence; data is corrupt and data.on_corrupt is
             refuse; a file is not a tokenizer, or has more tokens than the model.
     """
     data = config.data
@@ -94,7 +95,7 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
         "splits": splits,
     }
     if find_source(data).identity != source.identity:
-        raise ValueError(f"the files of data.path {data.path!r} changed while they were read; try again")
+        raise InputError(f"the files of data.path {data.path!r} changed while they were read; try again")
     with convert_write_errors(folder.parent):
         write_description(folder, description)
 
@@ -115,11 +116,11 @@ def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:
     corrupt, places = entry.description["corrupt"], entry.description["corrupt_places"]
     skipped = f"; {corrupt} corrupt were skipped, the first at {places[0]}" if corrupt else ""
     if not any(len(split.ends) for split in entry.splits.values()):
-        raise ValueError(f"data.path {data.path!r} holds no text; give a file or a folder with some{skipped}")
+        raise InputError(f"data.path {data.path!r} holds no text; give a file or a folder with some{skipped}")
     for name in SPLITS:
         count = len(entry.splits[name].tokens)
         if count <= seq_len:
-            raise ValueError(
+            raise InputError(
                 f"the {name} split of data.path {data.path!r} has {count} tokens, but one sequence needs "
                 f"training.seq_len + 1 = {seq_len + 1}; give more text or a smaller training.seq_len{skipped}"
             )

@@ -13,6 +13,7 @@ from typing import Any
 
 from quaver.lab.data.documents import Account, SourceFile
 from quaver.lab.data.progress import Advance
+from quaver.runtime.errors import InputError
 
 JSONL = (".jsonl", ".jsonl.gz")
 PARQUET = ".parquet"
@@ -29,7 +30,7 @@ def read_records(file: SourceFile, field: str, account: Account, advance: Advanc
     """Yield the texts of `file`; a file that breaks off yields what precedes the break.
 
     Raises:
-        ValueError: for a corrupt item, if `account` refuses them.
+        InputError: for a corrupt item, if `account` refuses them.
         OSError: if the file cannot be read.
     """
     read = _read_parquet if file.name.endswith(PARQUET) else _read_json_lines
@@ -37,9 +38,9 @@ def read_records(file: SourceFile, field: str, account: Account, advance: Advanc
 
 
 def require_pyarrow() -> None:
-    """Raise ValueError if pyarrow is not installed."""
+    """Raise InputError if pyarrow is not installed."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("Parquet files need pyarrow, which is not installed; pip install 'quaver[data]'")
+        raise InputError("Parquet files need pyarrow, which is not installed; pip install 'quaver[data]'")
 
 
 def _read_json_lines(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:

@@ -35,7 +35,7 @@ class TextSource:
         """Yield the documents, files in order of their names; `account` counts the items that are not documents.
 
         Raises:
-            ValueError: for a corrupt item, if `account` refuses them.
+            InputError: for a corrupt item, if `account` refuses them.
             OSError: if a file cannot be read.
         """
         if not self.has_records:
@@ -52,7 +52,7 @@ def find_source(data: Data) -> TextSource:
     Raises:
         FileNotFoundError: if the path does not exist.
         OSError: if a folder cannot be read.
-        ValueError: if pyarrow is missing for Parquet, or data.field is set for plain text.
+        InputError: if pyarrow is missing for Parquet, or data.field is set for plain text.
     """
     files = find_files(data.path)
     record_files = [file for file in files if file.name.endswith(records.SUFFIXES)]

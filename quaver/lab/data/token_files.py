@@ -27,6 +27,7 @@ from quaver.lab.data.samples import TokenSplit
 from quaver.lab.data.tokenizer import Tokens
 from quaver.lab.settings.fields import NotNegative
 from quaver.lab.settings.json_file import STRICT, read_json
+from quaver.runtime.errors import InputError
 
 FORMAT = 1
 """Version of this layout and of how sources become tokens: raise it when either changes."""
@@ -174,7 +175,7 @@ def open_entry(folder: Path) -> CacheEntry:
             expected = description["splits"][split]
             tokens = _map(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
             splits[split] = TokenSplit(tokens, _map(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
-    except (ValueError, FileNotFoundError) as error:
+    except (InputError, FileNotFoundError) as error:
         raise DamagedEntryError(str(error).rstrip("; ")) from error
     return CacheEntry(splits, description)
 

@@ -13,6 +13,7 @@ import numpy as np
 from quaver.lab.settings import Data, Model, require
 from quaver.lab.settings.data import BYTES
 from quaver.lab.settings.fields import expand_user
+from quaver.runtime.errors import InputError
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 """1-d, unsigned."""
@@ -43,18 +44,18 @@ def load_tokenizer(data: Data) -> Tokenizer:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for a file that is not a tokenizer.json, a missing package, or an unknown end-of-document token.
+        InputError: for a file that is not a tokenizer.json, a missing package, or an unknown end-of-document token.
     """
     if data.tokenizer == BYTES:
         return make_byte_tokenizer()
     path = _find_tokenizer_file(data.tokenizer)
     if importlib.util.find_spec("tokenizers") is None:
-        raise ValueError(f"{path.name} needs tokenizers, which is not installed; pip install 'quaver[data]'")
+        raise InputError(f"{path.name} needs tokenizers, which is not installed; pip install 'quaver[data]'")
     return _load_json(path, path.read_bytes(), data.eos_token)
 
 
 def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
-    """Raise ValueError if the model has fewer tokens than the tokenizer."""
+    """Raise InputError if the model has fewer tokens than the tokenizer."""
     size = tokenizer.vocab_size
     is_bytes = data.tokenizer == BYTES
     why = "because text is read as bytes" if is_bytes else f"the tokens of data.tokenizer {data.tokenizer!r}"
@@ -77,7 +78,7 @@ def _find_tokenizer_file(name: str) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"data.tokenizer {name!r} does not exist; give {BYTES}, a tokenizer.json or its folder")
     if path.suffix != ".json":
-        raise ValueError(
+        raise InputError(
             f"data.tokenizer must be {BYTES}, a Hugging Face tokenizer.json or its folder, got {name!r}; "
             "the tokenizer.json of the same model has the tokens of a tokenizer.model or tiktoken file"
         )
@@ -90,14 +91,14 @@ def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
     try:
         inner = HuggingFaceTokenizer.from_str(content.decode("utf-8"))
     except Exception as error:
-        raise ValueError(f"data.tokenizer {str(path)!r} is not a tokenizer of Hugging Face: {error}") from error
+        raise InputError(f"data.tokenizer {str(path)!r} is not a tokenizer of Hugging Face: {error}") from error
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True  # text that spells a special token is text
     name = eos_token or _named_by_companion(path) or _named_by_special_tokens(inner, path)
     eos_id = inner.token_to_id(name)
     if eos_id is None:
-        raise ValueError(
+        raise InputError(
             f"the end-of-document token {name!r} is not a token of {str(path)!r}; set data.eos_token to one"
         )
 
@@ -105,7 +106,7 @@ def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
         try:
             encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)  # on several threads
         except Exception as error:  # its unk_token is not in its vocabulary
-            raise ValueError(f"data.tokenizer {str(path)!r} cannot encode the text: {error}") from error
+            raise InputError(f"data.tokenizer {str(path)!r} cannot encode the text: {error}") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     digest = hashlib.sha256(content + b"\0" + str(eos_id).encode()).hexdigest()
@@ -119,7 +120,7 @@ def _named_by_companion(path: Path) -> str:
             try:
                 entry = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
             except (ValueError, AttributeError) as error:
-                raise ValueError(f"{str(file)!r} is not a JSON object: {error}") from error
+                raise InputError(f"{str(file)!r} is not a JSON object: {error}") from error
             name = entry.get("content") if isinstance(entry, dict) else entry
             if isinstance(name, str) and name:
                 return name
@@ -131,5 +132,5 @@ def _named_by_special_tokens(inner: Any, path: Path) -> str:
     named = [name for name in END_NAMES if name in special]
     if len(named) != 1:
         which = f"several: {', '.join(named)}" if named else f"none of {', '.join(END_NAMES)}"
-        raise ValueError(f"{str(path)!r} does not say which token ends a document ({which}); set data.eos_token")
+        raise InputError(f"{str(path)!r} does not say which token ends a document ({which}); set data.eos_token")
     return named[0]

@@ -19,6 +19,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.cost import find_native_obstacle
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import mask_layer_numbers
 
 NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
@@ -99,10 +100,10 @@ def describe_gpu(
         config: the recipe's config, if `recipe` is not a name of one.
 
     Raises:
-        ValueError: the GPU is not one of NVIDIA_GPUS.
+        InputError: the GPU is not one of NVIDIA_GPUS.
     """
     if spec.compute_capability is None:
-        raise ValueError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
+        raise InputError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
     config = config or Float8LinearConfig.from_recipe_name(recipe)
     configs = {name.value: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
     recipes = [_describe_recipe(name, own, spec) for name, own in (configs | {recipe: config}).items()]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.numerics.extras import RECIPES, what_if
 from quaver.recipes.config import Float8LinearConfig
+from quaver.runtime.errors import InputError
 
 
 @dataclass
@@ -48,7 +49,7 @@ def survey(
     The model computes in high precision, and its operands are cast for the survey. The gradients of the call remain.
 
     Raises:
-        ValueError: no linear was called with gradients.
+        InputError: no linear was called with gradients.
     """
     linears: dict[str, SurveyedLinear] = {}
     with hook_linears(model, partial(_observe, linears, recipes)):
@@ -57,7 +58,7 @@ def survey(
         linear for linear in linears.values() if all("grad_output" in operands for operands in linear.db.values())
     ]
     if not surveyed:
-        raise ValueError(
+        raise InputError(
             "expected a model whose linears get gradients, got none: no nn.Linear ran forward and backward"
         )
     return surveyed

@@ -30,6 +30,7 @@ from quaver.lab.progress import Tell
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_device_spec
+from quaver.runtime.errors import InputError
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02
@@ -107,7 +108,7 @@ def advise(
         quick: estimate peaks on a GPU in closed form, within 10%, instead of predicting them.
         progress: called with the name of each setting before its prediction.
     Raises:
-        ValueError: an unknown device, or an error of the run itself.
+        InputError: an unknown device, or an error of the run itself.
         NotImplementedError: the configured run cannot be predicted.
     """
     spec = _find_spec(device, is_needed=fit_bytes is not None)
@@ -194,7 +195,7 @@ class _AdviceSearch:
             return self._tried[change.config]
         try:
             peak_bytes = self._predict(change.name, change.config)
-        except (ValueError, NotImplementedError) as error:
+        except (InputError, NotImplementedError) as error:
             self._tried[change.config] = len(self.rows)
             return self._add_refused(change.name, format_flags(self._config, change.config), str(error))
         return self._add(change.name, change.config, peak_bytes)
@@ -222,7 +223,7 @@ class _AdviceSearch:
         try:
             resolved, layout = resolve(config, rank=0, world_size=self._ranks)
             find_float8_shares(resolved)  # converts the model, and stores the result for the cost
-        except (ValueError, NotImplementedError):
+        except (InputError, NotImplementedError):
             return None
         return compute_step_cost(resolved, layout, self._spec)
 

@@ -12,6 +12,7 @@ from typing import Any
 from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.settings.training import REDUCE
+from quaver.runtime.errors import InputError
 
 CHECKPOINTING = {
     "activations: none checkpointed": ActivationCheckpoint(mode="none"),
@@ -141,7 +142,7 @@ def _apply_edits(config: TrainConfig, names: tuple[str, ...], edits: list[Edit])
     try:
         for edit in edits:
             config = edit(config)
-    except ValueError as error:
+    except InputError as error:
         return Change(names, None, str(error))
     return Change(names, config)
 

@@ -31,7 +31,7 @@ def check_counts_for(spec: DeviceSpec) -> None:
     """Raise an error if no code can be generated for the device.
 
     Raises:
-        ValueError: triton is not installed.
+        InputError: triton is not installed.
         NotImplementedError: `quaver bench ledger` does not know the device.
     """
     check_triton()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
+from quaver.runtime.errors import InputError
 
 _NUMBERS = tuple(field.name for field in fields(DeviceSpec) if field.name != "name")
 _NEEDED = tuple(
@@ -27,21 +28,21 @@ def read_device_spec(path: Path) -> DeviceSpec:
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--spec {path}: expected TOML: {error}") from error
+        raise InputError(f"--spec {path}: expected TOML: {error}") from error
     known = ("name", *_NUMBERS)
     if unknown := [name for name in values if name not in known]:
-        raise ValueError(f"--spec {path}: expected {', '.join(known)}, got {unknown[0]}")
+        raise InputError(f"--spec {path}: expected {', '.join(known)}, got {unknown[0]}")
     if missing := [name for name in _NEEDED if name not in values]:
-        raise ValueError(f"--spec {path}: expected {', '.join(_NEEDED)}; {missing[0]} is missing")
+        raise InputError(f"--spec {path}: expected {', '.join(_NEEDED)}; {missing[0]} is missing")
     if not isinstance(values["name"], str):
-        raise ValueError(f"--spec {path}: name: expected text, got {values['name']!r}")
+        raise InputError(f"--spec {path}: name: expected text, got {values['name']!r}")
     if values["name"].upper() in (spec.name.upper() for spec in DEVICE_SPECS):
-        raise ValueError(
+        raise InputError(
             f"--spec {path}: name: expected the name of another GPU, got {values['name']!r}, whose rates are known"
         )
     for name in _NUMBERS:
         value = values.get(name, 1)
         is_number = isinstance(value, int if name in _WHOLE else int | float) and not isinstance(value, bool)
         if not (is_number and 0 < value < float("inf")):
-            raise ValueError(f"--spec {path}: {name}: expected a number above 0, got {value!r}")
+            raise InputError(f"--spec {path}: {name}: expected a number above 0, got {value!r}")
     return DeviceSpec(**{"float8_tflops": None, **values})

@@ -78,7 +78,7 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
     """Estimate the peak bytes of `predict_memory(config, ranks)` on a GPU.
 
     Raises:
-        ValueError: the degrees do not fit the ranks, as `resolve` says.
+        InputError: the degrees do not fit the ranks, as `resolve` says.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
     return Estimate(config, layout).count_peak_bytes()

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from quaver.lab.settings import TrainConfig
+from quaver.runtime.errors import InputError
 
 SUFFIXES = {".torchrun.sh": "torchrun.sh", ".slurm.sbatch": "slurm.sbatch", ".jobset.yaml": "jobset.yaml"}
 """Endings of the launch files, with their templates."""
@@ -31,10 +32,10 @@ def make_launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path:
     The run resumes by itself: it gets a name and checkpoint.resume = auto, unless `config` sets them.
 
     Raises:
-        ValueError: `ranks` do not fill hosts of `gpus_per_node` GPUs, or a command cannot contain `path`.
+        InputError: `ranks` do not fill hosts of `gpus_per_node` GPUs, or a command cannot contain `path`.
     """
     if not str(path).isprintable():
-        raise ValueError(f"the path of a config must be printable characters, got {str(path)!r}")
+        raise InputError(f"the path of a config must be printable characters, got {str(path)!r}")
     hosts, gpus = split_into_hosts(ranks, gpus_per_node)
     name = _make_dns_label(config.job.name or path.stem)
     arguments = [path.as_posix() if path.as_posix()[0] != "-" else f"./{path.as_posix()}"]
@@ -60,7 +61,7 @@ def split_into_hosts(ranks: int, gpus_per_node: int) -> tuple[int, int]:
         return 1, ranks
     if ranks % gpus_per_node:
         expected = f"a multiple of the {gpus_per_node} GPUs of a node, or at most as many"
-        raise ValueError(
+        raise InputError(
             f"GPUs of a run must be {expected}, got {ranks}; torchrun starts equally many ranks on each node"
         )
     return ranks // gpus_per_node, gpus_per_node

@@ -19,6 +19,7 @@ from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, iter_less_p
 from quaver.lab.plan.run import has_one_cast
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.runtime.errors import InputError
 
 MOST_LOCAL_BATCH = 16
 MOST_EXPERT_RANKS = 64
@@ -92,12 +93,12 @@ class Layouts:
         """Add a run if the trainer accepts it."""
         try:
             resolved, layout = resolve(config, rank=0, world_size=ranks)
-        except ValueError as error:
+        except InputError as error:
             self.refuse(error, is_configured=is_configured)
             return
         self.candidates.append(Candidate(resolved, layout, is_configured))
 
-    def refuse(self, error: ValueError, *, is_configured: bool = False) -> None:
+    def refuse(self, error: InputError, *, is_configured: bool = False) -> None:
         """Count a run that the trainer refuses."""
         self.refusals[str(error)] += 1
         if is_configured:
@@ -124,7 +125,7 @@ def list_layouts(
     size = config.training.global_batch_size if step_sequences is None else step_sequences
     try:
         training = replace(config.training, global_batch_size=size)
-    except ValueError as error:
+    except InputError as error:
         layouts.refuse(error, is_configured=True)
     else:
         layouts.add(replace(config, training=training), ranks, is_configured=True)
@@ -140,7 +141,7 @@ def list_layouts(
             try:
                 changed = _configure(config, degrees, local, checkpoint, precision, gathering, step_sequences)
                 changed = replace(changed, training=replace(changed.training, reduce=reduce))
-            except ValueError as error:
+            except InputError as error:
                 layouts.refuse(error)
                 continue
             less = [change.config for change in iter_less_precise(Change((), changed))] if stores else []

@@ -22,6 +22,7 @@ from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.model import SPLIT_DIMS, make_meta_llama
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
+from quaver.runtime.errors import InputError
 
 HEAD = "lm_head"
 EXPERTS = "experts"
@@ -146,11 +147,11 @@ def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
     training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
     optimizer, parameter_bytes = config.optimizer, _get_itemsize(config.training.dtype)
     if training.mixed_precision_param != "bfloat16":
-        raise ValueError(
+        raise InputError(
             "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not simulated"
         )
     if checkpoint.mode == "memory_budget":
-        raise ValueError(
+        raise InputError(
             "activation_checkpoint.mode: expected none, selective or full: with memory_budget "
             "the compiler decides what it recomputes"
         )
@@ -200,7 +201,7 @@ def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:
     """Return the share of blocks in which each linear is float8, as `PlannedRun.in_float8` has it.
 
     Raises:
-        ValueError: as `convert_model`.
+        InputError: as `convert_model`.
     """
     float8, training = config.float8, config.training
     if not float8.enable_float8_linear:

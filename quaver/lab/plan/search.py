@@ -24,6 +24,7 @@ from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, si
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.progress import Tell
 from quaver.lab.settings.parallel_dims import resolve
+from quaver.runtime.errors import InputError
 
 MOST_TASKS = 10_000
 
@@ -103,7 +104,7 @@ def search(
     if not estimated:
         ranks = f"{layouts.candidates[0].layout.world_size} GPUs" if layouts.candidates else "so many GPUs"
         reasons = "; ".join(dict(refusals.most_common(3)))
-        raise ValueError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
+        raise InputError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
     candidate, _, needed = min(estimated, key=lambda estimate: estimate[2])
     fitting = [time_compute(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
     bfloat16_layouts = [layout for layout in fitting if layout.candidate.precision == BFLOAT16]
@@ -129,7 +130,7 @@ def _estimate(
             progress(f"estimating layout {number} of {len(candidates)}")
         try:
             run = make_planned_run(candidate.config, candidate.layout)
-        except ValueError as error:
+        except InputError as error:
             refusals[str(error)] += 1
             continue
         yield candidate, run, estimate_peak(candidate.config, candidate.layout.world_size)

@@ -34,7 +34,7 @@ def compute_step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpe
     """Return the cost of a step for the `config` and `layout` that `resolve` returned.
 
     Raises:
-        ValueError, NotImplementedError: the trainer refuses the model.
+        InputError, NotImplementedError: the trainer refuses the model.
     """
     training = config.training
     micro_batches = layout.micro_batches(training)

@@ -9,6 +9,7 @@ from quaver.lab.plan.launchers import make_launch_files
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import list_changed_settings
 from quaver.lab.settings.parallel_dims import resolve
+from quaver.runtime.errors import InputError
 
 
 def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:
@@ -17,7 +18,7 @@ def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
     The layout does not affect the launch files. Existing launch files must have the same content.
 
     Raises:
-        ValueError: the launch files cannot be made.
+        InputError: the launch files cannot be made.
         FileExistsError: the config exists, or a launch file with another content.
     """
     texts = make_launch_files(config, ranks, gpus_per_node, path)
@@ -39,13 +40,13 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     Returns:
         The files of the run, the config first.
     Raises:
-        ValueError: the config does not run on `ranks` ranks, they do not fill nodes, `path` does not end with .toml, or
+        InputError: the config does not run on `ranks` ranks, they do not fill nodes, `path` does not end with .toml, or
             a setting cannot be encoded in UTF-8.
         FileExistsError: one of the files exists with other content; nothing is written.
         OSError: a file cannot be written.
     """
     if path.suffix != ".toml":
-        raise ValueError(f"the config of a run must be a file whose name ends with .toml, got {str(path)!r}")
+        raise InputError(f"the config of a run must be a file whose name ends with .toml, got {str(path)!r}")
     resolve(config, world_size=ranks)
     texts = {
         path: format_config(config, comment),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from quaver.runtime.errors import InputError
+
 UNITS_BYTES = {
     "": 1,
     "b": 1,
@@ -34,12 +36,12 @@ def parse_bytes(text: str, name: str = "size") -> int:
     Args:
         name: the name of the option, for the error.
     Raises:
-        ValueError: `text` is not a size above 0.
+        InputError: `text` is not a size above 0.
     """
     match = _SIZE.fullmatch(text.strip())
     is_bits = match is not None and match[2][:1].isupper() and match[2].endswith("b")  # Gb, Gib
     unit_bytes = UNITS_BYTES.get(match[2].lower(), 0) if match and not is_bits else 0
     size_bytes = int(float(match[1]) * unit_bytes) if match else 0
     if size_bytes < 1:
-        raise ValueError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
+        raise InputError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
     return size_bytes

@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 
 from quaver.lab.settings.json_file import STRICT
 from quaver.numerics.record import Record
+from quaver.runtime.errors import InputError
 
 
 class AlarmFields(TypedDict):
@@ -43,7 +44,7 @@ def read_alarms(record: Record, where: str) -> list[dict[str, Any]]:
     Args:
         where: the name of the file in errors.
     Raises:
-        ValueError: an alarm lacks a field.
+        InputError: an alarm lacks a field.
     """
     alarms: list[dict[str, Any]] = []
     for line in record.alarms:
@@ -55,7 +56,7 @@ def read_alarms(record: Record, where: str) -> list[dict[str, Any]]:
                 _mark_ended(alarms, _END.validate_python(line))
         except ValidationError as error:
             field = error.errors()[0]["loc"][0]
-            raise ValueError(
+            raise InputError(
                 f"the alarm of step {line['step']} in {where} has no proper {field!r}; remove its line"
             ) from None
     return alarms

@@ -13,6 +13,7 @@ from quaver.lab.report.alarms import read_alarms
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.numerics.record import FILE_NAME, Record
+from quaver.runtime.errors import InputError
 
 FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl")
 
@@ -99,7 +100,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 
     Raises:
         OSError: a run or a file cannot be read.
-        ValueError: a path is not a run, or a file is damaged or of another version; one line.
+        InputError: a path is not a run, or a file is damaged or of another version; one line.
         CheckpointError: metrics.jsonl is damaged; one line.
     """
     names = [path.resolve().name for path in paths]
@@ -114,7 +115,7 @@ def _read(path: Path, label: str) -> RunData:
     if path.is_file():
         return RunData(label, path, **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
-        raise ValueError(f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}")
+        raise InputError(f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}")
     return RunData(
         label,
         path,
@@ -139,5 +140,5 @@ def _read_starts(path: Path) -> list[Start]:
                 if line.endswith(b"\n"):
                     starts.append(_START.validate_json(line))
             except ValidationError:
-                raise ValueError(f"line {number} of {str(path)!r} is not a start of a run; remove the line") from None
+                raise InputError(f"line {number} of {str(path)!r} is not a start of a run; remove the line") from None
     return starts

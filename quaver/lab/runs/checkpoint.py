@@ -48,6 +48,7 @@ from quaver.lab.settings.float8 import make_file_name
 from quaver.optim import load_states_of
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
 from quaver.runtime.devices import is_cuda_device
+from quaver.runtime.errors import InputError
 
 
 class SavedModel(Protocol):
@@ -338,7 +339,7 @@ def read_verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[st
             record.update(read_record(path))
             if verifies:
                 check_manifest(path, ranks.rank, ranks.world_size)
-        except (OSError, ValueError) as error:
+        except (OSError, InputError) as error:
             raise CheckpointError(str(error)) from error
 
     run_on_every_rank(read)

@@ -27,6 +27,7 @@ from quaver.lab.runs.manifest import CHOOSE, FileDigest, write_manifest
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.lab.settings.training import OPTIMIZERS
+from quaver.runtime.errors import InputError
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -190,7 +191,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: `checkpoint` is not a folder with a checkpoint.json.
-        ValueError: the file is damaged, or has a format that this version does not read.
+        InputError: the file is damaged, or has a format that this version does not read.
     """
     path = checkpoint / RECORD
     if not path.is_file():
@@ -201,5 +202,5 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     checked = read_json(path, _RECORD, CHOOSE)
     record: dict[str, Any] = {**checked, "progress": asdict(checked["progress"])}
     if "huggingface" not in record and not ("data" in record and "training" in record["config"]):
-        raise ValueError(f"{str(path)!r} is damaged: data or config.training is missing; {CHOOSE}")
+        raise InputError(f"{str(path)!r} is damaged: data or config.training is missing; {CHOOSE}")
     return record

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from quaver.lab.settings.json_file import read_json
+from quaver.runtime.errors import InputError
 
 LOCK, HOLDER = ".writer.lock", ".writer.json"
 
@@ -77,7 +78,7 @@ class RunLock:
         path = self._folder / HOLDER
         try:
             return read_json(path, TypeAdapter(dict[str, Any]), "remove the file") if path.exists() else None
-        except (OSError, ValueError):
+        except (OSError, InputError):
             return {}
 
 

@@ -17,6 +17,7 @@ from xxhash import xxh3_128
 from quaver.export.folders import make_file_threads
 from quaver.lab.settings.fields import NotNegative
 from quaver.lab.settings.json_file import STRICT, read_json
+from quaver.runtime.errors import InputError
 
 MANIFEST = "manifest.json"
 CHOOSE = "choose another checkpoint"
@@ -66,23 +67,23 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file differs, is missing, or is not in the manifest; the message names it.
+        InputError: a file differs, is missing, or is not in the manifest; the message names it.
     """
     expected = read_json(folder / MANIFEST, _MANIFEST, CHOOSE).files
     files = _list_files(folder)
     for name in sorted(expected.keys() - files.keys()):
-        raise ValueError(f"{str(folder / name)!r} is missing; {CHOOSE}")
+        raise InputError(f"{str(folder / name)!r} is missing; {CHOOSE}")
     for name in sorted(files.keys() - expected.keys()):
-        raise ValueError(f"{str(folder / name)!r} is not in {MANIFEST}: remove the file, or {CHOOSE}")
+        raise InputError(f"{str(folder / name)!r} is not in {MANIFEST}: remove the file, or {CHOOSE}")
     for name, path in files.items():
         size = path.stat().st_size
         if size != expected[name].bytes:
-            raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
+            raise InputError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
     mine = sorted(files)[rank::world_size]
     with make_file_threads() as threads:
         for name, digest in zip(mine, threads.map(_hash_file, [files[name] for name in mine]), strict=True):
             if digest != expected[name]:
-                raise ValueError(f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
+                raise InputError(f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
 
 
 def _list_files(folder: Path) -> dict[str, Path]:
@@ -90,7 +91,7 @@ def _list_files(folder: Path) -> dict[str, Path]:
     files = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
+            raise InputError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
         name = _make_name(folder, path)
         if path.is_file() and name != MANIFEST and not name.startswith("."):
             files[name] = path

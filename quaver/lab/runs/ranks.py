@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from quaver.runtime.devices import MissingDeviceError, cuda_device, is_cuda_device
+from quaver.runtime.errors import InputError
 
 STORE_TIMEOUT_S = 300
 """How long a rank waits for the others to check their input; imports from a cold disk are slow."""
@@ -144,7 +145,7 @@ def read_ranks() -> Ranks:
     The object is created once per process, because it counts the agreements.
 
     Raises:
-        ValueError: a variable is missing, is not an integer, or contradicts the others.
+        InputError: a variable is missing, is not an integer, or contradicts the others.
     """
     world_size = _read_variable("WORLD_SIZE", default=1, least=1)
     if world_size == 1:
@@ -153,12 +154,12 @@ def read_ranks() -> Ranks:
     local_rank = _read_variable("LOCAL_RANK", default=rank, below=world_size)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            raise ValueError(f"environment variable {name} must be set with WORLD_SIZE = {world_size}; use torchrun")
+            raise InputError(f"environment variable {name} must be set with WORLD_SIZE = {world_size}; use torchrun")
     # After a restart torchrun's store still has the addresses of the ranks that ended (torch 2.13).
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _read_variable(
         "TORCHELASTIC_MAX_RESTARTS", default=0
     ):
-        raise ValueError(
+        raise InputError(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, and the c10d "
             "rendezvous: ranks that are started again would look for those that ended"
         )
@@ -170,7 +171,7 @@ def _read_variable(name: str, *, default: int | None = None, least: int = 0, bel
     is_in_range = text.isdecimal() and int(text) >= least and (below is None or int(text) < below)
     if not is_in_range:
         end = "" if below is None else f" and below WORLD_SIZE = {below}"
-        raise ValueError(
+        raise InputError(
             f"environment variable {name} must be an integer from {least}{end}, got {text!r}; "
             "start the ranks with torchrun, or unset WORLD_SIZE"
         )

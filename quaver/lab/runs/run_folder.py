@@ -32,6 +32,7 @@ from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
 from quaver.numerics.record import FILE_NAME as NUMERICS
 from quaver.runtime.devices import describe_hardware
+from quaver.runtime.errors import InputError
 
 CONFIG = "config.toml"
 WANDB_ID = "wandb_id.txt"
@@ -78,7 +79,7 @@ class RunFolder:
             FileExistsError: the folder has files already, and the run does not resume.
             FileNotFoundError: there is no checkpoint to resume from.
             BlockingIOError: another process writes the run.
-            ValueError: the model or the initial weights differ from the run's.
+            InputError: the model or the initial weights differ from the run's.
             OSError: the folder cannot be created or written.
         """
         dump_folder = expand_user(config.job.dump_folder)
@@ -280,10 +281,10 @@ def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     }
     for name, (old, new) in changes.items():
         if name.startswith("model."):
-            raise ValueError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; start a new run")
+            raise InputError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; start a new run")
     began, asked = (config["checkpoint"]["initial_load_path"] for config in (before, now))
     if asked != began:
-        raise ValueError(
+        raise InputError(
             f"checkpoint.initial_load_path must be {began!r}, from which the run in {str(path)!r} began, got "
             f"{asked!r}; its checkpoint has the weights"
         )

@@ -15,6 +15,7 @@ import tomli_w
 from quaver.lab.settings import Float8, Numerics, TrainConfig
 from quaver.lab.settings.fields import Settings, as_tuple, expand_user, get_hints, is_section, setting, suggest_nearest
 from quaver.lab.settings.flags import split_flags
+from quaver.runtime.errors import InputError
 
 Sections = dict[str, dict[str, Any]]
 
@@ -28,7 +29,7 @@ def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig
     A flag that turns float8 off also turns off what `list_turned_off` returns.
 
     Raises:
-        ValueError: for a file that is not TOML, an unknown section or key, or a value that is wrong.
+        InputError: for a file that is not TOML, an unknown section or key, or a value that is wrong.
         OSError: if the file cannot be read.
     """
     sections = {} if path is None else read_toml(path)
@@ -71,7 +72,7 @@ def read_toml(path: Path) -> Sections:
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a BOM
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"config file {str(path)!r} is not valid TOML: {error}") from error
+        raise InputError(f"config file {str(path)!r} is not valid TOML: {error}") from error
     _check_names(sections, str(path))
     return sections
 
@@ -80,7 +81,7 @@ def _check_names(sections: Sections, source: str) -> None:
     for section, values in sections.items():
         _check_known(section, get_hints(TrainConfig), f"section in {source}")
         if not isinstance(values, dict):
-            raise ValueError(f"{section} in {source} must be a section, got {values!r}; write [{section}]")
+            raise InputError(f"{section} in {source} must be a section, got {values!r}; write [{section}]")
         for key in values:
             _check_known(f"{section}.{key}", _list_setting_names(), f"key in {source}")
 
@@ -89,7 +90,7 @@ def build_config(sections: Sections) -> TrainConfig:
     """Make a TrainConfig from nested plain values. Missing values take their defaults.
 
     Raises:
-        ValueError: for an unknown section or key, or a value that is wrong.
+        InputError: for an unknown section or key, or a value that is wrong.
     """
     _check_names(sections, "the settings")
     return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in get_hints(TrainConfig).items()})
@@ -133,7 +134,7 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
     Args:
         options: the command's own options, which are parsed already. The hint for an unknown flag may name one.
     Raises:
-        ValueError: for an unknown flag, a flag without its value, or a second file.
+        InputError: for an unknown flag, a flag without its value, or a second file.
     """
     values, rest = split_flags(TrainFlags, argv)
     known = [*_list_setting_names(), *(name for name, hint in get_hints(options).items() if not is_section(hint))]
@@ -141,13 +142,13 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
         if word.startswith("--"):
             _check_known(word[2:].partition("=")[0].replace("-", "_"), known, "flag")
     for word in rest[1:] if rest and not rest[0].startswith("-") else rest:
-        raise ValueError(f"unexpected argument {word!r}; expected [CONFIG.toml] [--section.field value ...]")
+        raise InputError(f"unexpected argument {word!r}; expected [CONFIG.toml] [--section.field value ...]")
     config_path = Path(rest[0]) if rest else None
     flags: Sections = {}
     if "resume" in values:
         folder = expand_user(values.pop("resume")).resolve()
         if config_path is not None:
-            raise ValueError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")
+            raise InputError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")
         config_path = _find_config_of_run(folder)
         flags = {"job": {"dump_folder": str(folder.parent), "name": folder.name}, "checkpoint": {"resume": "must"}}
     for name, value in values.items():
@@ -171,4 +172,4 @@ def _check_known(name: str, known: Collection[str], kind: str) -> None:
     if name in known:
         return
     hint = suggest_nearest(name, known, otherwise="see quaver train --help")
-    raise ValueError(f"unknown {kind}: {name!r}; {hint}")
+    raise InputError(f"unknown {kind}: {name!r}; {hint}")

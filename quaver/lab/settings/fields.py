@@ -18,6 +18,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, core_schema
 
+from quaver.runtime.errors import InputError, blame_input
+
 MOST = 2**63 - 1
 """The largest integer of TOML and of torch."""
 AtLeast1 = Annotated[int, Ge(1), Le(MOST)]
@@ -67,7 +69,7 @@ class Settings:
     """Base of the dataclasses of settings: checks the type and the bounds of each field, then calls `check`.
 
     Raises (when made):
-        ValueError: with the setting's name, what was expected, and what was given.
+        InputError: with the setting's name, what was expected, and what was given.
     """
 
     section: ClassVar[str] = ""
@@ -91,12 +93,13 @@ class Settings:
                 bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(get_choices(hint))}")
                 expected = describe_type(hint) if is_type else bound.format(**first.get("ctx", {}))
                 value = getattr(self, name) if is_type else first["input"]
-                raise ValueError(f"{self.name_field(name)} must be {expected}, got {value!r}") from None
+                raise InputError(f"{self.name_field(name)} must be {expected}, got {value!r}") from None
             object.__setattr__(self, name, checked)
-        self.check()
+        with blame_input():
+            self.check()
 
     def check(self) -> None:
-        """Raise ValueError for values that exclude each other."""
+        """Raise InputError for values that exclude each other."""
 
     @classmethod
     def name_field(cls, field: str) -> str:
@@ -106,20 +109,20 @@ class Settings:
         return field.upper() if is_positional(cls.__dataclass_fields__[field]) else "--" + field.replace("_", "-")
 
     def require(self, holds: bool, field: str, expected: str, fix: str = "") -> None:
-        """Raise ValueError that says what `field` must be, what it is, and what to do, unless `holds`."""
+        """Raise InputError that says what `field` must be, what it is, and what to do, unless `holds`."""
         require(holds, self.name_field(field), expected, attrgetter(field)(self), fix)
 
     def require_default(self, *names: str, unless: str, fix: str = "") -> None:
-        """Raise ValueError if a field of `names` is set although no code would read it."""
+        """Raise InputError if a field of `names` is set although no code would read it."""
         for name in names:
             default = type(self).__dataclass_fields__[name].default
             self.require(getattr(self, name) == default, name, f"its default, {default!r}, unless {unless}", fix)
 
 
 def require(holds: bool, name: str, expected: str, value: object, fix: str = "") -> None:
-    """Raise ValueError saying what setting `name` must be, its value, and what to do, unless `holds`."""
+    """Raise InputError saying what setting `name` must be, its value, and what to do, unless `holds`."""
     if not holds:
-        raise ValueError(f"{name} must be {expected}, got {value!r}" + (f"; {fix}" if fix else ""))
+        raise InputError(f"{name} must be {expected}, got {value!r}" + (f"; {fix}" if fix else ""))
 
 
 def as_tuple(value: Any) -> Any:
@@ -128,11 +131,11 @@ def as_tuple(value: Any) -> Any:
 
 
 def expand_user(path: str) -> Path:
-    """Return `path` with ~ expanded. Raises ValueError for the home of a user that does not exist."""
+    """Return `path` with ~ expanded. Raises InputError for the home of a user that does not exist."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{path!r} begins with the home of a user that does not exist; give another path") from error
+        raise InputError(f"{path!r} begins with the home of a user that does not exist; give another path") from error
 
 
 def is_folder_name(name: str) -> bool:

@@ -24,6 +24,7 @@ from quaver.lab.settings.fields import (
     is_section,
     suggest_nearest,
 )
+from quaver.runtime.errors import InputError
 
 Values = dict[str, Any]
 """The values that flags give, by the name of the setting, `section.field` in a section."""
@@ -38,20 +39,20 @@ def parse_options(kind: type[_Options], argv: list[str], *, prog: str) -> _Optio
     """Parse the options of a command from `argv`; for --help print its help and exit.
 
     Raises:
-        ValueError: for an unknown flag, a flag without its value, or a wrong value.
+        InputError: for an unknown flag, a flag without its value, or a wrong value.
     """
     exit_after_help(kind, argv, prog=prog)
     see = f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
     try:
         values, rest = split_flags(kind, argv)
-    except ValueError as error:
-        raise ValueError(f"{error}; {see}") from error
+    except InputError as error:
+        raise InputError(f"{error}; {see}") from error
     if rest and rest[0].startswith("--"):
         flags = [f"--{field.name.replace('_', '-')}" for field in fields(kind) if not is_positional(field)]
         flag = rest[0].partition("=")[0].replace("_", "-")
-        raise ValueError(f"unknown flag: {rest[0]!r}; {suggest_nearest(flag, flags, otherwise=see)}")
+        raise InputError(f"unknown flag: {rest[0]!r}; {suggest_nearest(flag, flags, otherwise=see)}")
     if rest:
-        raise ValueError(f"unexpected argument {rest[0]!r}; {see}")
+        raise InputError(f"unexpected argument {rest[0]!r}; {see}")
     return kind(**values)
 
 
@@ -61,7 +62,7 @@ def split_options(kind: type[_Options], argv: list[str], *, prog: str) -> tuple[
     For --help print the help of the command and exit.
 
     Raises:
-        ValueError: an option has no value, or a wrong one.
+        InputError: an option has no value, or a wrong one.
     """
     exit_after_help(kind, argv, prog=prog)
     values, rest = split_flags(kind, argv)
@@ -84,7 +85,7 @@ def split_flags(kind: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
     counts; lists are joined.
 
     Raises:
-        ValueError: a flag has no value, or an argument is missing.
+        InputError: a flag has no value, or an argument is missing.
     """
     parser = _Parser(kind)
     values, rest = parser.parse_known_intermixed_args(list(parser.spell(argv)))
@@ -127,8 +128,8 @@ class _Parser(ArgumentParser):
         self._add(self.add_argument, kind, "")
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError, where argparse would end the process."""
-        raise ValueError(message.removeprefix("argument "))
+        """Raise InputError, where argparse would end the process."""
+        raise InputError(message.removeprefix("argument "))
 
     def spell(self, argv: Iterable[str]) -> Iterator[str]:
         """Yield the words, each flag in the one spelling that argparse knows, and with the value of each boolean."""

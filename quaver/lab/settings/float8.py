@@ -10,6 +10,7 @@ from quaver.lab.settings.schedule import ScheduleEntry
 from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import BACKWARDS, canonicalize_recipe
 from quaver.recipes.serving import serving_config
+from quaver.runtime.errors import InputError, blame_input
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
@@ -18,7 +19,7 @@ RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 def _has_persistent_scales(recipe_name: str) -> bool:
     """Return whether the recipe has persistent scales.
 
-    The result is cached, because a plan makes thousands of settings. Raises ValueError for an unknown name.
+    The result is cached, because a plan makes thousands of settings. Raises InputError for an unknown name.
     """
     return Float8LinearConfig.from_recipe_name(recipe_name).has_persistent_scales
 
@@ -91,10 +92,10 @@ class Float8(Settings, section="float8"):
 
     def check(self) -> None:
         """Refuse settings that the recipe does not have, and most settings that nothing would read."""
-        _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
+        _has_persistent_scales(self.recipe_name)  # raises InputError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()
-        self.by_layer, self.schedule  # noqa: B018 - raise ValueError
+        self.by_layer, self.schedule  # noqa: B018 - raise InputError
         if not self.enable_float8_linear:
             names = (
                 "backward",
@@ -137,10 +138,8 @@ class Float8(Settings, section="float8"):
         for recipe in (self.recipe_name, *self.by_layer.layers.values()) if self.serving else ():
             if recipe == HIGH_PRECISION:
                 continue
-            try:
+            with blame_input("float8."):
                 served = serving_config(self.serving, recipe)
-            except ValueError as error:
-                raise ValueError(f"float8.{error}") from error
             fix = "a static scale is calibrated before the training"
             self.require(not served.has_persistent_scales, "serving", "an engine that scales dynamically", fix)
 
@@ -165,32 +164,28 @@ class Float8(Settings, section="float8"):
 
     @property
     def schedule(self) -> tuple[ScheduleEntry, ...]:
-        """The parsed entries of high_precision_schedule. Raises ValueError."""
-        try:
+        """The parsed entries of high_precision_schedule. Raises InputError."""
+        with blame_input("float8.high_precision_schedule must be "):
             return tuple(map(ScheduleEntry.parse, self.high_precision_schedule))
-        except ValueError as error:
-            raise ValueError(f"float8.high_precision_schedule must be {error}") from None
 
     @property
     def by_layer(self) -> LayerRecipes:
-        """The recipe of each layer. Raises ValueError."""
-        try:
+        """The recipe of each layer. Raises InputError."""
+        with blame_input("float8.layer_recipes: "):
             return LayerRecipes.parse(self.recipe_name, self.layer_recipes)
-        except ValueError as error:
-            raise ValueError(f"float8.layer_recipes: {error}") from error
 
     @property
     def delayed_scaling_config(self) -> DelayedScalingConfig:
-        """The delayed_* settings as a DelayedScalingConfig. Raises ValueError if one is out of range."""
+        """The delayed_* settings as a DelayedScalingConfig. Raises InputError if one is out of range."""
         values = {field.name: getattr(self, f"delayed_{field.name}") for field in fields(DelayedScalingConfig)}
         try:
             return DelayedScalingConfig(**values)
         except ValueError as error:
             name, _, expected = str(error).partition(": expected ")
-            raise ValueError(f"float8.delayed_{name} must be {expected}") from error
+            raise InputError(f"float8.delayed_{name} must be {expected}") from error
 
     def _check_delayed_scaling(self) -> None:
-        self.delayed_scaling_config  # noqa: B018 - raises ValueError
+        self.delayed_scaling_config  # noqa: B018 - raises InputError
         if self.has_persistent_scales:
             return
         for field in fields(self):

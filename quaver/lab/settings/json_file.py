@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from quaver.runtime.errors import InputError
+
 T = TypeVar("T")
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -16,14 +18,14 @@ def read_json(path: Path, kind: TypeAdapter[T], fix: str) -> T:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is damaged. One line names the file and the first field that is wrong, and ends with `fix`.
+        InputError: the file is damaged. One line names the file and the first field that is wrong, and ends with `fix`.
     """
     if not path.is_file():  # reading a FIFO would block
         raise FileNotFoundError(f"{str(path)!r} is not a file; {fix}")
     try:
         return kind.validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{str(path)!r} is damaged: {_describe_first(error)}; {fix}") from None
+        raise InputError(f"{str(path)!r} is damaged: {_describe_first(error)}; {fix}") from None
 
 
 def _describe_first(error: ValidationError) -> str:

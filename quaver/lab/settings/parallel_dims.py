@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from quaver.lab.settings import TrainConfig, Training, require
+from quaver.runtime.errors import InputError
 
 DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
 
@@ -57,7 +58,7 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
     Every rank must pass the same config. The results differ in `ParallelDims.rank` only.
 
     Raises:
-        ValueError: the degrees do not multiply to `world_size`, expert parallel ranks or the batch do not divide, or a
+        InputError: the degrees do not multiply to `world_size`, expert parallel ranks or the batch do not divide, or a
             float8 all-gather is enabled although no weight is sharded.
     """
     dims = _make_parallel_dims(config, rank, world_size)
@@ -103,7 +104,7 @@ def _make_parallel_dims(config: TrainConfig, rank: int, world_size: int) -> Para
         require(shard % expert == 0, "parallelism.expert_parallel_degree", divides, expert)
         return ParallelDims(*degrees, rank, expert)
     product = " * ".join(map(str, degrees)) if shard != -1 else f"a multiple of {replicate} * {tensor}"
-    raise ValueError(
+    raise InputError(
         f"{' * '.join(f'parallelism.{name}' for name in DEGREES)} must be the number of processes = {world_size}, "
         f"got {product}; change a degree, or start torchrun with another --nproc-per-node"
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from quaver.recipes.linear_casts import BACKWARD_MATMULS, MATMULS
+from quaver.runtime.errors import InputError
 
 PARTS = {"forward": ("output",), "backward": BACKWARD_MATMULS, "all": tuple(MATMULS)} | {
     name: (name,) for name in BACKWARD_MATMULS
@@ -45,13 +46,13 @@ class ScheduleEntry:
 
     @classmethod
     def parse(cls, text: str) -> "ScheduleEntry":
-        """Parse an entry. Raises ValueError for any other form."""
+        """Parse an entry. Raises InputError for any other form."""
         part, colon, where = text.partition(":")
         matches = [_RANGE.fullmatch(part_range.strip()) for part_range in where.split(" in ")]
         ranges = {match[4]: Range(match[1] == "last", int(match[2]), bool(match[3])) for match in matches if match}
         fits = colon and part.strip() in PARTS and len(ranges) == len(matches)
         if not fits or any(part_range.is_share and part_range.number > 100 for part_range in ranges.values()):
-            raise ValueError(
+            raise InputError(
                 'entries such as "forward: last 18% of steps" or "all: last 9 steps in first 2 blocks", each of one '
                 f"of {', '.join(PARTS)}, got {text!r}"
             )

@@ -17,6 +17,7 @@ from quaver.lab.settings.fields import (
     Share,
     setting,
 )
+from quaver.runtime.errors import blame_input
 
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
@@ -126,19 +127,15 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
         for name, mode in (("selective_ac_option", "selective"), ("memory_budget", "memory_budget")):
             if self.mode != mode:
                 self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
-        try:
+        with blame_input("activation_checkpoint."):
             every = parse_selective_option(self.selective_ac_option)
-        except ValueError as error:
-            raise ValueError(f"activation_checkpoint.{error}") from error
         readers = {"selective_ac_also_keep": find_savable_operations, "selective_ac_never_keep": find_operations}
         for name, read in readers.items():
             if self.mode != "selective" or every is not None:
                 unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"
                 self.require_default(name, unless=unless)
-            try:
+            with blame_input(f"activation_checkpoint.{name}: "):
                 read(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"activation_checkpoint.{name}: {error}") from error
 
 
 @dataclass(frozen=True)

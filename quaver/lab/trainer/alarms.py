@@ -25,6 +25,7 @@ from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.record import Sink
 from quaver.numerics.rules import REMEDIED
 from quaver.numerics.watch import AlarmSink
+from quaver.runtime.errors import InputError, blame_input
 
 
 @dataclass
@@ -82,7 +83,7 @@ class _RunSink(AlarmSink):
         with self._failures.catch(), convert_write_errors(self._folder.post_mortem):
             try:
                 super().write(line)
-            except ValueError as error:  # a line of an earlier start is damaged
+            except InputError as error:  # a line of an earlier start is damaged
                 raise OutputError(str(error)) from error
 
 
@@ -93,10 +94,11 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
     of experts change together. Later checkpoints have the new config.
 
     Raises:
-        ValueError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.
+        InputError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.
     """
     model, config, float8 = trained.model, trained.config, trained.config.float8
-    changes = {_find_module_name(model, name): recipe for name, recipe in layers.items()}
+    with blame_input():
+        changes = {_find_module_name(model, name): recipe for name, recipe in layers.items()}
     recipes = {**dict(float8.by_layer.layers), **changes}
     entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
     trained.config = replace(config, float8=replace(float8, layer_recipes=entries))

@@ -49,7 +49,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     The data is found but not read; the device may be missing here.
 
     Raises:
-        ValueError, OSError, NotImplementedError: the run would raise the same error.
+        InputError, OSError, NotImplementedError: the run would raise the same error.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
     device = config.training.device

@@ -29,6 +29,7 @@ from quaver.lab.trainer.model import Block, FeedForward, Llama
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.serving import serving_config
 from quaver.runtime.devices import is_cuda_device
+from quaver.runtime.errors import InputError, blame_input
 
 
 def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
@@ -39,18 +40,19 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
         device: the device of the cost model; without a GPU, an H100.
 
     Raises:
-        ValueError: an entry of filter_fqns matches no linear, or no linear is left to convert.
+        InputError: an entry of filter_fqns matches no linear, or no linear is left to convert.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
     for skipped in config.filter_fqns:
         if not any(skipped in name for name in names):
-            raise ValueError(
+            raise InputError(
                 f"float8.filter_fqns entry {skipped!r} is part of no linear's name; the linears are {', '.join(names)}"
             )
     automatic = None
     if config.auto_filter:
         target = device if is_cuda_device(device) else None
-        automatic = auto_filter_for_recipe(config.recipe, tokens=tokens, device=target)
+        with blame_input():
+            automatic = auto_filter_for_recipe(config.recipe, tokens=tokens, device=target)
 
     skipped_blocks = _find_skipped_blocks(model, config)
 
@@ -65,7 +67,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     convert_chosen(model, config, decide)
     report = conversion_report(model)
     if not report.converted:
-        raise ValueError(report.explain_nothing())
+        raise InputError(report.explain_nothing())
     model.fuses_producers = config.fused_producers
     if config.fused_producers:
         fuse_producers(model)
@@ -77,7 +79,8 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
         by_layer, make_config, serving = config.by_layer, partial(make_linear_config, config), config.serving or None
-        convert_layers(model, by_layer, config_of=make_config, serving=serving, module_filter_fn=decide)
+        with blame_input():
+            convert_layers(model, by_layer, config_of=make_config, serving=serving, module_filter_fn=decide)
 
 
 def make_linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:

@@ -12,6 +12,7 @@ from uuid import uuid4
 from quaver.lab.runs.errors import OutputError, OutputFailures, convert_write_errors
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
 from quaver.lab.settings import Metrics
+from quaver.runtime.errors import InputError
 
 WARMUP_STEPS = 3
 """The first steps, which medians leave out: they compile, allocate and measure memory."""
@@ -95,10 +96,10 @@ def list_scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def check_loggers(config: Metrics) -> None:
-    """Raise ValueError if the package of an enabled logger is not installed."""
+    """Raise InputError if the package of an enabled logger is not installed."""
     for name in ("tensorboard", "wandb"):
         if getattr(config, f"enable_{name}") and importlib.util.find_spec(name) is None:
-            raise ValueError(
+            raise InputError(
                 f"metrics.enable_{name} must be false without the package {name}, got true; "
                 f"pip install 'quaver[{name}]'"
             )

@@ -48,6 +48,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.mixture import Experts, list_modules
 from quaver.lab.trainer.model import SPLIT_DIMS, Block, FeedForward, Llama
 from quaver.parallel.linear_sharding import check_can_be_sharded
+from quaver.runtime.errors import blame_input
 from quaver.torch_private.fake_ranks import FakeStore
 
 
@@ -76,7 +77,7 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
     Args:
         mesh: from `make_mesh`.
     Raises:
-        ValueError: a rank has too few gradients of a group to reduce them in float8.
+        InputError: a rank has too few gradients of a group to reduce them in float8.
     """
     dims = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and "tp" in dims:
@@ -140,10 +141,8 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
         fully_shard(group, **make_group_options(config, mesh))
     fully_shard(model, **make_group_options(config, mesh, dtype=config.training.residual_stream_dtype))
     if config.comm.float8_gradients:
-        try:
+        with blame_input("comm.float8_gradients: "):
             reduce_gradients_in_float8(model)
-        except ValueError as error:
-            raise ValueError(f"comm.float8_gradients: {error}") from error
 
 
 def make_group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:
@@ -209,13 +208,11 @@ def _make_block_styles(block: Block) -> dict[str, ParallelStyle]:
 
 
 def check_tensor_parallel(model: Llama, degree: int) -> None:
-    """Raise ValueError for a Float8Linear whose blocks tensor parallelism over `degree` ranks would cut."""
+    """Raise InputError for a Float8Linear whose blocks tensor parallelism over `degree` ranks would cut."""
     for name, linear in model.named_modules():
         if isinstance(linear, Float8Linear):
-            try:
+            with blame_input(f"parallelism.tensor_parallel_degree = {degree}: {name}: "):
                 check_can_be_sharded(linear, SPLIT_DIMS.get(name.rpartition(".")[2], 0), degree)
-            except ValueError as error:
-                raise ValueError(f"parallelism.tensor_parallel_degree = {degree}: {name}: {error}") from error
 
 
 def _gather_sequence(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:

@@ -74,7 +74,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     One rank writes a missing token cache and the others wait for it; there is no other communication.
 
     Raises:
-        ValueError: a setting does not fit.
+        InputError: a setting does not fit.
         OSError: a path cannot be read.
         NotImplementedError: quaver does not support the settings.
         MissingDeviceError: the device does not exist here.
@@ -109,7 +109,7 @@ def check_environment(config: TrainConfig, device: torch.device | None) -> None:
         device: the run's device; None if it is not known.
 
     Raises:
-        ValueError: a setting does not fit, a package is missing, or the checkpoint has another format.
+        InputError: a setting does not fit, a package is missing, or the checkpoint has another format.
         FileNotFoundError: there is no checkpoint.
     """
     _check_recordable(config)
@@ -129,7 +129,7 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
     """Make the models of a run on the meta device, and convert the float8 model.
 
     Raises:
-        ValueError: a filter matches nothing, or tensor parallelism cuts blocks of a recipe.
+        InputError: a filter matches nothing, or tensor parallelism cuts blocks of a recipe.
         NotImplementedError: quaver does not support the settings.
     """
     models = {config.training.mixed_precision_param: _make_meta_model(config)}

@@ -21,6 +21,7 @@ from quaver.lab.trainer.huggingface.float8 import run_source
 from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.trained_model import make_autocast
+from quaver.runtime.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
         sequences: the number of sequences in the batch.
         seq_len: their length; None for the run's.
     Raises:
-        OSError, ValueError, NotImplementedError: `path` is something else or damaged, or the data does not fit.
+        OSError, InputError, NotImplementedError: `path` is something else or damaged, or the data does not fit.
     """
     if not path.is_dir():
         raise FileNotFoundError(
@@ -64,7 +65,7 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
     checked = open_checkpoint(checkpoint, None)
     sections = checked.record["config"]
     if "training" not in sections:
-        raise ValueError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
+        raise InputError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
     config = build_config(sections)
     model = run_source(checkpoint, recipe="tensorwise").high_precision_model()
     typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)

@@ -16,6 +16,7 @@ from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import get_peak_flops
+from quaver.runtime.errors import InputError
 
 
 class TrainingRun:
@@ -87,5 +88,5 @@ def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, prog
         return
     try:
         fall_back(models[0], checkpoints, progress.fallbacks)
-    except ValueError as error:
+    except InputError as error:
         raise CheckpointError(f"the run fell back in {', '.join(progress.fallbacks)}: {error}") from error

@@ -22,6 +22,7 @@ from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import Float8LinearConfig
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import require_device_spec
+from quaver.runtime.errors import InputError
 
 PARTS = ("block", "linear")
 COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
@@ -54,7 +55,7 @@ def check_recipe(recipe: str, gpu: str) -> None:
     """Raise an error for a recipe whose scales no float8 matmul of the GPU takes.
 
     Raises:
-        ValueError: an unknown recipe.
+        InputError: an unknown recipe.
         NotImplementedError: the GPU does not multiply the recipe in float8.
     """
     if missing := _find_unmultiplied(recipe, gpu):
@@ -75,9 +76,9 @@ def _find_unmultiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
 
 
 def check_triton() -> None:
-    """Raise ValueError if triton is not installed."""
+    """Raise InputError if triton is not installed."""
     if find_spec("triton") is None:
-        raise ValueError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
+        raise InputError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
 
 
 def count_launches(work: Work, name: str, gpu: str) -> Ledger:
@@ -87,7 +88,7 @@ def count_launches(work: Work, name: str, gpu: str) -> Ledger:
         name: "bfloat16", "quaver RECIPE" or "torchao RECIPE".
         gpu: a name in GPUS.
     Raises:
-        ValueError, NotImplementedError: the recipe is unknown, or the GPU does not multiply it.
+        InputError, NotImplementedError: the recipe is unknown, or the GPU does not multiply it.
         ImportError: torchao is not installed.
     """
     library, _, recipe = name.partition(" ")

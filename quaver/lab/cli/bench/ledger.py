@@ -79,7 +79,7 @@ class LedgerOptions(Settings):
         return next((name for name in GPUS if name.lower() == self.gpu.lower()), "")
 
     def check(self) -> None:
-        """Raise ValueError for an unknown GPU, a recipe that it does not multiply, or a peer that is not installed."""
+        """Raise InputError for an unknown GPU, a recipe that it does not multiply, or a peer that is not installed."""
         super().check()
         self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPUS)}")
         for recipe in self.recipe:
@@ -88,7 +88,7 @@ class LedgerOptions(Settings):
         check_triton()
 
     def work(self) -> Work:
-        """Return the subject to compile. Raises ValueError or OSError for an unknown model or an invalid TOML file."""
+        """Return the subject to compile. Raises InputError or OSError for an unknown model or an invalid TOML file."""
         options = {"autocast": self.autocast, "part": self.part}
         if self.model in MODEL_NAMES:
             sizes = self.sequences or 2, self.seq_len or 8192

@@ -26,6 +26,7 @@ from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, s
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.roofline.device_specs import DEVICE_SPECS
+from quaver.runtime.errors import InputError
 
 _Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_aliases=True)]
 
@@ -52,13 +53,13 @@ class RooflineOptions(Settings):
     output: str = setting("runs/bench-roofline", "Folder of the CSV, the JSON and the pictures.")
 
     def settings(self) -> RooflineSettings:
-        """Resolve the names. Raises ValueError for an unknown name, or two models of one name."""
+        """Resolve the names. Raises InputError for an unknown name, or two models of one name."""
         models = [list_model_layers(name) for name in self.model or ([] if self.config else MODELS)]
         models += [list_config_layers(Path(path)) for path in self.config]
         names = [model.name for model in models]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(
+            raise InputError(
                 f"two models are called {twice}; expected each --model once, and --config files of other names"
             )
         devices, recipes = find_specs(self.device), find_recipes(self.recipes)
@@ -73,7 +74,7 @@ def run(argv: list[str]) -> int:
         pictured = settings.devices if options.pictures is None else find_specs(options.pictures)
         missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:
-            raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
+            raise InputError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
         output.mkdir(parents=True, exist_ok=True)
         with show_progress("predicting"):
             roofline = predict(settings)

@@ -35,6 +35,7 @@ from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, 
 from quaver.lab.settings.flags import split_options
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
+from quaver.runtime.errors import InputError, blame_input
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class MemoryOptions(Settings):
     png: str | None = setting(None, "File of a picture of the timeline.")
 
     def check(self) -> None:
-        """Raise ValueError for options that exclude each other, and OSError for files that cannot be written."""
+        """Raise InputError for options that exclude each other, and OSError for files that cannot be written."""
         if self.measure and self.device:
-            raise ValueError("--measure measures on training.device, and predicts for it: expected no --device with it")
+            raise InputError("--measure measures on training.device, and predicts for it: expected no --device with it")
         if self.time_on is not None and not (self.advise or self.fit):
-            raise ValueError("--time-on simulates the time of what --advise or --fit tries: expected one of them")
+            raise InputError("--time-on simulates the time of what --advise or --fit tries: expected one of them")
         if self.png is not None and not self.png.endswith(".png"):
-            raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+            raise InputError(f"--png must be a file whose name ends with .png, got {self.png!r}")
         if self.time_on is not None:
             require_device_spec(self.time_on, "--time-on")
         defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
@@ -85,17 +86,17 @@ class MemoryOptions(Settings):
         on_cpu = ("device",) if self.device == "cpu" else ()
         refused = [name for name in given if name in ("vs", "measure", "html", "png", "links", "top", *on_cpu)]
         if self.quick and refused:
-            raise ValueError(f"--quick estimates the peak on a GPU alone: expected no --{refused[0]} with it")
+            raise InputError(f"--quick estimates the peak on a GPU alone: expected no --{refused[0]} with it")
         refused = [name for name in given if name in ("vs", "advise", "fit", "measure", "html", "png", "top")]
         if self.links and refused:
-            raise ValueError(f"--links predicts no memory: expected no --{refused[0]} with it")
+            raise InputError(f"--links predicts no memory: expected no --{refused[0]} with it")
         if self.checkpoint_bandwidth is not None and not self.links:
-            raise ValueError("--checkpoint-bandwidth times what --links prints: expected --links with it")
+            raise InputError("--checkpoint-bandwidth times what --links prints: expected --links with it")
         files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
         for flag, path in files.items():
             check_writable(Path(path), f"--{flag}")
             if list(files.values()).count(path) > 1 and path != os.devnull:
-                raise ValueError(f"--{flag} must be a file that no other option names, got {path!r}")
+                raise InputError(f"--{flag} must be a file that no other option names, got {path!r}")
 
 
 def run(argv: list[str]) -> int:
@@ -161,7 +162,8 @@ def _predict(
 ) -> tuple[RunMemory, dict[str, Any]]:
     """Return the prediction, and the optional results by their JSON names: other and comparison, advice, measured."""
     fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
-    other_flags = shlex.split(options.vs or "")
+    with blame_input("--vs: "):
+        other_flags = shlex.split(options.vs or "")
     if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
         is_over = not other_flags or other_flags[0].startswith("--")
         other_config = load_run(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))

@@ -90,7 +90,7 @@ def predict_links(config: TrainConfig, ranks: int) -> Links:
     """Count the collectives of the second training step of the first of `ranks` processes.
 
     Raises:
-        ValueError, OSError, NotImplementedError: the run itself would refuse its model or its ranks.
+        InputError, OSError, NotImplementedError: the run itself would refuse its model or its ranks.
     """
     config = replace(config, training=replace(config.training, compile=False))
     with fake_run(config, ranks, fake_tensors()) as run:

@@ -81,7 +81,7 @@ def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
     gradients and optimizer state are allocated on `training.device`.
 
     Raises:
-        ValueError: the run itself would refuse its model or its ranks, or there are more ranks than MOST_RANKS.
+        InputError: the run itself would refuse its model or its ranks, or there are more ranks than MOST_RANKS.
         NotImplementedError: several ranks on GPUs.
         MissingDeviceError: the device is missing.
     """

@@ -77,7 +77,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
     run compiles is predicted as compiled code (quaver/lab/memory/compiling/compiled.py).
 
     Raises:
-        ValueError, OSError: the run itself would refuse its model or its ranks.
+        InputError, OSError: the run itself would refuse its model or its ranks.
         NotImplementedError: something cannot be predicted.
     """
     if ranks > 1 and not SEES_GATHERS:
@@ -118,7 +118,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
     """Make the model that the trainer makes on the first of `ranks` processes. `fakes` is on inside the block.
 
     Raises:
-        ValueError, OSError: the run itself would refuse its model or its ranks.
+        InputError, OSError: the run itself would refuse its model or its ranks.
     """
     device = torch.device("cpu")
     config, layout = resolve(config, rank=0, world_size=ranks)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quaver.lab.settings import Model
+from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.names import join_names
 
 DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
@@ -69,7 +70,7 @@ def read_hf_config(config: dict[str, Any]) -> Model:
 
     Raises:
         NotImplementedError: quaver's Llama does not support the model.
-        ValueError: a value is missing, has a wrong type, or does not fit the others.
+        InputError: a value is missing, has a wrong type, or does not fit the others.
     """
     kind = _check_architecture(config)
     names, fixed, experts = _SIZES, _FIXED, {}
@@ -86,7 +87,7 @@ def read_hf_config(config: dict[str, Any]) -> Model:
             f"head_dim in config.json must be hidden_size / num_attention_heads = {width} / {heads}, got "
             f"{config['head_dim']!r}; quaver's Llama supports no other head size"
         )
-    try:
+    with blame_input("config.json does not make a model: "):
         return Model(
             **sizes,
             **experts,
@@ -95,8 +96,6 @@ def read_hf_config(config: dict[str, Any]) -> Model:
             tie_word_embeddings=_get(config, "tie_word_embeddings", "true or false", False),
             **_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
         )
-    except ValueError as error:
-        raise ValueError(f"config.json does not make a model: {error}") from error
 
 
 def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +168,7 @@ def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, An
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"rope_scaling must be an object, got {rope!r}")
+        raise InputError(f"rope_scaling must be an object, got {rope!r}")
     unknown = sorted(name for name, value in rope.items() if name not in _ROPE_KEYS and value is not None)
     if unknown:
         raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {join_names(unknown)}")
@@ -187,11 +186,11 @@ def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, An
 
 
 def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> Any:
-    """Return the value of `name`, whose type is one of `_KINDS`; null means absent. Raises ValueError otherwise."""
+    """Return the value of `name`, whose type is one of `_KINDS`; null means absent. Raises InputError otherwise."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
-        raise ValueError(f"{name} is missing")
+        raise InputError(f"{name} is missing")
     if not _KINDS[kind](value):
-        raise ValueError(f"{name} must be {kind}, got {value!r}")
+        raise InputError(f"{name} must be {kind}, got {value!r}")
     return value

@@ -51,6 +51,7 @@ from quaver.lab.trainer.huggingface.weights import (
     make_stored_state,
     write_weights,
 )
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -81,7 +82,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     Raises:
         FileExistsError: `out` exists.
         OSError: a file is missing or cannot be read, or `out` cannot be made.
-        ValueError: the files are damaged or do not fit the config.
+        InputError: the files are damaged or do not fit the config.
         NotImplementedError: quaver's Llama does not support the model.
         NotWrittenError: the weights cannot be written.
     """
@@ -127,7 +128,7 @@ def export_hf(
     Raises:
         FileExistsError: `out` exists.
         OSError: `checkpoint` is not a checkpoint, `tokenizer` has no tokenizer, or `out` cannot be made.
-        ValueError: the checkpoint has no such model, or tensors are missing or have other shapes than its config says.
+        InputError: the checkpoint has no such model, or tensors are missing or have other shapes than its config says.
         CheckpointError: its files are damaged.
         NotWrittenError: the weights cannot be written.
     """
@@ -149,7 +150,7 @@ def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
     known = expected | {HEAD: make_meta_state(model)[HEAD]} | make_empty_shared_experts(model)
     unexpected = sorted(name for name in stored if name not in known and not _DERIVED.fullmatch(name))
     if unexpected:
-        raise ValueError(f"{str(folder)!r} has tensors that a Llama does not have: {join_names(unexpected)}")
+        raise InputError(f"{str(folder)!r} has tensors that a Llama does not have: {join_names(unexpected)}")
     if HEAD in stored:
         expected[HEAD] = known[HEAD]
     _check_shapes({name: stored.shape(name) for name in stored}, expected, folder)
@@ -158,7 +159,7 @@ def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
             dtypes = "float32, bfloat16 or float16"
             raise NotImplementedError(f"{name} must be {dtypes}, got {stored.dtype(name)}; dequantize the model")
     if model.tie_word_embeddings and HEAD in stored and not torch.equal(stored[HEAD], stored[EMBEDDING]):
-        raise ValueError(
+        raise InputError(
             f"config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ; say false there to keep both"
         )
 
@@ -170,7 +171,7 @@ def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor
         if stored.get(name) != list(tensor.shape)
     ]
     if wrong:
-        raise ValueError(f"{str(folder)!r} does not have the tensors that its config requires: {join_names(wrong)}")
+        raise InputError(f"{str(folder)!r} does not have the tensors that its config requires: {join_names(wrong)}")
 
 
 def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
@@ -179,11 +180,11 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     check_manifest(checkpoint)
     names, name = record["models"], make_file_name(name) if name else name
     if name is not None and name not in names:
-        raise ValueError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
+        raise InputError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
     settings = record.get("config", {}).get("model", {})
     unknown = sorted(settings.keys() - asdict(Model()).keys())
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"{str(checkpoint)!r} has model settings that this version does not know: {join_names(unknown)}"
         )
     checked = CheckedModel(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)

@@ -24,6 +24,7 @@ from quaver.lab.trainer.huggingface.config import make_hf_config
 from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage, open_checkpoint
 from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.trainer.model import Llama, make_meta_llama
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 S = TypeVar("S", bound=Settings)
@@ -38,17 +39,17 @@ def run_source(
     high precision needs a `recipe`, to which all linears are converted that `filter_fqns` does not name.
 
     Raises:
-        OSError, ValueError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.
+        OSError, InputError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.
     """
     checked = open_checkpoint(checkpoint, name)
     config, converted = _get_section(checked, Float8), _list_decisions(checked)
     if recipe is None and not converted:
-        raise ValueError(
+        raise InputError(
             f"the model {checked.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
             "for example --recipe rowwise"
         )
     if converted and tuple(filter_fqns) != DEFAULT_FILTER:
-        raise ValueError(
+        raise InputError(
             f"--filter-fqns must be its default, {list(DEFAULT_FILTER)}, for a float8 run, which chose its linears; "
             f"got {list(filter_fqns)}"
         )
@@ -83,7 +84,7 @@ def _get_section(checked: CheckedModel, kind: type[S]) -> S:
     settings = checked.record["config"].get(kind.section, {})
     unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"this version does not know the {kind.section} settings of the checkpoint: {join_names(unknown)}"
         )
     return kind(**settings)

@@ -1,0 +1,55 @@
+"""Bad input is one line; a ValueError of a bug is a traceback."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from quaver.lab.cli import main
+from tests.command_line import TEXT, TINY
+
+CLI = "quaver.lab.cli"
+TRAIN = f"{' '.join(TINY)} --data=text.txt"
+
+
+def fail(*args, **options):
+    raise ValueError("not enough values to unpack")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("quaver.lab.trainer.run_setup.make_models", f"train {TRAIN}"),
+        (f"{CLI}.train.open_folder", f"train {TRAIN}"),
+        (f"{CLI}.dry_run.dry_run", f"train {TRAIN} --dry-run"),
+        (f"{CLI}.prepare_data.load_data", f"prepare-data {TRAIN}"),
+        (f"{CLI}.plan.search", f"plan {TRAIN}"),
+        ("quaver.lab.plan.search.estimate_peak", f"plan {TRAIN}"),
+        (f"{CLI}.memory.predict_memory", f"memory {TRAIN}"),
+        (f"{CLI}.memory.predict_links", f"memory --links {TRAIN}"),
+        (f"{CLI}.memory.estimate_peak", f"memory --quick {TRAIN}"),
+        ("quaver.lab.plan.advise.predict_memory", f"memory --advise {TRAIN}"),
+        (f"{CLI}.bench.roofline.predict", "bench roofline"),
+        ("quaver.lab.bench.train.set_up_run", f"bench train {TRAIN}"),
+        (f"{CLI}.doctor_gpu.describe_gpu", "doctor --gpu=h100"),
+        (f"{CLI}.doctor_model.open_surveyed", "doctor --model=run"),
+        (f"{CLI}.report.read_runs", "report run"),
+        (f"{CLI}.convert.import_hf", "convert hf-to-quaver hf out"),
+        (f"{CLI}.convert.export_hf", "convert quaver-to-hf run out"),
+        (f"{CLI}.import_weights.import_float8", "import float8 out"),
+        (f"{CLI}.export.find_checkpoint", "export run out"),
+    ],
+)
+def test_a_bug_is_not_shown_as_bad_input(function, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.setattr(function, fail)
+    with pytest.raises(ValueError, match="^not enough values to unpack$"):
+        main(words.split())
+
+
+def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, monkeypatch):
+    source = SimpleNamespace(model=None, config={}, weights={}, rounded_from=None, about={}, files=[])
+    monkeypatch.setattr(f"{CLI}.export._open_source", lambda options: source)
+    monkeypatch.setattr("quaver.export.save.iter_float8_weights", fail)
+    with pytest.raises(ValueError, match="^not enough values to unpack$"):
+        main(["export", "run", str(tmp_path / "out")])
