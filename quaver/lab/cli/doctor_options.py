@@ -47,10 +47,10 @@ class DoctorOptions(Settings):
         """Raise InputError for options that nothing would read."""
         surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
         if self.gpu is not None:
-            self.require_default(*surveys, "compile", unless="--gpu is not given")
+            self.require_default(*surveys, "compile", beside="--gpu")
         elif self.model is None:
             self.require_default(*surveys, unless="--model is given")
         else:
-            self.require_default("compile", unless="--model is not given")
+            self.require_default("compile", beside="--model")
         if self.gpu is None or self.model is None:
             self.require_default("recipe", unless="--gpu and --model are given")

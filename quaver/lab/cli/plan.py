@@ -92,7 +92,7 @@ class PlanOptions(Settings):
             if name != BFLOAT16:
                 canonicalize_recipe(name)
         if self.spec is not None:
-            self.require_default("gpu", unless="--spec is left out")
+            self.require_default("gpu", beside="--spec")
         check_writable(Path(self.output), "--output")
         if self.explain is not None:
             self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")

@@ -112,11 +112,12 @@ class Settings:
         """Raise InputError that says what `field` must be, what it is, and what to do, unless `holds`."""
         require(holds, self.name_field(field), expected, attrgetter(field)(self), fix)
 
-    def require_default(self, *names: str, unless: str, fix: str = "") -> None:
-        """Raise InputError if a field of `names` is set although no code would read it."""
+    def require_default(self, *names: str, unless: str = "", beside: str = "", fix: str = "") -> None:
+        """Raise InputError if a field of `names` is set that nothing reads: `unless` or `beside` something."""
+        condition = f"with {beside}" if beside else f"unless {unless}"
         for name in names:
             default = type(self).__dataclass_fields__[name].default
-            self.require(getattr(self, name) == default, name, f"its default, {default!r}, unless {unless}", fix)
+            self.require(getattr(self, name) == default, name, f"its default, {default!r}, {condition}", fix)
 
 
 def require(holds: bool, name: str, expected: str, value: object, fix: str = "") -> None:

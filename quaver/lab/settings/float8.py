@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
-from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
+from quaver.lab.settings.fields import NotNegative, OneOf, Settings, setting
 from quaver.lab.settings.schedule import ScheduleEntry
 from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import BACKWARDS, canonicalize_recipe
@@ -185,15 +185,8 @@ class Float8(Settings, section="float8"):
             raise InputError(f"float8.delayed_{name} must be {expected}") from error
 
     def _check_delayed_scaling(self) -> None:
-        self.delayed_scaling_config  # noqa: B018 - raises InputError
-        if self.has_persistent_scales:
-            return
-        for field in fields(self):
-            value = getattr(self, field.name)
-            require(
-                not field.name.startswith("delayed_") or value == field.default,
-                f"float8.{field.name}",
-                f"its default, {field.default!r}, without delayed scaling",
-                value,
-                f"set float8.enable_float8_linear and one of the recipes {DELAYED_RECIPES}",
-            )
+        self.make_delayed_scaling_config()
+        if not self.has_persistent_scales:
+            names = [field.name for field in fields(self) if field.name.startswith("delayed_")]
+            fix = f"set float8.enable_float8_linear and one of the recipes {DELAYED_RECIPES}"
+            self.require_default(*names, unless="scaling is delayed", fix=fix)

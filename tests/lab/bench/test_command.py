@@ -126,7 +126,7 @@ BAD_INPUT = {
     "doctor --gpu=nope": "expected the full name of one of GB200",
     "doctor --gpu=MI300X": "expected an NVIDIA GPU",
     "doctor --gpu=h100 --model=/nowhere": "has no config.json and no config.toml",
-    "doctor --gpu=h100 --no-compile": "unless --gpu is not given",
+    "doctor --gpu=h100 --no-compile": "with --gpu",
     "doctor --recipe=rowwise": "unless --gpu and --model are given",
     "doctor --gpu=h100 --model=train_configs/llama3_debug.toml --recipe=nope": "nope",
 }

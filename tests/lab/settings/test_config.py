@@ -201,7 +201,7 @@ BAD_SETTINGS = {
     "--validation.high_precision_too --float8.no-enable_float8_linear": "validation.high_precision_too must be false",
     "--float8.recipe_name=delayed --float8.delayed_history_len=0": "float8.delayed_history_len must be 1 to 65536",
     "--float8.recipe_name=delayed --float8.delayed_headroom=nan": "must be a factor of 1 to 65536, got nan",
-    "--float8.delayed_margin=1": "float8.delayed_margin must be its default, 0, without delayed scaling, got 1; set",
+    "--float8.delayed_margin=1": "float8.delayed_margin must be its default, 0, unless scaling is delayed, got 1; set",
     "--metrics.plot_float8_scales": "unknown flag: 'metrics.plot_float8_scales'; did you mean 'metrics.float8_scales",
     "--metrics.float8_scales_freq=5 --float8.no-enable_float8_linear": "must be 0 or 1 where no scale",
     "--profiling.profile_freq=5": "must be its default, 10, unless profiling.enable_profiling",

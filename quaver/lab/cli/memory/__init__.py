@@ -35,7 +35,7 @@ from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, 
 from quaver.lab.settings.flags import split_options
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import blame_input
 
 
 @dataclass(frozen=True)
@@ -73,30 +73,28 @@ class MemoryOptions(Settings):
 
     def check(self) -> None:
         """Raise InputError for options that exclude each other, and OSError for files that cannot be written."""
-        if self.measure and self.device:
-            raise InputError("--measure measures on training.device, and predicts for it: expected no --device with it")
-        if self.time_on is not None and not (self.advise or self.fit):
-            raise InputError("--time-on simulates the time of what --advise or --fit tries: expected one of them")
-        if self.png is not None and not self.png.endswith(".png"):
-            raise InputError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+        if self.measure:
+            fix = "it measures on training.device, and predicts for it"
+            self.require_default("device", beside="--measure", fix=fix)
+        if not (self.advise or self.fit):
+            self.require_default("time_on", unless="--advise or --fit is given")
+        self.require(self.png is None or self.png.endswith(".png"), "png", "a file whose name ends with .png")
         if self.time_on is not None:
             require_device_spec(self.time_on, "--time-on")
-        defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
-        given = [name for name, default in defaults.items() if getattr(self, name) != default]
-        on_cpu = ("device",) if self.device == "cpu" else ()
-        refused = [name for name in given if name in ("vs", "measure", "html", "png", "links", "top", *on_cpu)]
-        if self.quick and refused:
-            raise InputError(f"--quick estimates the peak on a GPU alone: expected no --{refused[0]} with it")
-        refused = [name for name in given if name in ("vs", "advise", "fit", "measure", "html", "png", "top")]
-        if self.links and refused:
-            raise InputError(f"--links predicts no memory: expected no --{refused[0]} with it")
-        if self.checkpoint_bandwidth is not None and not self.links:
-            raise InputError("--checkpoint-bandwidth times what --links prints: expected --links with it")
+        if self.quick:
+            fix = "it estimates the peak on a GPU alone"
+            self.require_default("vs", "measure", "html", "png", "links", "top", beside="--quick", fix=fix)
+            self.require(self.device != "cpu", "device", "cuda with --quick", fix)
+        if self.links:
+            names = ("vs", "advise", "fit", "measure", "html", "png", "top")
+            self.require_default(*names, beside="--links", fix="it predicts no memory")
+        else:
+            self.require_default("checkpoint_bandwidth", unless="--links is given")
         files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
         for flag, path in files.items():
             check_writable(Path(path), f"--{flag}")
-            if list(files.values()).count(path) > 1 and path != os.devnull:
-                raise InputError(f"--{flag} must be a file that no other option names, got {path!r}")
+            is_single = list(files.values()).count(path) == 1 or path == os.devnull
+            self.require(is_single, flag, "a file that no other option names")
 
 
 def run(argv: list[str]) -> int:
