@@ -132,7 +132,7 @@ def record_of(scenario: Named, records: Path) -> Path:
 def _steps(run: TrainingRun, steps: range, change: Callable[[Batch], Batch] | None = None) -> None:
     training = run.config.training
     for step in steps:
-        batches = run.data.step_batches(training, (step - 1) * training.step_batch_size)
+        batches = run.data.make_step_batches(training, (step - 1) * training.step_batch_size)
         run.models[0].train_step(step, [change(batch) if change else batch for batch in batches])
 
 
@@ -154,7 +154,7 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
     optimizer = torch.optim.AdamW([parameter for parameter in adapted.parameters() if parameter.requires_grad], lr=1e-3)
     with Monitor(adapted, every=scenario.every, sink=watch):
         for step in range(scenario.steps):
-            (batch,) = run.data.step_batches(config.training, step * config.training.step_batch_size)
+            (batch,) = run.data.make_step_batches(config.training, step * config.training.step_batch_size)
             adapted(input_ids=batch.tokens, labels=batch.tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -125,8 +125,8 @@ def scale_loss(factor: float) -> Inject:
     """Return an injection that multiplies the loss."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:
-        loss_of = trained.loss_of
-        inject.patch(stack, trained, "loss_of", lambda batch: loss_of(batch) * factor)
+        compute_loss = trained.compute_loss
+        inject.patch(stack, trained, "compute_loss", lambda batch: compute_loss(batch) * factor)
 
     return change
 

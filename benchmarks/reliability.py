@@ -114,7 +114,7 @@ class Runs:
     def check_checkpoints(self, name: str, at_least: int) -> int:
         """Return the newest step, not older than `at_least`; every complete checkpoint must match its manifest."""
         folder = CheckpointFolder(self.path(name) / "checkpoint")
-        steps = folder.steps()
+        steps = folder.list_steps()
         for step in steps:
             check_manifest(folder.find_checkpoint(step))
         newest = max(steps, default=0)

@@ -123,7 +123,7 @@ def _train(models: list[TrainedModel], setup: RunSetup, steps: int) -> Iterator[
     """Yield each step of each model, and its seconds."""
     training = setup.config.training
     for step in range(1, steps + 1):
-        batches = setup.data.step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
+        batches = setup.data.make_step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
         batches = [batch.to(setup.device) for batch in batches]
         first = step % len(models)
         for model in (*models[first:], *models[:first]):

@@ -98,11 +98,11 @@ def survey_model(path: str, options: "DoctorOptions") -> Survey:
 def _survey_sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
     """Survey the sums of the linears under their recipes and the run's settings."""
 
-    def config_of(name: str) -> Float8LinearConfig | None:
+    def make_config(name: str) -> Float8LinearConfig | None:
         recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)
         return None if recipe == HIGH_PRECISION else make_linear_config(opened.config.float8, recipe)
 
-    return survey_sums(opened.model, opened.forward_backward, config_of, get_accumulation(hardware))
+    return survey_sums(opened.model, opened.forward_backward, make_config, get_accumulation(hardware))
 
 
 def _format_toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:

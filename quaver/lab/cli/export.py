@@ -21,7 +21,7 @@ from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, s
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.trainer.huggingface.convert import find_checkpoint
-from quaver.lab.trainer.huggingface.float8 import run_source
+from quaver.lab.trainer.huggingface.float8 import make_run_source
 from quaver.runtime.errors import InputError
 
 
@@ -98,7 +98,7 @@ def _open_source(options: ExportOptions) -> ExportSource:
     path = expand_user(options.source)
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
-        return run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
+        return make_run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
     options.require_default("model", unless="SOURCE is a run or a checkpoint")
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(

@@ -127,7 +127,7 @@ class PlanOptions(Settings):
         match = _TOKENS.fullmatch((self.global_batch or "").strip())
         return int(float(match[1]) * _THOUSANDS[match[2].lower()]) if match else 0
 
-    def step_sequences(self, config: TrainConfig) -> int | None:
+    def choose_step_sequences(self, config: TrainConfig) -> int | None:
         """Return the sequences of a step on all ranks, or None for one micro-batch per data-parallel rank."""
         if self.global_batch is None:
             size = config.training.global_batch_size
@@ -145,7 +145,7 @@ class PlanOptions(Settings):
         unit = unit if unit <= sequences else self.gpus
         return round(sequences / unit) * unit
 
-    def precisions(self, spec: DeviceSpec) -> list[str]:
+    def choose_precisions(self, spec: DeviceSpec) -> list[str]:
         """Return bfloat16 and the recipes to try. Raises InputError for one that the GPU does not multiply."""
         if not self.recipes:
             return list_precisions(spec.block_length, spec.float8_tflops is not None)
@@ -170,8 +170,8 @@ def run(argv: list[str]) -> int:
             config,
             options.gpus,
             gpus_per_node=options.nodes_of,
-            precisions=options.precisions(spec),
-            step_sequences=options.step_sequences(config),
+            precisions=options.choose_precisions(spec),
+            step_sequences=options.choose_step_sequences(config),
             stores=options.store_less,
         )
         if options.write is not None:

@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     try:
         with _agree_on_input(ranks):
             open_folder(setup)
-        with ranks.process_group(setup.device, setup.config.comm.train_timeout_seconds):
+        with ranks.open_process_group(setup.device, setup.config.comm.train_timeout_seconds):
             return _train(setup, config_path, flags)
     except KeyboardInterrupt:
         if ranks.is_first:

@@ -18,7 +18,7 @@ from quaver.lab.data.token_files import (
     CacheEntry,
     DamagedEntryError,
     check_content,
-    convert_write_errors,
+    name_cache_in_errors,
     open_entry,
 )
 from quaver.lab.data.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class TokenCache:
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
-        with convert_write_errors(self.folder):
+        with name_cache_in_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)
@@ -68,7 +68,7 @@ class TokenCache:
         try:
             entry = self._open(check, self.progress)
             if entry is None:
-                with self.progress.reading(label, total_bytes) as advance:
+                with self.progress.show_reading(label, total_bytes) as advance:
                     self._make(build, advance)
                 entry = open_entry(self.entry_folder)
         finally:
@@ -106,11 +106,11 @@ class TokenCache:
         """Build aside, then rename: an entry is whole or absent."""
         partial = self.folder / f"{self.key}.partial"
         try:
-            with convert_write_errors(self.folder):
+            with name_cache_in_errors(self.folder):
                 _remove(partial)  # left by a process that was killed
                 partial.mkdir()
             build(partial, advance)
-            with convert_write_errors(self.folder):
+            with name_cache_in_errors(self.folder):
                 _remove(self.entry_folder)
                 partial.rename(self.entry_folder)
         finally:

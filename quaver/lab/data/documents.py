@@ -41,7 +41,7 @@ class SourceFile:
     ctime_ns: int
 
     @classmethod
-    def of(cls, name: str, path: Path) -> "SourceFile":
+    def from_path(cls, name: str, path: Path) -> "SourceFile":
         """Describe the file at `path`. Raises OSError if `stat` fails."""
         status = path.stat()
         return cls(name, path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -64,13 +64,13 @@ def find_files(path: str) -> list[SourceFile]:
     if not root.exists():
         raise FileNotFoundError(f"data.path {path!r} does not exist; give stdlib, a text file or a folder")
     if root.is_file():
-        return [SourceFile.of(root.name, root)]
+        return [SourceFile.from_path(root.name, root)]
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if (name not in STDLIB_SKIPPED if is_library else _is_visible(name))]
         admits = _is_library_source if is_library else _is_visible
         paths = [Path(folder, name) for name in names if admits(name)]
-        files += [SourceFile.of(file.relative_to(root).as_posix(), file) for file in paths if file.is_file()]
+        files += [SourceFile.from_path(file.relative_to(root).as_posix(), file) for file in paths if file.is_file()]
     return sorted(files, key=lambda file: file.name)
 
 

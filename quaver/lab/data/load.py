@@ -15,7 +15,7 @@ from quaver.lab.data.token_files import (
     FORMAT,
     CacheEntry,
     choose_token_dtype,
-    convert_write_errors,
+    name_cache_in_errors,
     open_split_writers,
     write_description,
 )
@@ -74,14 +74,14 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
     account = Account(refuse=data.on_corrupt == "refuse")
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_split_writers(folder, dtype) as writers:
-        for batch in _group_pieces(source.pieces(account, advance)):
+        for batch in _group_pieces(source.read_pieces(account, advance)):
             encoded = tokenizer.encode([piece.text for piece in batch])
-            with convert_write_errors(folder.parent):
+            with name_cache_in_errors(folder.parent):
                 for piece, tokens in zip(batch, encoded, strict=True):
                     writers[piece.split].append(tokens)
                     if piece.ends_document:
                         writers[piece.split].end_document(tokenizer.eos_id)
-        with convert_write_errors(folder.parent):
+        with name_cache_in_errors(folder.parent):
             splits = {split: writer.finish() for split, writer in writers.items()}
     description = {
         "format": FORMAT,
@@ -96,7 +96,7 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
     }
     if find_source(data).identity != source.identity:
         raise InputError(f"the files of data.path {data.path!r} changed while they were read; try again")
-    with convert_write_errors(folder.parent):
+    with name_cache_in_errors(folder.parent):
         write_description(folder, description)
 
 

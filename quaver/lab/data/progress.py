@@ -13,6 +13,6 @@ class CacheProgress:
     def say(self, text: str) -> None:
         """Report in one line what the cache does or waits for."""
 
-    def reading(self, label: str, total_bytes: int) -> AbstractContextManager[Advance]:
+    def show_reading(self, label: str, total_bytes: int) -> AbstractContextManager[Advance]:
         """Return a context manager for the reading of `total_bytes`, which yields the function that counts them."""
         return nullcontext(lambda count: None)

@@ -47,7 +47,7 @@ class TokenSplit:
     tokens: Tokens
     ends: Integers
 
-    def sequence_count(self, seq_len: int) -> int:
+    def count_sequences(self, seq_len: int) -> int:
         """Return the number of sequences in one epoch."""
         return max(0, len(self.tokens) - 1) // seq_len
 
@@ -61,7 +61,7 @@ class TokenData:
     origin: dict[str, Any] = field(repr=False)
     document_mask: bool = False
 
-    def step_batches(self, training: Training, consumed: int, layout: ParallelDims = ALONE) -> list[Batch]:
+    def make_step_batches(self, training: Training, consumed: int, layout: ParallelDims = ALONE) -> list[Batch]:
         """Return this rank's micro-batches of the optimizer step that begins with sequence `consumed` of the stream.
 
         Micro-batch m of data-parallel rank r of n is micro-batch m * n + r of a single process.
@@ -69,11 +69,11 @@ class TokenData:
         Args:
             consumed: sequences that earlier steps took on all ranks, training.step_batch_size in each step.
         """
-        count = self.train.sequence_count(training.seq_len)
+        count = self.train.count_sequences(training.seq_len)
         indices = compute_stream_indices(consumed, training.step_batch_size, count, training.seed)
         return self._make_batches(self.train, indices * training.seq_len, training, layout)
 
-    def validation_batches(
+    def make_validation_batches(
         self, training: Training, validation: Validation, layout: ParallelDims = ALONE
     ) -> list[Batch]:
         """Return this rank's fixed validation batches: windows spread evenly over the validation split.
@@ -97,11 +97,11 @@ class TokenData:
 def _make_batch(split: TokenSplit, starts: Sequence[int], seq_len: int, with_documents: bool) -> Batch:
     rows = np.stack([split.tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
     sequences = torch.from_numpy(rows)
-    documents = _documents(split, starts, seq_len) if with_documents else None
+    documents = _number_documents(split, starts, seq_len) if with_documents else None
     return Batch(sequences[:, :-1], sequences[:, 1:], None if documents is None else torch.from_numpy(documents))
 
 
-def _documents(split: TokenSplit, starts: Sequence[int], seq_len: int) -> Integers:
+def _number_documents(split: TokenSplit, starts: Sequence[int], seq_len: int) -> Integers:
     """Return the document number of each token, [windows, seq_len], counted from 0 in each window."""
     begins = np.zeros((len(starts), seq_len), dtype=np.int64)
     for row, start in zip(begins, starts, strict=True):

@@ -31,7 +31,7 @@ class TextSource:
         """JSON-able; equal for sources with the same documents, judged by names, sizes and times."""
         return [self.has_records, self.field if self.has_records else "", [file.identity for file in self.files]]
 
-    def pieces(self, account: Account, advance: Advance) -> Iterator[Piece]:
+    def read_pieces(self, account: Account, advance: Advance) -> Iterator[Piece]:
         """Yield the documents, files in order of their names; `account` counts the items that are not documents.
 
         Raises:

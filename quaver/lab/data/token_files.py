@@ -38,7 +38,7 @@ ENDS_DTYPE = np.dtype("<i8")
 
 
 @contextmanager
-def convert_write_errors(folder: Path) -> Iterator[None]:
+def name_cache_in_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError of the block into one that says that the cache in `folder` cannot be written."""
     try:
         yield
@@ -90,14 +90,14 @@ def open_split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[st
     """Open the files of every split for writing, in `folder`, which exists."""
     stack = ExitStack()
     try:
-        with convert_write_errors(folder.parent):
+        with name_cache_in_errors(folder.parent):
             writers = {}
             for split in SPLITS:
                 tokens, ends = (stack.enter_context((folder / f"{split}.{part}").open("wb")) for part in PARTS)
                 writers[split] = SplitWriter(tokens, ends, dtype)
         yield writers
     finally:
-        with convert_write_errors(folder.parent):  # closing flushes the buffers
+        with name_cache_in_errors(folder.parent):  # closing flushes the buffers
             stack.close()
 
 

@@ -95,7 +95,7 @@ def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True  # text that spells a special token is text
-    name = eos_token or _named_by_companion(path) or _named_by_special_tokens(inner, path)
+    name = eos_token or _find_name_in_companions(path) or _find_special_name(inner, path)
     eos_id = inner.token_to_id(name)
     if eos_id is None:
         raise InputError(
@@ -114,7 +114,7 @@ def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
     return Tokenizer(str(path), size, eos_id, digest, encode)
 
 
-def _named_by_companion(path: Path) -> str:
+def _find_name_in_companions(path: Path) -> str:
     for file in (path.with_name(companion) for companion in COMPANIONS):
         if file.is_file():
             try:
@@ -127,7 +127,7 @@ def _named_by_companion(path: Path) -> str:
     return ""
 
 
-def _named_by_special_tokens(inner: Any, path: Path) -> str:
+def _find_special_name(inner: Any, path: Path) -> str:
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     named = [name for name in END_NAMES if name in special]
     if len(named) != 1:

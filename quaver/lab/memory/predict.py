@@ -231,8 +231,8 @@ def record_step(
         step()
     report = timeline.report()
     backward = next((begin for phase, begin, _ in report["spans"] if phase == "backward"), None)
-    saved_bytes = 0 if backward is None else timeline.added_bytes(backward)
-    at_peak = timeline.allocation(report["peak_event"])
+    saved_bytes = 0 if backward is None else timeline.count_added_bytes(backward)
+    at_peak = timeline.get_allocation(report["peak_event"])
     module, operator = ("", "") if at_peak is None else (at_peak.module, at_peak.operator or "")
     return Prediction(report, saved_bytes, module, operator, reads=0)
 

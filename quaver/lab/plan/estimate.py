@@ -91,7 +91,7 @@ class Estimate:
         self.config, self.layout, self.model = config, layout, config.model
         training, float8 = config.training, config.float8
         self.tokens = training.local_batch_size * training.seq_len
-        self.micro_batches = layout.micro_batches(training)
+        self.micro_batches = layout.count_micro_batches(training)
         self.stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
         self.is_sharded = layout.data_parallel_degree > 1

@@ -73,7 +73,7 @@ class Candidate:
         degrees = {"FSDP2": layout.shard, "HSDP": layout.replicate, "TP": layout.tensor}
         where = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
         where += f" EP {layout.expert}" if layout.expert > 1 else ""  # ranks of a shard group
-        batches, sequences = layout.micro_batches(training), training.local_batch_size
+        batches, sequences = layout.count_micro_batches(training), training.local_batch_size
         batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
         gathers = f", gathers {self.gathering}" if self.gathering else ""
         batch += f" with gradients reduced after {self.reduction}" if self.reduction else ""
@@ -197,7 +197,7 @@ def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gather
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if shard == 1:
         return [_Gathering(False, "default")]
-    codes = [True, False] if precision != BFLOAT16 and has_one_cast(float8.with_backward(precision)) else [False]
+    codes = [True, False] if precision != BFLOAT16 and has_one_cast(float8.append_backward(precision)) else [False]
     return [_Gathering(*gathering) for gathering in product(codes, ("default", "never"))]
 
 

@@ -161,7 +161,7 @@ def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
         model=config.model,
         seq_len=training.seq_len,
         local_batch=training.local_batch_size,
-        micro_batches=layout.micro_batches(training),
+        micro_batches=layout.count_micro_batches(training),
         replicate=layout.replicate,
         shard=layout.shard,
         tensor=layout.tensor,

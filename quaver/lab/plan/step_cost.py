@@ -37,7 +37,7 @@ def compute_step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpe
         InputError, NotImplementedError: the trainer refuses the model.
     """
     training = config.training
-    micro_batches = layout.micro_batches(training)
+    micro_batches = layout.count_micro_batches(training)
     tokens = training.local_batch_size * training.seq_len
     flops = micro_batches * tokens * count_training_flops_per_token(config.model, training.seq_len) // layout.tensor
     if config.activation_checkpoint.mode == "memory_budget":

@@ -100,9 +100,9 @@ class ModuleTracker:
         if self.stack:
             return self.stack[-1]
         node = current_node()
-        return OUTSIDE if node is None else self.find_module(node)
+        return OUTSIDE if node is None else self.find_creating_module(node)
 
-    def find_module(self, node: Any) -> str:
+    def find_creating_module(self, node: Any) -> str:
         """Return the module whose forward created an autograd node; for AccumulateGrad, the parameter's owner."""
         number = sequence_number(node)
         if number >= _NO_NUMBER:

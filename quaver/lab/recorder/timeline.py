@@ -35,11 +35,11 @@ class Timeline:
         self._recorder, self._compiled = recorder, compiled
         self.exact = exact
 
-    def allocation(self, event: int) -> Allocation | None:
+    def get_allocation(self, event: int) -> Allocation | None:
         """Return the allocation that an event changed; None for event 0, the beginning of the recording."""
         return self._recorder.log[event - 1].allocation if event else None
 
-    def added_bytes(self, event: int) -> int:
+    def count_added_bytes(self, event: int) -> int:
         """Return the bytes alive after an event that were not alive at the beginning of the recording."""
         return count_added_bytes(self._recorder, event)
 

@@ -73,7 +73,7 @@ class SavedModel(Protocol):
     @property
     def ranks(self) -> Ranks: ...
 
-    def new_optimizer(self, name: str) -> torch.optim.Optimizer:
+    def make_optimizer(self, name: str) -> torch.optim.Optimizer:
         """Return the optimizer `name` of `model`, for states that a run with that optimizer saved."""
 
     def precompute_scales(self) -> None:
@@ -213,7 +213,7 @@ class Checkpointer:
             if self.ranks.is_first:
                 with suppress(OSError):  # the next save removes it
                     folder.remove_partials()
-            good = folder.steps()
+            good = folder.list_steps()
             last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier one"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
@@ -366,7 +366,7 @@ def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
     """Load a model and its optimizer, and convert the states if the checkpoint is of another optimizer, `saved`."""
     optimizer = trained.optimizer
     if saved != trained.config.optimizer.name:
-        optimizer = trained.new_optimizer(saved)
+        optimizer = trained.make_optimizer(saved)
     state, reader = _collect_state(trained, optimizer), CheckpointReader(path)
     if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model

@@ -92,7 +92,7 @@ class CheckpointFolder:
 
     path: Path
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints in order, without steps of a history that the run abandoned."""
         complete_steps = self._list_complete_steps()
         abandoned: set[int] = set()
@@ -133,7 +133,7 @@ class CheckpointFolder:
             discard_after: complete checkpoints of later steps belong to a history that the run abandoned. They no
                 longer count once this one is complete, and the next `prune` removes them.
         """
-        later = [saved for saved in self.steps() if discard_after is not None and saved > max(step, discard_after)]
+        later = [saved for saved in self.list_steps() if discard_after is not None and saved > max(step, discard_after)]
         if later:
             (self.get_partial_path(step) / ABANDONS).write_text(json.dumps(later), encoding="utf-8")
         write_record(self.get_partial_path(step), record, digests)
@@ -148,13 +148,13 @@ class CheckpointFolder:
 
         0 keeps all complete ones.
         """
-        steps = self.steps()
+        steps = self.list_steps()
         self._hide(steps[:-keep_latest_k] if keep_latest_k else [])
         self.remove_partials()
 
     def remove_partials(self) -> None:
         """Remove what is not a complete checkpoint, or no longer counts as one."""
-        self._hide(sorted(self._list_complete_steps() - set(self.steps())))
+        self._hide(sorted(self._list_complete_steps() - set(self.list_steps())))
         for marker in self.path.glob(f"step-*/{ABANDONS}"):
             marker.unlink()
         for replaced in self.path.glob(".step-*.replaced"):

@@ -16,7 +16,7 @@ class OutputError(RuntimeError):
 
 
 @contextmanager
-def convert_write_errors(path: str | Path) -> Iterator[None]:
+def convert_to_output_error(path: str | Path) -> Iterator[None]:
     """Turn an OSError of the block into an OutputError that names `path`."""
     try:
         yield

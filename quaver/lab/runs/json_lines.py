@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.lab.runs.errors import CheckpointError, convert_write_errors
+from quaver.lab.runs.errors import CheckpointError, convert_to_output_error
 from quaver.lab.settings.fields import NotNegative
 from quaver.lab.settings.json_file import STRICT
 
@@ -18,7 +18,7 @@ class JsonLines:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
-        with convert_write_errors(path):
+        with convert_to_output_error(path):
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class JsonLines:
             ValueError: for inf and NaN, which JSON lacks.
         """
         line = json.dumps(record, allow_nan=False) + "\n"
-        with convert_write_errors(self._file.name):
+        with convert_to_output_error(self._file.name):
             self._file.write(line)
             self._file.flush()
 

@@ -45,7 +45,7 @@ class Ranks:
         """Whether there is only one process, which needs no process group."""
         return self.world_size == 1
 
-    def device(self, device: torch.device) -> torch.device:
+    def choose_device(self, device: torch.device) -> torch.device:
         """Return this rank's device of the type of `device`, and make it the current one.
 
         Raises:
@@ -72,7 +72,7 @@ class Ranks:
             return error
         store = self._next_store()
         if self.is_first:
-            verdict = error or self._verdict(store, fingerprint)
+            verdict = error or self._collect_verdict(store, fingerprint)
             store.set("verdict", verdict)
             store.wait([f"heard {rank}" for rank in range(1, self.world_size)])
         else:
@@ -81,7 +81,7 @@ class Ranks:
             store.set(f"heard {self.rank}", "")
         return verdict
 
-    def _verdict(self, store: Store, fingerprint: str) -> str:
+    def _collect_verdict(self, store: Store, fingerprint: str) -> str:
         for rank in range(1, self.world_size):
             theirs, _, error = store.get(f"said {rank}").decode().partition("\n")
             if error:
@@ -96,7 +96,7 @@ class Ranks:
         return PrefixStore(f"quaver/{self._agreements}", open_store(self.rank, self.world_size))
 
     @contextmanager
-    def process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
+    def open_process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
         """Run the block with a process group: NCCL on CUDA, gloo on CPU; none for a single process.
 
         The ranks leave together, so that none exits while another writes. After an error, which may be on one rank

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.errors import OutputError, convert_write_errors
+from quaver.lab.runs.errors import OutputError, convert_to_output_error
 from quaver.lab.runs.json_lines import rewind_metrics
 from quaver.lab.runs.lock import RunLock
 from quaver.lab.settings import Checkpoint, TrainConfig, require
@@ -122,11 +122,11 @@ class RunFolder:
         if self.lock is not None:
             self.lock.release()
 
-    def stacks(self, rank: int) -> Path:
+    def get_stacks_path(self, rank: int) -> Path:
         """Return the path of the stacks that the watchdog of a rank writes."""
         return self.path / f"stacks-rank{rank}.txt"
 
-    def checkpoints(self, config: Checkpoint) -> CheckpointFolder:
+    def get_checkpoints(self, config: Checkpoint) -> CheckpointFolder:
         """Return the run's checkpoints."""
         return CheckpointFolder(self.path / config.folder)
 
@@ -134,7 +134,7 @@ class RunFolder:
         """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError."""
         path = self.path / "provenance.jsonl"
         line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
-        with convert_write_errors(path), path.open("a", encoding="utf-8") as file:
+        with convert_to_output_error(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
 
     @property
@@ -181,7 +181,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(f".{path.name}")
     try:
-        with convert_write_errors(path):
+        with convert_to_output_error(path):
             yield partial
             partial.replace(path)
     except OutputError:
@@ -205,7 +205,7 @@ def will_resume(config: TrainConfig) -> bool:
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume == "must"
     path = expand_user(config.job.dump_folder) / config.job.name / config.checkpoint.folder
-    return bool(CheckpointFolder(path).steps())
+    return bool(CheckpointFolder(path).list_steps())
 
 
 def _make_write_error(path: Path, error: OSError) -> OSError:
@@ -217,7 +217,7 @@ def _make_write_error(path: Path, error: OSError) -> OSError:
 def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
         return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG}; give another job.name"
-    can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
+    can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).list_steps()
     fix = f"resume it with --resume {path}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
 
@@ -251,7 +251,7 @@ def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | 
     """Return the step of the checkpoint to resume from, None for a new run."""
     if config.resume == "never":
         return None
-    steps = CheckpointFolder(path / config.folder).steps() if is_run else []
+    steps = CheckpointFolder(path / config.folder).list_steps() if is_run else []
     if config.load_step != -1:
         if config.load_step not in steps:
             have = ", ".join(map(str, steps)) or "no step"

@@ -95,7 +95,8 @@ class Float8(Settings, section="float8"):
         _has_persistent_scales(self.recipe_name)  # raises InputError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()
-        self.by_layer, self.schedule  # noqa: B018 - raise InputError
+        self.parse_layer_recipes()
+        self.parse_schedule()
         if not self.enable_float8_linear:
             names = (
                 "backward",
@@ -135,7 +136,7 @@ class Float8(Settings, section="float8"):
         self._check_delayed_scaling()
 
     def _check_serving(self) -> None:
-        for recipe in (self.recipe_name, *self.by_layer.layers.values()) if self.serving else ():
+        for recipe in (self.recipe_name, *self.parse_layer_recipes().layers.values()) if self.serving else ():
             if recipe == HIGH_PRECISION:
                 continue
             with blame_input("float8."):
@@ -151,32 +152,29 @@ class Float8(Settings, section="float8"):
     @property
     def recipe(self) -> str:
         """The recipe with its `backward`, as `Float8LinearConfig.from_recipe_name` takes both."""
-        return self.with_backward(self.recipe_name)
+        return self.append_backward(self.recipe_name)
 
     @property
     def label(self) -> str:
         """The name of the run's precision in tables and records: "vllm-per-token+rowwise:dequantized"."""
         return f"{self.serving}+{self.recipe}" if self.serving else self.recipe
 
-    def with_backward(self, recipe: str) -> str:
+    def append_backward(self, recipe: str) -> str:
         """Return `recipe` with `backward` appended, unless it names a backward itself."""
         return canonicalize_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")
 
-    @property
-    def schedule(self) -> tuple[ScheduleEntry, ...]:
-        """The parsed entries of high_precision_schedule. Raises InputError."""
+    def parse_schedule(self) -> tuple[ScheduleEntry, ...]:
+        """Return the entries of high_precision_schedule. Raises InputError."""
         with blame_input("float8.high_precision_schedule must be "):
             return tuple(map(ScheduleEntry.parse, self.high_precision_schedule))
 
-    @property
-    def by_layer(self) -> LayerRecipes:
-        """The recipe of each layer. Raises InputError."""
+    def parse_layer_recipes(self) -> LayerRecipes:
+        """Return the recipe of each layer. Raises InputError."""
         with blame_input("float8.layer_recipes: "):
             return LayerRecipes.parse(self.recipe_name, self.layer_recipes)
 
-    @property
-    def delayed_scaling_config(self) -> DelayedScalingConfig:
-        """The delayed_* settings as a DelayedScalingConfig. Raises InputError if one is out of range."""
+    def make_delayed_scaling_config(self) -> DelayedScalingConfig:
+        """Return the delayed_* settings. Raises InputError if one is out of range."""
         values = {field.name: getattr(self, f"delayed_{field.name}") for field in fields(DelayedScalingConfig)}
         try:
             return DelayedScalingConfig(**values)

@@ -35,7 +35,7 @@ class ParallelDims:
         """This rank's group; the tensor parallel ranks of a group have the same data."""
         return self.rank // self.tensor
 
-    def micro_batches(self, training: Training) -> int:
+    def count_micro_batches(self, training: Training) -> int:
         """Return the micro-batches of one step on each rank; `global_batch_size` must be resolved."""
         return training.step_batch_size // (training.local_batch_size * self.data_parallel_degree)
 

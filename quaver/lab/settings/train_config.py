@@ -109,7 +109,7 @@ class TrainConfig(Settings):
     def _check_steps(self) -> None:
         """Refuse what no step of the run would reach."""
         schedule, profiling, steps = self.lr_scheduler, self.profiling, self.training.steps
-        decay = schedule.decay_steps(steps)
+        decay = schedule.count_decay_steps(steps)
         fits = schedule.schedule != "wsd" or schedule.warmup_steps + decay <= steps
         expected = f"at most {max(0, steps - decay)} with the {decay} steps of decay in {steps} steps"
         self.require(fits, "lr_scheduler.warmup_steps", expected)
@@ -124,7 +124,7 @@ class TrainConfig(Settings):
         skipped = float8.skip_first_layers + float8.skip_last_layers
         names = "float8.skip_first_layers + float8.skip_last_layers"
         require(skipped <= layers, names, f"at most model.n_layers = {layers}", skipped)
-        for entry in float8.schedule:
+        for entry in float8.parse_schedule():
             for part, total, most, expected in (
                 (entry.steps, steps, steps - 1, f"entries of fewer steps than training.steps = {steps}"),
                 (entry.blocks, layers, layers, f"entries of at most model.n_layers = {layers} blocks"),

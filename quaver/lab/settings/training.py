@@ -206,7 +206,7 @@ class LRScheduler(Settings, section="lr_scheduler"):
         if self.schedule == "constant":
             self.require_default("min_lr_factor", unless="lr_scheduler.schedule goes down")
 
-    def decay_steps(self, steps: int) -> int:
+    def count_decay_steps(self, steps: int) -> int:
         """Return the number of decay steps of the wsd schedule in `steps` steps."""
         return max(1, round(self.decay_ratio * steps))
 

@@ -14,7 +14,7 @@ from quaver import conversion_report, convert_to_float8_training, convert_to_hig
 from quaver.conversion.delayed import float8_scaling_state
 from quaver.conversion.layer_recipes import HIGH_PRECISION
 from quaver.lab.runs.checkpoint import Checkpointer
-from quaver.lab.runs.errors import OutputError, OutputFailures, convert_write_errors
+from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Float8, Numerics
 from quaver.lab.trainer.display import Display
@@ -43,7 +43,7 @@ class RunAlarms:
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
 
-    def sink(self, sink: Sink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
+    def make_sink(self, sink: Sink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
         """Return a sink that passes lines on to `sink` and raises alarms.
 
         A resumed run recalls earlier bad values, so it changes a recipe in the same step as an uninterrupted run. With
@@ -80,7 +80,7 @@ class _RunSink(AlarmSink):
         self._failures, self._folder = failures, folder
 
     def write(self, line: dict[str, Any]) -> None:
-        with self._failures.catch(), convert_write_errors(self._folder.post_mortem):
+        with self._failures.catch(), convert_to_output_error(self._folder.post_mortem):
             try:
                 super().write(line)
             except InputError as error:  # a line of an earlier start is damaged
@@ -99,7 +99,7 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
     model, config, float8 = trained.model, trained.config, trained.config.float8
     with blame_input():
         changes = {_find_module_name(model, name): recipe for name, recipe in layers.items()}
-    recipes = {**dict(float8.by_layer.layers), **changes}
+    recipes = {**dict(float8.parse_layer_recipes().layers), **changes}
     entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
     trained.config = replace(config, float8=replace(float8, layer_recipes=entries))
     for name, recipe in changes.items():

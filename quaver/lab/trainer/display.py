@@ -77,7 +77,7 @@ class ShownProgress(CacheProgress):
         say(text)
 
     @contextmanager
-    def reading(self, label: str, total_bytes: int) -> Iterator[Advance]:
+    def show_reading(self, label: str, total_bytes: int) -> Iterator[Advance]:
         """Show progress over `total_bytes` under `label` while the block runs."""
         console = make_stdout_console()
         if not console.is_terminal:

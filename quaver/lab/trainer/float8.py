@@ -78,20 +78,22 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
     """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
-        by_layer, make_config, serving = config.by_layer, partial(make_linear_config, config), config.serving or None
+        recipes, make_config = config.parse_layer_recipes(), partial(make_linear_config, config)
         with blame_input():
-            convert_layers(model, by_layer, config_of=make_config, serving=serving, module_filter_fn=decide)
+            convert_layers(
+                model, recipes, config_of=make_config, serving=config.serving or None, module_filter_fn=decide
+            )
 
 
 def make_linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
     """Return the config of a run's float8 linears with `recipe`; None stands for the run's recipe."""
-    recipe_config = Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name))
+    recipe_config = Float8LinearConfig.from_recipe_name(config.append_backward(recipe or config.recipe_name))
     return replace(
         serving_config(config.serving, recipe_config) if config.serving else recipe_config,
         emulate=config.emulate,
         gemm_config_output=Float8GemmConfig(config.use_fast_accum),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
-        delayed_scaling_config=config.delayed_scaling_config,
+        delayed_scaling_config=config.make_delayed_scaling_config(),
     )
 
 
@@ -140,7 +142,7 @@ def in_high_precision(model: Llama) -> Iterator[None]:
 
 def _find_skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
     """Return the modules of the first and last blocks that stay in high precision, with the reason."""
-    blocks = list(model.blocks())
+    blocks = list(model.iter_blocks())
     first, last = config.skip_first_layers, config.skip_last_layers
     ends = {
         f"float8.skip_last_layers = {last}": blocks[len(blocks) - last :],

@@ -53,7 +53,7 @@ def compute_next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
             out-of-vocabulary target yields NaN; `F.cross_entropy` raises.
     """
     if _is_split(logits):
-        return _split_loss(logits, targets)
+        return _compute_split_loss(logits, targets)
     rows, wanted = logits.flatten(0, 1), targets.flatten()
     if torch.compiler.is_compiling() or is_traceable_wrapper_subclass(logits) or rows.numel() <= SLICE_ELEMENTS:
         return F.cross_entropy(rows.float(), wanted)
@@ -100,7 +100,7 @@ def _is_split(logits: Tensor) -> TypeIs[DTensor]:
     return logits.placements[0].is_shard(logits.ndim - 1)
 
 
-def _split_loss(logits: DTensor, targets: Tensor) -> Tensor:
+def _compute_split_loss(logits: DTensor, targets: Tensor) -> Tensor:
     mesh, vocab_size = logits.device_mesh, logits.shape[-1]
     first = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard has parts as of torch.chunk
     local = logits.to_local().flatten(0, 1)

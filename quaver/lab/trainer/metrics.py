@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from quaver.lab.runs.errors import OutputError, OutputFailures, convert_write_errors
+from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
 from quaver.lab.settings import Metrics
 from quaver.runtime.errors import InputError
@@ -30,16 +30,16 @@ class _TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with convert_write_errors(folder):
+        with convert_to_output_error(folder):
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        with convert_write_errors(self._folder):
+        with convert_to_output_error(self._folder):
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        with convert_write_errors(self._folder):
+        with convert_to_output_error(self._folder):
             self._writer.close()
 
 
@@ -68,7 +68,7 @@ def _choose_wandb_id(folder: Path, *, resumes: bool) -> str:
     It is stored in the run folder, because runs in different folders may have the same name. Raises OutputError.
     """
     path = folder / WANDB_ID
-    with convert_write_errors(path):
+    with convert_to_output_error(path):
         if not (resumes and path.exists()):
             path.write_text(uuid4().hex[:16] + "\n", encoding="utf-8")
         return path.read_text(encoding="utf-8").strip()

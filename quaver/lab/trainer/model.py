@@ -239,7 +239,7 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def blocks(self) -> Iterator[Block]:
+    def iter_blocks(self) -> Iterator[Block]:
         """Yield the blocks in order."""
         yield from (layer for layer in self.model.layers if isinstance(layer, Block))
 

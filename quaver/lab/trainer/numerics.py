@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quaver.lab.runs.errors import OutputFailures, convert_write_errors
+from quaver.lab.runs.errors import OutputFailures, convert_to_output_error
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.trainer.metrics import Logger
 from quaver.numerics.record import RecordWriter
@@ -21,7 +21,7 @@ class NumericsLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line and log its numbers. Raises OutputError."""
-        with convert_write_errors(self._writer.path):
+        with convert_to_output_error(self._writer.path):
             self._writer.write(line)
         if line["kind"] == "header":
             self._names = [make_logger_name(tensor) for tensor in line["tensors"]]

@@ -73,7 +73,7 @@ def compute_learning_rate(step: int, steps: int, config: Optimizer, schedule: LR
     if step <= schedule.warmup_steps:
         return config.lr * step / schedule.warmup_steps
     stable = schedule.schedule == "wsd"
-    decay_begin = steps - schedule.decay_steps(steps) if stable else schedule.warmup_steps
+    decay_begin = steps - schedule.count_decay_steps(steps) if stable else schedule.warmup_steps
     if schedule.schedule == "constant" or step <= decay_begin:
         return config.lr
     progress = (step - decay_begin) / max(1, steps - decay_begin)

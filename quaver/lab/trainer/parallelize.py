@@ -89,7 +89,7 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
         store_activations_in_float8(model)
     _checkpoint_blocks(model, config)
     if config.training.compile:
-        for block in model.blocks():
+        for block in model.iter_blocks():
             block.compile(fullgraph=mesh_of_experts is None)
         if "tp" in dims:
             model.model.embed_tokens.register_forward_hook(_finish_collective)
@@ -103,7 +103,7 @@ def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
     if config.training.compile:  # the budget is the process's, and an earlier run may have set it
         apply_activation_checkpointing([], mode="memory_budget", memory_budget=1.0)
     apply_activation_checkpointing(
-        model.blocks(),
+        model.iter_blocks(),
         mode=checkpoint.mode,
         selective_ac_option=checkpoint.selective_ac_option,
         memory_budget=checkpoint.memory_budget,
@@ -134,7 +134,7 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
         fsdp_part = mesh_of_experts[tuple(name for name in mesh_of_experts.mesh_dim_names or () if name != "ep")]
         for experts in list_modules(model, Experts):
             fully_shard(experts, **make_group_options(config, fsdp_part))
-    groups: list[nn.Module] = list(model.blocks())
+    groups: list[nn.Module] = list(model.iter_blocks())
     if not config.model.tie_word_embeddings:  # a tied projection is in the embedding's group
         groups.append(model.lm_head)
     for group in groups:
@@ -183,7 +183,7 @@ def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
         "lm_head": _make_colwise(model.lm_head, input_layouts=Shard(1), use_local_output=False),
     }
     parallelize_module(model, mesh, styles)
-    for block in model.blocks():
+    for block in model.iter_blocks():
         parallelize_module(block, mesh, _make_block_styles(block))
 
 

@@ -125,7 +125,7 @@ class Watchdog:
     path: Path
 
     @contextmanager
-    def step(self, seconds: float, what: str) -> Iterator[None]:
+    def watch(self, seconds: float, what: str) -> Iterator[None]:
         """Append all stacks of this process to the file each time that the block has taken `seconds` more; 0 disables.
 
         The first time, a line on stderr says that `what` is late. The step continues until a collective times out or

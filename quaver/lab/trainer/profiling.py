@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from quaver import Float8Linear
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.recorder.timeline import record_timeline
-from quaver.lab.runs.errors import OutputFailures, convert_write_errors
+from quaver.lab.runs.errors import OutputFailures, convert_to_output_error
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.trainer.process import Requests, count_snapshot_signals
@@ -67,7 +67,7 @@ class Profiler:
         self._stack.close()
 
     @contextmanager
-    def step(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    def profile(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         """Run the block, which is step `step` (from 1) of the model `name`, and profile it if it is due.
 
         The files are written after the block. If it raises there are none, except for a snapshot when CUDA is out of
@@ -75,7 +75,7 @@ class Profiler:
         """
         with ExitStack() as stack:
             if self._config.profiling.enable_memory_snapshot:
-                snapshot = self._cuda_snapshot if is_cuda_device(self._device) else self._cpu_timeline
+                snapshot = self._take_cuda_snapshot if is_cuda_device(self._device) else self._record_cpu_timeline
                 stack.enter_context(snapshot(step, name, model, optimizer))
             stack.enter_context(self._trace(step, name))
             yield
@@ -96,11 +96,11 @@ class Profiler:
         with profile(activities=activities, record_shapes=True) as profiler:
             yield
         if -step % config.profile_freq < config.profiler_active:
-            file = self._file(config.save_traces_folder, step, name, ".json.gz")
+            file = self._name_file(config.save_traces_folder, step, name, ".json.gz")
             self._write(file, partial(_export, profiler))
 
     @contextmanager
-    def _cuda_snapshot(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    def _take_cuda_snapshot(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError:
@@ -110,18 +110,18 @@ class Profiler:
             self._write_cuda_snapshot(step, name, ".pickle")
 
     def _write_cuda_snapshot(self, step: int, name: str, ending: str) -> None:
-        file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ending)
+        file = self._name_file(self._config.profiling.save_memory_snapshot_folder, step, name, ending)
         self._write(file, lambda path: dump_snapshot(str(path)))
 
     @contextmanager
-    def _cpu_timeline(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    def _record_cpu_timeline(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         if not self._is_snapshot_due(step, name):
             yield
             return
         with record_timeline(model, optimizer, persistent_scales=list_persistent_scales(model)) as timeline:
             yield
         report = timeline.report() | {"run": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
-        file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
+        file = self._name_file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
         title = f"{self._folder.name}: live tensors of {name}, step {step}, rank {self._rank}"
 
         def write(path: Path) -> None:
@@ -136,12 +136,12 @@ class Profiler:
         self._served[name] = asked
         return step == self._config.profiling.memory_snapshot_step or asked > served
 
-    def _file(self, folder: str, step: int, name: str, ending: str) -> Path:
+    def _name_file(self, folder: str, step: int, name: str, ending: str) -> Path:
         return self._folder / folder / f"step-{step:06d}" / f"{make_file_name(name)}-rank{self._rank}{ending}"
 
     def _write(self, file: Path, write: Callable[[Path], None]) -> None:
         """Create the folders of `file` in the run folder and write it; keep an error."""
-        with self._failures.catch(), convert_write_errors(file):
+        with self._failures.catch(), convert_to_output_error(file):
             *folders, _ = file.relative_to(self._folder).parents  # not the run folder, which may have been removed
             for folder in reversed(folders):
                 (self._folder / folder).mkdir(exist_ok=True)

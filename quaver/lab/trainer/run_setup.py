@@ -80,7 +80,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
         MissingDeviceError: the device does not exist here.
     """
     config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
-    device = ranks.device(resolve_device(config.training.device))
+    device = ranks.choose_device(resolve_device(config.training.device))
     check_environment(config, device)
     models = make_models(config, device)
     if config.comm.float8_gradients:

@@ -17,7 +17,7 @@ from quaver.lab.settings import Data, Model, TrainConfig
 from quaver.lab.settings.config_file import build_config
 from quaver.lab.trainer.huggingface.config import read_hf_config
 from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
-from quaver.lab.trainer.huggingface.float8 import run_source
+from quaver.lab.trainer.huggingface.float8 import make_run_source
 from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.trained_model import make_autocast
@@ -67,9 +67,9 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
     if "training" not in sections:
         raise InputError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
     config = build_config(sections)
-    model = run_source(checkpoint, recipe="tensorwise").high_precision_model()
+    model = make_run_source(checkpoint, recipe="tensorwise").high_precision_model()
     typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
-    return _make_surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=True)
+    return _make_surveyed(model, config, _set_batch(config, data, sequences, seq_len), can_train=True)
 
 
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
@@ -78,15 +78,15 @@ def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: i
         shape, can_train = read_hf_config(read_config(folder)), True
     except NotImplementedError:  # quaver's trainer does not support the architecture
         shape, can_train = Model(vocab_size=model.get_input_embeddings().weight.shape[0]), False
-    config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_tokenizer(folder)))
-    return _make_surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=can_train)
+    config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_choose_tokenizer(folder)))
+    return _make_surveyed(model, config, _set_batch(config, data, sequences, seq_len), can_train=can_train)
 
 
-def _tokenizer(folder: Path) -> str:
+def _choose_tokenizer(folder: Path) -> str:
     return str(folder) if (folder / "tokenizer.json").is_file() else Data().tokenizer
 
 
-def _with_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: int | None) -> TrainConfig:
+def _set_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: int | None) -> TrainConfig:
     training = replace(
         config.training, local_batch_size=sequences, global_batch_size=-1, seq_len=seq_len or config.training.seq_len
     )
@@ -95,7 +95,7 @@ def _with_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: 
 
 def _make_surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool) -> Surveyed:
     training = batch_config.training
-    (batch,) = load_data(batch_config).step_batches(training, 0)
+    (batch,) = load_data(batch_config).make_step_batches(training, 0)
     model.train()
 
     def forward_backward() -> None:

@@ -117,8 +117,8 @@ def _raise_limit(run: TrainingRun) -> AbstractContextManager[Any]:
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
     torch.compiler.reset()  # code of an earlier run in this process would be reused, and not be counted
-    phases_of_block = 2 ** len(MATMULS) if run.config.float8.schedule else 1
-    blocks = sum(len(list(model.model.blocks())) for model in run.models)
+    phases_of_block = 2 ** len(MATMULS) if run.config.float8.high_precision_schedule else 1
+    blocks = sum(len(list(model.model.iter_blocks())) for model in run.models)
     return recompile_limit(VARIANTS_OF_A_BLOCK * phases_of_block * blocks)
 
 
@@ -158,15 +158,15 @@ def _check_folder(run: TrainingRun, outputs: "Outputs") -> None:
 def _train_step(run: TrainingRun, step: int, outputs: "Outputs") -> None:
     """Run one step of every model, on the same batches, and record it."""
     training, progress = run.config.training, run.progress
-    batches = _to_device(run.data.step_batches(training, progress.consumed_sequences, run.dims), run.device)
+    batches = _to_device(run.data.make_step_batches(training, progress.consumed_sequences, run.dims), run.device)
     steps_here = step - run.began_at_step
     patience_s = run.config.comm.watchdog_seconds * (FIRST_STEP_PATIENCE if steps_here == 1 else 1)
     models = run.models if step % 2 else run.models[::-1]
     for model in models:
         reset_device_peaks(run.device)
         with (
-            outputs.watchdog.step(patience_s, f"step {step} of {model.name} on rank {run.ranks.rank}"),
-            outputs.profiling.step(step, model.name, model.model, model.optimizer),
+            outputs.watchdog.watch(patience_s, f"step {step} of {model.name} on rank {run.ranks.rank}"),
+            outputs.profiling.profile(step, model.name, model.model, model.optimizer),
         ):
             measure_memory = _is_memory_due(run, model, step, outputs.profiling)
             try:
@@ -210,7 +210,7 @@ def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: 
 
 def _validate(run: TrainingRun, step: int, outputs: "Outputs") -> None:
     config = run.config
-    batches = _to_device(run.data.validation_batches(config.training, config.validation, run.dims), run.device)
+    batches = _to_device(run.data.make_validation_batches(config.training, config.validation, run.dims), run.device)
     for model in run.models:
         record = {"step": step, "run": model.name, "validation_loss": model.validate(batches)}
         record["precision"] = model.precision
@@ -269,7 +269,7 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
         sink = None
         if run.config.numerics.every:
             if folder is not None:
-                sink = alarms.sink(NumericsLog(folder, loggers, failures), folder, failures)
+                sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)
             stack.callback(_close_monitor, run)
             _open_monitor(run, sink)
         failures.raise_on_all_ranks()
@@ -278,7 +278,7 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
             loggers,
             scales,
             display,
-            Watchdog(run.paths.stacks(run.ranks.rank)),
+            Watchdog(run.paths.get_stacks_path(run.ranks.rank)),
             stack.enter_context(Profiler(run.config, run.paths.path, run.ranks.rank, run.device, failures)),
             alarms,
             sink,
@@ -315,7 +315,7 @@ def _fall_back(run: TrainingRun, outputs: "Outputs") -> None:
         return
     _close_monitor(run)
     fall_back(model, run.checkpoints, layers)
-    run.flops_per_token[model.name] = model.flops_per_token()
+    run.flops_per_token[model.name] = model.count_flops_per_token()
     run.progress.fallbacks |= layers
     for name, recipe in layers.items():
         outputs.display.print_line(f"step {step}: {name} computes in {recipe} from now on")
@@ -345,7 +345,7 @@ def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: 
     tokens_per_s = run.config.training.step_tokens / result.seconds
     flops = run.flops_per_token[model.name]
     if model.precision != model.name:  # float8.high_precision_schedule
-        flops = model.flops_per_token()
+        flops = model.count_flops_per_token()
     return {
         "step": step,
         "run": model.name,
@@ -415,5 +415,5 @@ def _print_end(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:
     else:
         print_results(summary)
     say(f"run folder: {run.folder.path}")
-    if status in ("interrupted", "alarm") and run.checkpoints.folder.steps():
+    if status in ("interrupted", "alarm") and run.checkpoints.folder.list_steps():
         say(f"resume with: quaver train --resume {run.folder.path}")

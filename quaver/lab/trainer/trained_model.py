@@ -141,12 +141,12 @@ class TrainedModel:
         self.model.train()
         self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
-        self._schedule = self.config.float8.schedule if self._is_float8 else ()
+        self._schedule = self.config.float8.parse_schedule() if self._is_float8 else ()
         self._routers, self._experts = list_modules(self.model, Router), list_modules(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
 
-    def new_optimizer(self, name: str) -> torch.optim.Optimizer:
+    def make_optimizer(self, name: str) -> torch.optim.Optimizer:
         """Make an optimizer with default settings, into which a checkpoint loads the states of another optimizer."""
         return build_optimizer(self.model, Optimizer(name=name))
 
@@ -258,7 +258,7 @@ class TrainedModel:
             accumulate(self.model, self.config, list(batches)) as micro_batches,
         ):
             for batch in micro_batches:
-                loss = self.loss_of(batch) / len(batches)
+                loss = self.compute_loss(batch) / len(batches)
                 loss.backward()
                 loss_sum += loss.detach()
         self.compiled_graphs += self._count_graphs() - graphs
@@ -271,7 +271,7 @@ class TrainedModel:
 
         return graph_count()
 
-    def loss_of(self, batch: Batch) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean loss over the tokens of a batch, with its graph."""
         with make_autocast(self.config.training, self.device):
             return compute_next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
@@ -280,7 +280,7 @@ class TrainedModel:
         """Run the matmuls in high precision that float8.high_precision_schedule names for `step`."""
         if not self._schedule:
             return
-        config, blocks = self.config, list(self.model.blocks())
+        config, blocks = self.config, list(self.model.iter_blocks())
         block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
         wanted = {
             name: list_high_precision_matmuls(
@@ -340,7 +340,7 @@ class TrainedModel:
 
     def _compute_mean_loss(self, batches: Sequence[Batch]) -> float:
         self.model.eval()
-        losses = torch.stack([self.loss_of(batch) for batch in batches])
+        losses = torch.stack([self.compute_loss(batch) for batch in batches])
         self.model.train()
         loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
         if not math.isfinite(loss):
@@ -349,7 +349,7 @@ class TrainedModel:
             )
         return loss
 
-    def flops_per_token(self) -> dict[str, int]:
+    def count_flops_per_token(self) -> dict[str, int]:
         """Return the FLOPs of forward and backward per token, by the precision that computes them now."""
         training = self.config.training
         sizes = self.config.model, training.seq_len, training.mixed_precision_param

@@ -36,7 +36,7 @@ class TrainingRun:
         self.models, self.paths, self.checkpoints, self.progress = models, paths, checkpoints, progress
         self.began_at_step = progress.step
         self.peak = get_peak_flops(setup.device)
-        self.flops_per_token = {model.name: model.flops_per_token() for model in models}
+        self.flops_per_token = {model.name: model.count_flops_per_token() for model in models}
 
 
 def prepare(config: TrainConfig) -> TrainingRun:
@@ -71,7 +71,7 @@ def build(setup: RunSetup) -> TrainingRun:
     ]
     paths = RunFolder(Path(path), resume_step)
     checkpoints = Checkpointer(
-        paths.checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.description
+        paths.get_checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.description
     )
     progress = RunProgress()
     if resume_step is not None:

@@ -332,7 +332,7 @@ def test_machine_code_is_of_the_config_that_would_be_chosen():
 def test_sizes_on_the_command_line_override_a_files(words, sizes, tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 8\nseq_len = 512\n")
     options = parse_options(LedgerOptions, ["--model", str(tmp_path / "run.toml"), *words], prog="quaver bench ledger")
-    work = options.work()
+    work = options.make_work()
     assert (work.sequences, work.seq_len) == sizes
 
 

@@ -75,13 +75,13 @@ def numbered(tmp_path, load):
 
 
 def test_ranks_never_overlap_and_an_epoch_leaves_nothing_out(numbered):
-    count = numbered.train.sequence_count(16)
+    count = numbered.train.count_sequences(16)
     assert count == (len(numbered.train.tokens) - 1) // 16
     text, seen = numbered.train.tokens, []
     steps = -(-count // 12)
     for rank in range(3):
         for step in range(steps):
-            seen.append(numbered.step_batches(TRAINING, step * 12, ParallelDims(shard=3, rank=rank)))
+            seen.append(numbered.make_step_batches(TRAINING, step * 12, ParallelDims(shard=3, rank=rank)))
     dealt = [window for batches in seen for window in windows(batches)]
     expected = {tuple(text[16 * index : 16 * index + 17].tolist()) for index in range(count)}
     assert len(expected) == count
@@ -93,28 +93,28 @@ def test_ranks_never_overlap_and_an_epoch_leaves_nothing_out(numbered):
 
 def test_resuming_mid_epoch_goes_on_as_if_nothing_had_happened(numbered, load, tmp_path):
     """With other batch shapes too: the count of consumed sequences is all there is to know."""
-    through = [window for step in range(6) for window in windows(numbered.step_batches(TRAINING, 12 * step))]
+    through = [window for step in range(6) for window in windows(numbered.make_step_batches(TRAINING, 12 * step))]
     opened_again = load(tmp_path / "a.txt")
     smaller = replace(TRAINING, global_batch_size=6, local_batch_size=3)
-    resumed = [w for step in range(8) for w in windows(opened_again.step_batches(smaller, 24 + 6 * step))]
+    resumed = [w for step in range(8) for w in windows(opened_again.make_step_batches(smaller, 24 + 6 * step))]
     assert resumed == through[24:]
 
 
 def test_batches_depend_on_the_seed_and_not_on_how_they_are_cut(numbered):
-    assert [batch.tokens.shape for batch in numbered.step_batches(TRAINING, 0)] == [(2, 16)] * 6
-    first = windows(numbered.step_batches(TRAINING, 0))
-    assert first == windows(numbered.step_batches(replace(TRAINING, local_batch_size=3), 0))
-    assert first != windows(numbered.step_batches(replace(TRAINING, seed=4), 0))
-    assert first != windows(numbered.step_batches(TRAINING, 12))
+    assert [batch.tokens.shape for batch in numbered.make_step_batches(TRAINING, 0)] == [(2, 16)] * 6
+    first = windows(numbered.make_step_batches(TRAINING, 0))
+    assert first == windows(numbered.make_step_batches(replace(TRAINING, local_batch_size=3), 0))
+    assert first != windows(numbered.make_step_batches(replace(TRAINING, seed=4), 0))
+    assert first != windows(numbered.make_step_batches(TRAINING, 12))
 
 
 def test_documents_are_numbered_from_the_start_of_each_row(tmp_path, load):
     for number in range(60):
         (tmp_path / f"{number:02d}.txt").write_text(f"{number:02d}" * (1 + number % 9))
     data = load(tmp_path, document_mask=True)
-    training = replace(TRAINING, global_batch_size=data.train.sequence_count(16) // 2 * 2)
+    training = replace(TRAINING, global_batch_size=data.train.count_sequences(16) // 2 * 2)
     several = 0
-    for batch in [*data.step_batches(training, 0), *data.validation_batches(TRAINING, Validation(steps=3))]:
+    for batch in [*data.make_step_batches(training, 0), *data.make_validation_batches(TRAINING, Validation(steps=3))]:
         for tokens, documents in zip(batch.tokens.tolist(), batch.documents.tolist(), strict=True):
             expected = [tokens[:place].count(0) for place in range(16)]  # an end token belongs to what it ends
             assert documents == expected
@@ -126,10 +126,10 @@ def test_documents_are_numbered_from_the_start_of_each_row(tmp_path, load):
 @pytest.mark.parametrize("mask", [False, True])
 def test_ranks_deal_the_batches_of_one_process_among_them(text_folder, tensor, mask, load):
     data = load(text_folder, document_mask=mask)
-    alone = data.step_batches(TRAINING, 5)
+    alone = data.make_step_batches(TRAINING, 5)
     assert len(alone) == 6
     for rank in range(3 * tensor):
-        mine = data.step_batches(TRAINING, 5, ParallelDims(shard=3, tensor=tensor, rank=rank))
+        mine = data.make_step_batches(TRAINING, 5, ParallelDims(shard=3, tensor=tensor, rank=rank))
         group = rank // tensor
         assert len(mine) == 2
         assert torch.equal(mine[0].tokens, alone[group].tokens)
@@ -140,18 +140,18 @@ def test_ranks_deal_the_batches_of_one_process_among_them(text_folder, tensor, m
 def test_validation_batches_are_dealt_only_where_they_divide(text_folder, load):
     data = load(text_folder)
     layouts = [ParallelDims(replicate=3, rank=rank) for rank in range(3)]
-    alone = data.validation_batches(TRAINING, Validation(steps=6))
-    dealt = [data.validation_batches(TRAINING, Validation(steps=6), layout) for layout in layouts]
+    alone = data.make_validation_batches(TRAINING, Validation(steps=6))
+    dealt = [data.make_validation_batches(TRAINING, Validation(steps=6), layout) for layout in layouts]
     assert all(torch.equal(dealt[number % 3][number // 3].tokens, alone[number].tokens) for number in range(6))
-    assert [len(data.validation_batches(TRAINING, Validation(steps=4), layout)) for layout in layouts] == [4, 4, 4]
+    assert [len(data.make_validation_batches(TRAINING, Validation(steps=4), layout)) for layout in layouts] == [4, 4, 4]
 
 
 def test_validation_batches_span_the_split_and_never_change(text_folder, load):
     data = load(text_folder)
     validation = Validation(steps=3)
-    batches = data.validation_batches(TRAINING, validation)
+    batches = data.make_validation_batches(TRAINING, validation)
     assert [batch.tokens.shape for batch in batches] == [(2, 16)] * 3
-    again = data.validation_batches(replace(TRAINING, seed=99), validation)
+    again = data.make_validation_batches(replace(TRAINING, seed=99), validation)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(batches, again, strict=True))
     assert batches[0].tokens[0].tolist() == data.validation.tokens[:16].tolist()
     assert batches[-1].targets[-1].tolist() == data.validation.tokens[-16:].tolist()
@@ -162,7 +162,7 @@ def test_a_split_of_exactly_one_sequence_works(tmp_path, load):
     file.write_bytes(b"0123456789" * 16)
     data = load(file)
     assert len(data.validation.tokens) == 17
-    (batch, *_) = data.validation_batches(TRAINING, Validation(steps=1))
+    (batch, *_) = data.make_validation_batches(TRAINING, Validation(steps=1))
     assert batch.tokens.shape == batch.targets.shape == (2, 16)
 
 
@@ -249,7 +249,7 @@ def test_a_run_with_the_mask_is_another_run(tiny_config, tmp_path, text_folder):
     for name, mask in (("with", True), ("without", False)):
         job = replace(tiny_config.job, name=name)
         run = prepare(replace(tiny_config, job=job, data=replace(tiny_config.data, document_mask=mask)))
-        batches = run.data.step_batches(run.config.training, 0)
+        batches = run.data.make_step_batches(run.config.training, 0)
         assert (batches[0].documents is not None) == mask
         losses.append(run.models[0].train_step(1, batches).loss)
     assert losses[0] != losses[1]

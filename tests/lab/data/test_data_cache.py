@@ -265,7 +265,7 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
     write_parquet(folder / "b.parquet", TEXTS * 20, row_group_size=500)
     write_jsonl(folder / "c.jsonl.gz", ["x" * 99])
     advanced: dict[str, int] = {}
-    pieces = TextSource.pieces
+    pieces = TextSource.read_pieces
 
     def watched(self, account, advance):
         def count(amount: int) -> None:
@@ -275,7 +275,7 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
 
         yield from pieces(self, account, count)
 
-    monkeypatch.setattr(TextSource, "pieces", watched)
+    monkeypatch.setattr(TextSource, "read_pieces", watched)
     for path in (folder, text_folder):
         load(path)
         assert advanced[str(path)] == sum(file.stat().st_size for file in path.iterdir())

@@ -79,7 +79,7 @@ def losses(name: str, folder: Path, steps: int = STEPS) -> list[float]:
         run = prepare(config)
         run.folder.release()
         (model,), training = run.models, config.training
-        step_batches = (run.data.step_batches(training, step * training.step_batch_size) for step in range(steps))
+        step_batches = (run.data.make_step_batches(training, step * training.step_batch_size) for step in range(steps))
         return [model.train_step(step, batches).loss for step, batches in enumerate(step_batches, start=1)]
     finally:
         torch.set_num_threads(threads)

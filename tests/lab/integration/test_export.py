@@ -62,7 +62,7 @@ def trained(run: Path, name: str) -> Llama:
     """The model of a run's last checkpoint, in high precision."""
     found = open_checkpoint(find_checkpoint(run), name)
     model = Llama(found.model)
-    model.load_state_dict(dict(found.tensors()))
+    model.load_state_dict(dict(found.open_weights()))
     return model.eval()
 
 

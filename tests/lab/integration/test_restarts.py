@@ -63,7 +63,7 @@ class Hosts:
     def wait_for_step(self, step: int) -> int:
         """Wait for a checkpoint of `step` or a later one, and return its step."""
         deadline = time.monotonic() + LIMIT_S
-        while not (steps := CheckpointFolder(self.run / "checkpoint").steps()) or steps[-1] < step:
+        while not (steps := CheckpointFolder(self.run / "checkpoint").list_steps()) or steps[-1] < step:
             assert all(agent.poll() is None for agent in self.agents.values()), self.logs()
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.005)

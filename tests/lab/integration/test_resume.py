@@ -63,7 +63,7 @@ def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
     output, error = process.communicate()
     assert (process.returncode, error) == (130, "")
     assert f"quaver train --resume {run}" in output
-    (step,) = checkpoints(run).steps()
+    (step,) = checkpoints(run).list_steps()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"], max(numbers(run))) == ("interrupted", step, step)
     assert (run / "curves.png").stat().st_size > 1000
@@ -106,7 +106,7 @@ def test_two_ranks_hold_their_run_and_save_at_sigterm(where, tmp_path, start):
     for process in started:
         process.send_signal(signal.SIGTERM)
     assert f"quaver train --resume {run}" in "".join(process.communicate(timeout=LIMIT_S)[0] for process in started)
-    (step,) = checkpoints(run).steps()
+    (step,) = checkpoints(run).list_steps()
     assert list(numbers(run)) == list(range(1, step + 1))
     assert len(list((checkpoints(run).find_checkpoint(step) / "delayed").glob("*.distcp"))) == 2
 

@@ -158,7 +158,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
 )
 def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, tokens, sequences):
     """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
-    assert command.PlanOptions(gpus=gpus, global_batch=tokens).step_sequences(TrainConfig()) == sequences
+    assert command.PlanOptions(gpus=gpus, global_batch=tokens).choose_step_sequences(TrainConfig()) == sequences
 
 
 @pytest.mark.parametrize(

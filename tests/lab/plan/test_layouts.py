@@ -87,7 +87,7 @@ def test_gradients_are_reduced_in_each_way_that_may_be_best():
     reduces = defaultdict(set)
     for candidate in candidates[1:]:
         layout, training = candidate.layout, candidate.config.training
-        reduces[layout.replicate > 1, layout.micro_batches(training) > 1].add(training.reduce)
+        reduces[layout.replicate > 1, layout.count_micro_batches(training) > 1].add(training.reduce)
     assert reduces == {
         **dict.fromkeys([(False, False), (True, False)], {"every"}),
         (False, True): {"every", "last"},

@@ -46,7 +46,7 @@ def record_step(model, input):
     with record_timeline(model) as timeline:
         model(input).sum().backward()
     report = timeline.report()
-    return [timeline.allocation(event) for event in range(1, len(report["timeline"]))], report
+    return [timeline.get_allocation(event) for event in range(1, len(report["timeline"]))], report
 
 
 def saved_rows(report, **values):
@@ -120,7 +120,7 @@ def test_gathered_weights_have_names_and_buffers_of_collectives_a_category():
     report = timeline.report()
     assert "communication" in report["columns"]
     alive = [sum(columns) for _, _, *columns in report["timeline"]]
-    log = [(timeline.allocation(event), alive[event] - alive[event - 1]) for event in range(1, len(alive))]
+    log = [(timeline.get_allocation(event), alive[event] - alive[event - 1]) for event in range(1, len(alive))]
     gathered = {(event.parameter, size) for event, size in log if event.category == "gathered_weights" and size > 0}
     assert gathered == {("0.weight", WIDTH * WIDTH * 4), ("2.weight", 2 * WIDTH * 4)}  # one row, and one of padding
     sizes = {size for event, size in log if event.communicates and event.category is None}

@@ -102,7 +102,7 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     assert any("momentum_buffer" in name for name in expected) == optimizer.endswith("Muon")
     assert _same(expected, got)
     assert resumed.progress == whole.progress
-    assert checkpoints(resumed).steps() == [2, 3]
+    assert checkpoints(resumed).list_steps() == [2, 3]
 
 
 def test_a_label_with_a_colon_is_no_name_of_a_file(config):
@@ -182,9 +182,9 @@ def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished,
     again = run_to_end(with_steps(config, 6, resume="must", load_step=2))
     assert (again.began_at_step, numbers(again)) == (2, numbers(finished))
     shorter = prepare(with_steps(config, 3, resume="must", load_step=2))
-    assert checkpoints(shorter).steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
+    assert checkpoints(shorter).list_steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
     train(shorter)
-    assert checkpoints(shorter).steps() == [2, 3]
+    assert checkpoints(shorter).list_steps() == [2, 3]
     assert max(record["step"] for record in read_metrics(shorter.folder.metrics)) == 3
 
 
@@ -203,7 +203,7 @@ def test_random_numbers_follow_the_seed_and_resume(config):
 
 
 def test_keep_latest_k(config):
-    assert checkpoints(run_to_end(with_steps(config, 3, keep_latest_k=1))).steps() == [3]
+    assert checkpoints(run_to_end(with_steps(config, 3, keep_latest_k=1))).list_steps() == [3]
 
 
 def test_disabled_checkpoints_leave_nothing(config):
@@ -229,14 +229,14 @@ def test_a_partial_checkpoint_does_not_count(config, saved):
     resumed = prepare(with_steps(config, 8, resume="auto"))
     assert resumed.began_at_step == 4
     train(resumed)
-    assert folder.steps() == [2, 4, 6, 8]
+    assert folder.list_steps() == [2, 4, 6, 8]
     assert not list(folder.path.glob(".*"))
 
 
 def test_auto_begins_a_run_without_checkpoints(config):
     run = run_to_end(with_steps(config, 2, resume="auto"))
     assert run.began_at_step == 0
-    for step in checkpoints(run).steps():
+    for step in checkpoints(run).list_steps():
         (checkpoints(run).find_checkpoint(step) / RECORD).unlink()
         checkpoints(run).find_checkpoint(step).rename(checkpoints(run).get_partial_path(step))
     again = run_to_end(with_steps(config, 2, resume="auto"))
@@ -315,7 +315,7 @@ def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
         patch.setattr(torch.distributed.checkpoint.filesystem.FileSystemWriter, "finish", fail)
         with pytest.raises(CheckpointError, match="step 4 could not be.*No space left.*of step 6 is intact"):
             train(again)
-    assert checkpoints(again).steps() == [2, 4, 6]
+    assert checkpoints(again).list_steps() == [2, 4, 6]
     assert not list(checkpoints(again).path.glob(".*"))
 
 
@@ -341,7 +341,7 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, mon
     monkeypatch.setattr("quaver.lab.runs.checkpoint_folder.shutil.rmtree", fail)
     with pytest.raises(OSError, match="interrupted"):
         folder.prune(1)
-    assert folder.steps() == [2]
+    assert folder.list_steps() == [2]
 
 
 def test_a_failed_removal_is_not_called_a_failed_save(tiny_config, monkeypatch):

@@ -246,13 +246,13 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
                 again.prune(2)
             except KeyboardInterrupt:
                 died += 1
-        assert again.steps() in ([1, 2, 3, 4], [1, 2, 3], [2, 3]), fatal
-        for step in again.steps():
+        assert again.list_steps() in ([1, 2, 3, 4], [1, 2, 3], [2, 3]), fatal
+        for step in again.list_steps():
             check_manifest(again.find_checkpoint(step))
         is_new = read_record(again.find_checkpoint(3))["saved_at"] == "again"
-        assert is_new == (4 not in again.steps())
+        assert is_new == (4 not in again.list_steps())
         again.remove_partials()
-        assert {path.name for path in again.path.iterdir()} == {f"step-{step:08d}" for step in again.steps()}
+        assert {path.name for path in again.path.iterdir()} == {f"step-{step:08d}" for step in again.list_steps()}
         assert not list(again.path.glob(f"*/{ABANDONS}"))
     assert 6 <= died < CALLS
 
@@ -264,4 +264,4 @@ def test_a_checkpoint_that_cannot_be_read_back_removes_none(config, monkeypatch)
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.pickle.dump", lambda _, file: file.write(b"\x80"))
     with pytest.raises(CheckpointError, match="step 5 could not be written .*metadata is damaged.* step 4 is intact"):
         train(again)
-    assert again.checkpoints.folder.steps() == [1, 2, 3, 4]
+    assert again.checkpoints.folder.list_steps() == [1, 2, 3, 4]

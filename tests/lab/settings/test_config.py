@@ -59,7 +59,7 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
         (["--float8.recipe-name", "rowwise"], lambda c: c.float8.recipe_name == "rowwise"),
         (["--float8.filter_fqns", "lm_head", "o_proj"], lambda c: c.float8.filter_fqns == ("lm_head", "o_proj")),
         (["--float8.filter_fqns"], lambda c: c.float8.filter_fqns == ()),
-        ([*DELAYED, "--float8.delayed_history_len=4"], lambda c: c.float8.delayed_scaling_config.history_len == 4),
+        ([*DELAYED, "--float8.delayed_history_len=4"], lambda c: c.float8.delayed_history_len == 4),
         (["--compare"], lambda c: c.job.compare is True),
         (["--data=some/folder"], lambda c: c.data.path == "some/folder"),
         (["--optimizer.lr", "1e-3"], lambda c: c.optimizer.lr == 1e-3),

@@ -108,8 +108,8 @@ def test_what_a_launcher_says_or_should_have_said(environment, values, expected)
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(MissingDeviceError, match="local rank 2 needs a GPU of its own, but torch sees 2 on this"):
-        Ranks(2, 2, 4).device(torch.device("cuda"))
-    assert Ranks(2, 2, 4).device(torch.device("cpu")) == torch.device("cpu")
+        Ranks(2, 2, 4).choose_device(torch.device("cuda"))
+    assert Ranks(2, 2, 4).choose_device(torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_single_process_needs_no_communication():
     assert alone.any(True, torch.device("cpu"))
     assert not alone.any(False, torch.device("cpu"))
     assert alone.gather("x") == ["x"]
-    with alone.process_group(torch.device("cpu"), 1):
+    with alone.open_process_group(torch.device("cpu"), 1):
         assert not torch.distributed.is_initialized()
 
 

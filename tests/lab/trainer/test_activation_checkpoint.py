@@ -48,7 +48,7 @@ def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memo
 
 def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
     run = prepare(replace(tiny_float8_config, activation_checkpoint=BY_POLICY))
-    block = next(run.models[0].model.blocks())
+    block = next(run.models[0].model.iter_blocks())
     block.mlp.up_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(RuntimeError, match=r"first in weight of model\.layers\.0\.mlp\.up_proj"):
         train(run)

@@ -42,7 +42,7 @@ def converted_names(run: TrainingRun) -> set[str]:
 
 def train_step(run: TrainingRun, model: TrainedModel, number: int) -> tuple[float, float]:
     consumed = number * run.config.training.step_batch_size
-    result = model.train_step(number, run.data.step_batches(run.config.training, consumed))
+    result = model.train_step(number, run.data.make_step_batches(run.config.training, consumed))
     return result.loss, result.grad_norm
 
 
@@ -63,7 +63,7 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
     copy_state(float8, baseline)
     scales = copy.deepcopy(float8.scaling.state_dict())
 
-    batches = run.data.validation_batches(config.training, config.validation)
+    batches = run.data.make_validation_batches(config.training, config.validation)
     assert float8.validate(batches) != float8.validation_loss_hp
     assert float8.validation_loss_hp == baseline.validate(batches) == baseline.validation_loss_hp
     assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
@@ -121,17 +121,17 @@ def test_an_error_brings_float8_back(tiny_float8_config):
 
 def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tiny_float8_config):
     run = prepare(with_float8(tiny_float8_config, filter_fqns=()))
-    batch = run.data.step_batches(run.config.training, 0)[0]
+    batch = run.data.make_step_batches(run.config.training, 0)[0]
     float8, baseline = run.models
     for model in run.models:
         parallelize(model.model, run.config, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))
     wrapped = type(float8.model.lm_head)
     assert wrapped is not Float8Linear
     with torch.no_grad():
-        expected = baseline.loss_of(batch)
+        expected = baseline.compute_loss(batch)
         with disable_matmuls(float8.model):
-            assert torch.equal(float8.loss_of(batch), expected)
-        assert not torch.equal(float8.loss_of(batch), expected)
+            assert torch.equal(float8.compute_loss(batch), expected)
+        assert not torch.equal(float8.compute_loss(batch), expected)
     assert type(float8.model.lm_head) is wrapped
 
 

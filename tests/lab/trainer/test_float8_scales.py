@@ -155,7 +155,7 @@ def test_settings_reach_the_linears(delayed_config):
     linears = [module for module in prepare(config).models[0].model.modules() if isinstance(module, Float8Linear)]
     for linear in linears:
         assert linear.config.delayed_scaling_config == DelayedScalingConfig(**delayed)
-    assert Float8().delayed_scaling_config == DelayedScalingConfig()
+    assert Float8().make_delayed_scaling_config() == DelayedScalingConfig()
 
 
 def test_a_record_has_only_numbers_that_json_has():

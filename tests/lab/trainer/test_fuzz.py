@@ -131,7 +131,7 @@ def test_hugging_face_index(examples, tmp_path):
 
 
 def read_texts(path: Path) -> None:
-    for text in read_records(SourceFile.of(path.name, path), "text", Account(refuse=False), lambda _: None):
+    for text in read_records(SourceFile.from_path(path.name, path), "text", Account(refuse=False), lambda _: None):
         assert isinstance(text, str)
         text.encode()
 

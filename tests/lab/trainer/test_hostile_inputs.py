@@ -99,10 +99,10 @@ def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, refused):
 
 
 def test_a_text_that_shrinks_while_it_is_read_is_one_line(run_words, monkeypatch, refused):
-    describe = SourceFile.of
+    describe = SourceFile.from_path
 
     def describe_as_longer(name, path):
         return replace(describe(name, path), size=10 + path.stat().st_size)
 
-    monkeypatch.setattr(SourceFile, "of", describe_as_longer)
+    monkeypatch.setattr(SourceFile, "from_path", describe_as_longer)
     assert "text.txt' became shorter while it was read" in refused("train", *run_words)

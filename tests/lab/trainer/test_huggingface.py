@@ -228,7 +228,7 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     assert main(["train", *words]) == 0
     (loss,) = read_losses(tmp_path / "runs" / "run" / "metrics.jsonl")
     config = load_config(*parse_arguments(words))
-    batch = load_data(config).step_batches(config.training, 0, ParallelDims())[0]
+    batch = load_data(config).make_step_batches(config.training, 0, ParallelDims())[0]
     with torch.no_grad():
         logits = load_with_transformers(hf("llama3"))(batch.tokens).logits
     expected = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()

@@ -32,7 +32,7 @@ def compute_gradients(config: TrainConfig, ranks: int, scales: list[float]) -> d
     tokens = torch.arange(32).view(2, 16) * 7 % 32
     with accumulate(trained.model, config, scales) as micro_batches:
         for scale in micro_batches:
-            (trained.loss_of(Batch(tokens, tokens.roll(-1, 1), None)) * scale).backward()
+            (trained.compute_loss(Batch(tokens, tokens.roll(-1, 1), None)) * scale).backward()
     return {name: list_plain_tensors(parameter.grad)[0] for name, parameter in trained.model.named_parameters()}
 
 
@@ -59,10 +59,10 @@ def train_after_an_error(config: TrainConfig, ranks: int) -> bool:
     tokens = torch.zeros(1, 16, dtype=torch.long)
     with pytest.raises(RuntimeError, match="mine"), accumulate(trained.model, config, [1, 2, 3]) as micro_batches:
         for number in micro_batches:
-            trained.loss_of(Batch(tokens, tokens, None)).backward()
+            trained.compute_loss(Batch(tokens, tokens, None)).backward()
             if number == 2:
                 raise RuntimeError("mine")
-    plain = trained.loss_of(Batch(tokens, tokens, None))  # gathered once more, so resharded before
+    plain = trained.compute_loss(Batch(tokens, tokens, None))  # gathered once more, so resharded before
     trained.model.zero_grad()
     plain.backward()
     return all(parameter.grad is not None for parameter in trained.model.parameters())

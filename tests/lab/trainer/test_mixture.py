@@ -109,7 +109,7 @@ def test_checkpointing_repeats_every_bit(mode):
     for checkpointed in (False, True):
         model = convert_to_float8_training(build_model(), config="rowwise").train()
         if checkpointed:
-            apply_activation_checkpointing(model.blocks(), mode=mode, preserve_rng_state=False)
+            apply_activation_checkpointing(model.iter_blocks(), mode=mode, preserve_rng_state=False)
         model(make_tokens()).square().mean().backward()
         gradients.append([*(parameter.grad for parameter in model.parameters()), take_load(model)])
     assert_same(*gradients)

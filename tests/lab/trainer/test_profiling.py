@@ -43,7 +43,7 @@ def profile_first_step(model, folder, *, recipe="tensorwise", **profiling):
     """The first step of a run on one rank; raises what it could not write."""
     config, failures = make_config(**EVERY_STEP, **profiling), OutputFailures(Ranks())
     optimizer = torch.optim.SGD(model.parameters())
-    with Profiler(config, folder, 0, CPU, failures) as profiler, profiler.step(1, recipe, model, optimizer):
+    with Profiler(config, folder, 0, CPU, failures) as profiler, profiler.profile(1, recipe, model, optimizer):
         yield
     failures.raise_on_all_ranks()
 
@@ -71,7 +71,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
     with Profiler(config, tmp_path, 1, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 9):
             for name, model in models.items():
-                with profiling.step(step, name, model, optimizers[name]):
+                with profiling.profile(step, name, model, optimizers[name]):
                     train_step(model, optimizers[name])
         assert [step for step in range(1, 9) if not profiling.traces(step)] == [1, 5]
     traces = [f"profile_trace/step-{s:06d}/{n}-rank1.json.gz" for s in (3, 4, 7, 8) for n in sorted(models)]
@@ -88,7 +88,7 @@ def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
     with Profiler(TrainConfig(), tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         assert signal.getsignal(signal.SIGUSR1) == before
         for step in range(1, 13):
-            with profiling.step(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
+            with profiling.profile(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
                 assert not any(module._forward_hooks for module in model.modules())
     assert list_files(tmp_path) == []
 
@@ -152,7 +152,7 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     with Profiler(config, tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 6):
             for name in ("a", "b"):
-                with profiling.step(step, name, model, optimizer):
+                with profiling.profile(step, name, model, optimizer):
                     train_step(model, optimizer)
                     if (step, name) == (2, "a"):
                         os.kill(os.getpid(), signal.SIGUSR1)
@@ -175,10 +175,10 @@ def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, mo
     with Profiler(config, tmp_path, 0, device, OutputFailures(Ranks())) as profiling:
         assert [history["max_entries"] > 0 for history in histories] == [True]
         for step in range(1, 5):
-            with profiling.step(step, "tensorwise", model, optimizer):
+            with profiling.profile(step, "tensorwise", model, optimizer):
                 if step == 3:
                     os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(torch.OutOfMemoryError), profiling.step(5, "tensorwise", model, optimizer):
+        with pytest.raises(torch.OutOfMemoryError), profiling.profile(5, "tensorwise", model, optimizer):
             raise torch.OutOfMemoryError("full")
     folder = "memory_snapshot/step-00000"
     names = ("2/tensorwise-rank0", "3/tensorwise-rank0", "5/tensorwise-rank0-out-of-memory")

@@ -206,7 +206,7 @@ def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_not
     assert f"process {os.getpid()} on host {platform.node()}" in line
     assert hash_files(first.folder.path) == before
     train(first)
-    assert first.checkpoints.folder.steps() == [2, 4]
+    assert first.checkpoints.folder.list_steps() == [2, 4]
     assert not (first.folder.path / HOLDER).exists()
     again = changed(resumable_config, training={"steps": 6}, checkpoint={"resume": "must"})
     assert run_to_end(again).began_at_step == 4

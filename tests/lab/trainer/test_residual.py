@@ -22,7 +22,7 @@ def record_stream(config: TrainConfig, ranks: int) -> dict:
     stream: dict = {"blocks": [], "dtypes": [], "gathered": []}
     embedding = trained.model.model.embed_tokens
     embedding.register_forward_hook(lambda module, _, out: stream["gathered"].append(module.weight.dtype))
-    for block in trained.model.blocks():
+    for block in trained.model.iter_blocks():
         block.register_forward_pre_hook(lambda _, args: stream["blocks"].append(args[0].detach().float()))
         block.register_forward_hook(lambda _, args, out: stream["dtypes"].append((args[0].dtype, out.dtype)))
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))

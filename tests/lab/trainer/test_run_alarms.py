@@ -69,7 +69,7 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
     summary = train(run)
     assert (summary["status"], summary["steps"]) == ("alarm", 2)
     assert f"{LAYER} input" in summary["error"]
-    assert run.checkpoints.folder.steps() == [2]
+    assert run.checkpoints.folder.list_steps() == [2]
     monkeypatch.setattr(train_cli, "build", lambda plan: add_outlier(build(plan)))
     words = ["train", "--resume", str(run.folder.path), "--training.steps=8"]
     assert main(words) == 5  # it recalls nothing, and stops again

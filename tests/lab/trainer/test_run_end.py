@@ -146,9 +146,9 @@ def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monk
 
 def test_steps_in_time_leave_nothing(tmp_path, capsys):
     watchdog = Watchdog(tmp_path / "stacks-rank0.txt")
-    with watchdog.step(5, "step"):
+    with watchdog.watch(5, "step"):
         pass
-    with watchdog.step(0, "step"):
+    with watchdog.watch(0, "step"):
         time.sleep(0.02)
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err == ""
@@ -166,7 +166,7 @@ def train_slowly(stacks: Path) -> None:
             f"def {name}(n):\n    return recurse(n) + sum(x for x in range(5))\n{name}({n % 30})", {"recurse": recurse}
         )
 
-    with Watchdog(stacks).step(0.002, "step 1"):
+    with Watchdog(stacks).watch(0.002, "step 1"):
         n = 0
         while n % 100 or not stacks.exists() or stacks.read_text().count("Current thread") < 300:
             compile_and_call(n := n + 1)
@@ -182,7 +182,7 @@ def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
 
 def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
     run = prepare(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
-    path = run.paths.stacks(0)
+    path = run.paths.get_stacks_path(0)
 
     def hang_in_step_2(model: TrainedModel, step: int) -> None:
         while step == 2 and not path.exists():

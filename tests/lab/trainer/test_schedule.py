@@ -46,7 +46,7 @@ def test_rates_at_the_corners(name):
 @pytest.mark.parametrize(("steps", "ratio", "expected"), [(110, 0.2, 22), (4, 0.1, 1), (9, 1.0, 9)])
 def test_the_decay_has_whole_steps_and_at_least_one(steps, ratio, expected):
     schedule = LRScheduler(warmup_steps=0, schedule="wsd", decay_ratio=ratio, min_lr_factor=0.0)
-    assert schedule.decay_steps(steps) == expected
+    assert schedule.count_decay_steps(steps) == expected
     rates = [compute_learning_rate(step, steps, Optimizer(lr=LR), schedule) for step in range(1, steps + 1)]
     assert [rate < LR for rate in rates] == [False] * (steps - expected) + [True] * expected
     assert rates[-1] == 0

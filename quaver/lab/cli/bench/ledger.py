@@ -87,7 +87,7 @@ class LedgerOptions(Settings):
         self.require(self.peer == "none" or find_spec("torchao") is not None, "peer", "a library that is installed")
         check_triton()
 
-    def work(self) -> Work:
+    def make_work(self) -> Work:
         """Return the subject to compile. Raises InputError or OSError for an unknown model or an invalid TOML file."""
         options = {"autocast": self.autocast, "part": self.part}
         if self.model in MODEL_NAMES:
@@ -99,7 +99,7 @@ class LedgerOptions(Settings):
         sizes = self.sequences or config.training.local_batch_size, self.seq_len or config.training.seq_len
         return Work(config.model, *sizes, **options)  # type: ignore[arg-type]
 
-    def contestants(self) -> list[str]:
+    def list_contestants(self) -> list[str]:
         """Return bfloat16, quaver's recipes, then the peer's."""
         named = [canonicalize_recipe(recipe) for recipe in self.recipe]
         recipes = named or [recipe for recipe in COUNTED if is_multiplied(recipe, self.device)]
@@ -112,12 +112,12 @@ def run(argv: list[str]) -> int:
     """Count, print the tables, save the JSON and the picture; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
-        work, output = options.work(), Path(options.output)
+        work, output = options.make_work(), Path(options.output)
         check_writable(output)
         spec = require_device_spec(options.device, "--gpu")
     ledgers, codes = [], Codes()
     with show_progress("compiling") as tell:
-        for name in options.contestants():
+        for name in options.list_contestants():
             tell(f"compiling {name} for {options.device}")
             ledger = count_launches(work, name, options.device)
             if options.machine_code:

@@ -52,7 +52,7 @@ class RooflineOptions(Settings):
     )
     output: str = setting("runs/bench-roofline", "Folder of the CSV, the JSON and the pictures.")
 
-    def settings(self) -> RooflineSettings:
+    def resolve(self) -> RooflineSettings:
         """Resolve the names. Raises InputError for an unknown name, or two models of one name."""
         models = [list_model_layers(name) for name in self.model or ([] if self.config else MODELS)]
         models += [list_config_layers(Path(path)) for path in self.config]
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
     """Predict, print the tables, save CSV, JSON and pictures; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
-        settings, output = options.settings(), Path(options.output)
+        settings, output = options.resolve(), Path(options.output)
         pictured = settings.devices if options.pictures is None else find_specs(options.pictures)
         missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:

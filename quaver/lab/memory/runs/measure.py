@@ -120,8 +120,8 @@ class _MarkedModel(TrainedModel):
 
     mark: Callable[[], None] | None = None
 
-    def loss_of(self, batch: Batch) -> Tensor:
-        loss = super().loss_of(batch)
+    def compute_loss(self, batch: Batch) -> Tensor:
+        loss = super().compute_loss(batch)
         mark, self.mark = self.mark, None
         if mark is not None:
             loss.register_hook(lambda _: mark())

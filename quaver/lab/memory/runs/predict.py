@@ -154,7 +154,7 @@ def make_train_step(
         return (torch.arange(prod(shape), device=trained.device) % config.model.vocab_size).view(shape)
 
     has_documents = config.data.document_mask
-    micro_batches = layout.micro_batches(training)
+    micro_batches = layout.count_micro_batches(training)
     batches = [
         Batch(tokens(), tokens(), torch.zeros_like(tokens()) if has_documents else None) for _ in range(micro_batches)
     ]

@@ -94,7 +94,7 @@ def read_hf_config(config: dict[str, Any]) -> Model:
             n_kv_heads=_get(config, "num_key_value_heads", "a positive integer", heads),
             norm_eps=float(_get(config, "rms_norm_eps", "a number", 1e-6)),
             tie_word_embeddings=_get(config, "tie_word_embeddings", "true or false", False),
-            **_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
+            **_read_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
         )
 
 
@@ -161,7 +161,7 @@ def _check_fixed(config: dict[str, Any], name: str, only: object, absent: object
         )
 
 
-def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, Any]:
+def _read_rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, Any]:
     """Return the [model] settings of the rotary embeddings; `rope_scaling` has priority, as in transformers.
 
     `absent_factor` is the default of partial_rotary_factor.

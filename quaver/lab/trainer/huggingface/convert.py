@@ -69,7 +69,7 @@ class CheckedModel:
     model: Model
     record: dict[str, Any]
 
-    def tensors(self) -> CheckpointWeights:
+    def open_weights(self) -> CheckpointWeights:
         """Return the weights by their names in Hugging Face's files."""
         return CheckpointWeights(self.weights, self.model)
 
@@ -139,7 +139,7 @@ def export_hf(
     with new_folder(out) as partial:
         rounded = (
             (key, tensor if key.endswith(FLOAT32_LEAF) else tensor.to(getattr(torch, dtype)))
-            for key, tensor in chain(checked.tensors().items(), make_empty_shared_experts(checked.model).items())
+            for key, tensor in chain(checked.open_weights().items(), make_empty_shared_experts(checked.model).items())
         )
         write_model(partial, rounded, config, copied, max_shard_bytes)
     return checked
@@ -209,7 +209,7 @@ def find_checkpoint(path: Path) -> Path | None:
     if not (path / CONFIG).is_file():
         return None
     folder = CheckpointFolder(path / load_config(path / CONFIG).checkpoint.folder)
-    steps = folder.steps() if folder.path.is_dir() else []
+    steps = folder.list_steps() if folder.path.is_dir() else []
     if not steps:
         raise FileNotFoundError(
             f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"

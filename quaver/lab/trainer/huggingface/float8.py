@@ -30,7 +30,7 @@ from quaver.runtime.names import join_names
 S = TypeVar("S", bound=Settings)
 
 
-def run_source(
+def make_run_source(
     checkpoint: Path, *, name: str | None = None, recipe: str | None = None, filter_fqns: Sequence[str] = DEFAULT_FILTER
 ) -> ExportSource:
     """Return the model `name` of a checkpoint, or its first model, as the source of an export.
@@ -64,14 +64,14 @@ def run_source(
     progress = checked.record["progress"]
 
     def high_precision_model() -> nn.Module:
-        loaded, tensors = Llama(checked.model), checked.tensors()
-        state = {name: tensors.stored(name) for name in make_stored_state(checked.model)}
+        loaded, tensors = Llama(checked.model), checked.open_weights()
+        state = {name: tensors.read_stored(name) for name in make_stored_state(checked.model)}
         loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
         return loaded
 
     return ExportSource(
         model=model,
-        weights=ChainMap(make_empty_shared_experts(checked.model), typing.cast(Any, checked.tensors())),
+        weights=ChainMap(make_empty_shared_experts(checked.model), typing.cast(Any, checked.open_weights())),
         config=make_hf_config(checked.model, dtype="bfloat16", usage=find_usage(checked)),
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},

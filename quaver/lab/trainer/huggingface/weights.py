@@ -82,7 +82,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
         """Maps the name of a tensor in the files to the tensor of the checkpoint that contains it."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
-    def stored(self, name: str) -> Tensor:
+    def read_stored(self, name: str) -> Tensor:
         """Return a tensor by its name in the checkpoint, which has all experts of a layer in one tensor."""
         tensor = torch.empty_like(self._meta[name], device="cpu")
         load_state({f"model.{name}": tensor}, self._reader)
@@ -91,7 +91,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         owner = self._owners[name]
         if self._last[0] != owner:  # the experts of a layer follow each other
-            self._last = owner, self._names.split_tensor(owner, self.stored(owner))
+            self._last = owner, self._names.split_tensor(owner, self.read_stored(owner))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
