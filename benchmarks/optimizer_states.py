@@ -117,7 +117,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         status = train(prepared)["status"]
     if status != "finished":
         raise SystemExit(f"{name}: the run ended as {status}")
-    return {"validation": curve(prepared.paths.path)["validation"]}
+    return {"validation": curve(prepared.folder.path)["validation"]}
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:

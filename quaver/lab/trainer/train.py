@@ -65,8 +65,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
         with silence_other_ranks(run.ranks.is_first):
             return _train(run)
     finally:
-        if run.folder:
-            run.folder.release()
+        run.folder.release()
 
 
 def _train(run: TrainingRun) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> No
 
 def _check_folder(run: TrainingRun, outputs: "Outputs") -> None:
     """Note a removed run folder. After the first step, write the report of conversion with the backends that ran."""
-    if run.folder is None:
+    if not run.ranks.is_first:
         return
     with outputs.failures.catch():
         run.folder.check_exists()
@@ -254,21 +253,21 @@ class Outputs:
 
 @contextmanager
 def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs]:
-    folder, config = run.folder, run.config.metrics
+    folder, config, is_first = run.folder, run.config.metrics, run.ranks.is_first
     with ExitStack() as stack:
         loggers: list[Logger] = []
         metrics = scales = None
-        if folder is not None:
+        if is_first:
             with failures.catch():
                 metrics = stack.enter_context(closing(JsonLines(folder.metrics)))
                 loggers = stack.enter_context(open_loggers(config, folder, asdict(run.config), failures))
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                     scales = stack.enter_context(closing(JsonLines(folder.float8_scales)))
-        display = Display(make_stdout_console(quiet=folder is None), config.log_freq, run.peak.source)
+        display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak.source)
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, run.progress.fallbacks)
         sink = None
         if run.config.numerics.every:
-            if folder is not None:
+            if is_first:
                 sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)
             stack.callback(_close_monitor, run)
             _open_monitor(run, sink)
@@ -278,8 +277,8 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
             loggers,
             scales,
             display,
-            Watchdog(run.paths.get_stacks_path(run.ranks.rank)),
-            stack.enter_context(Profiler(run.config, run.paths.path, run.ranks.rank, run.device, failures)),
+            Watchdog(folder.get_stacks_path(run.ranks.rank)),
+            stack.enter_context(Profiler(run.config, folder.path, run.ranks.rank, run.device, failures)),
             alarms,
             sink,
             failures,
@@ -329,7 +328,7 @@ def _record_step(run: TrainingRun, model: TrainedModel, step: int, result: StepR
         outputs.write({"step": step, "run": model.name, "skipped": result.nonfinite})
         outputs.display.print_skipped_step(step, model.name, result.nonfinite)
         return
-    scaling = model.scaling.report() if run.folder and model.precision == model.name else []
+    scaling = model.scaling.report() if run.ranks.is_first and model.precision == model.name else []
     record = _make_step_record(run, model, step, result) | summarize_saturation(scaling)
     recent = run.progress.recent_losses.setdefault(model.name, [])
     record["loss_spike"] = is_spike(result.loss, recent, run.config.metrics.loss_spike_deviations)
@@ -368,7 +367,7 @@ def _find_fullest_expert(model: TrainedModel) -> dict[str, float]:
 
 
 def _introduce(run: TrainingRun, display: Display) -> None:
-    if run.folder is None:
+    if not run.ranks.is_first:
         return
     config, origin = run.config, run.data.origin
     parameters = sum(parameter.numel() for parameter in run.models[0].model.parameters())
@@ -401,14 +400,14 @@ def _introduce(run: TrainingRun, display: Display) -> None:
 def _conclude(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:
     """Write the summary and the curves, on the first rank. Raises OutputError."""
     did_something = run.progress.step > run.began_at_step or status != "finished"
-    if run.folder and did_something:
+    if run.ranks.is_first and did_something:
         run.folder.write_json("summary.json", summary)
         with replace_file(run.folder.curves) as image:
             draw_curves(run.folder.metrics, image, title=run.folder.path.name)
 
 
 def _print_end(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:
-    if run.folder is None:
+    if not run.ranks.is_first:
         return
     if run.progress.step == run.began_at_step and status == "finished":
         say(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")

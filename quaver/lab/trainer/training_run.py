@@ -26,14 +26,14 @@ class TrainingRun:
         self,
         setup: RunSetup,
         models: list[TrainedModel],
-        paths: RunFolder,
+        folder: RunFolder,
         checkpoints: Checkpointer,
         progress: RunProgress,
     ) -> None:
-        """Take `models` with the weights and recipes of `progress`. `paths` is the folder on every rank."""
+        """Take `models` with the weights and recipes of `progress`. Only the first rank writes `folder`."""
         self.config, self.ranks, self.dims, self.device = setup.config, setup.ranks, setup.dims, setup.device
-        self.data, self.folder = setup.data, setup.folder  # only the first rank has the folder, and writes it
-        self.models, self.paths, self.checkpoints, self.progress = models, paths, checkpoints, progress
+        self.data, self.models, self.folder = setup.data, models, folder
+        self.checkpoints, self.progress = checkpoints, progress
         self.began_at_step = progress.step
         self.peak = get_peak_flops(setup.device)
         self.flops_per_token = {model.name: model.count_flops_per_token() for model in models}
@@ -69,9 +69,9 @@ def build(setup: RunSetup) -> TrainingRun:
         TrainedModel.build(name, model, config, setup.device, ranks, mesh, initializes=not loads_weights)
         for name, model in setup.models.by_name.items()
     ]
-    paths = RunFolder(Path(path), resume_step)
+    folder = setup.folder or RunFolder(Path(path), resume_step)
     checkpoints = Checkpointer(
-        paths.get_checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.description
+        folder.get_checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.description
     )
     progress = RunProgress()
     if resume_step is not None:
@@ -79,7 +79,7 @@ def build(setup: RunSetup) -> TrainingRun:
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
     begin_folder(setup)
-    return TrainingRun(setup, models, paths, checkpoints, progress)
+    return TrainingRun(setup, models, folder, checkpoints, progress)
 
 
 def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:

@@ -182,7 +182,7 @@ def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
 
 def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
     run = prepare(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
-    path = run.paths.get_stacks_path(0)
+    path = run.folder.get_stacks_path(0)
 
     def hang_in_step_2(model: TrainedModel, step: int) -> None:
         while step == 2 and not path.exists():
