@@ -19,7 +19,7 @@ class DryRunOptions(Settings):
     """Options of `quaver train --dry-run`."""
 
     dry_run: bool = setting(False, "Print the plan of the run, and train and write nothing.")
-    ranks: MostRanks = setting(1, "With --dry-run: processes of the run.")
+    ranks: MostRanks | None = setting(None, "With --dry-run: processes of the run; by default those of torchrun, or 1.")
 
 
 def plan_run(run_flags: list[str], ranks: int) -> DryRun:

@@ -49,11 +49,11 @@ def run(argv: list[str]) -> int:
         return 0
     with _agree_on_input(ranks):
         options, run_flags = split_options(DryRunOptions, argv, prog="quaver train")
-        if options.ranks != 1 and not options.dry_run:
+        if options.ranks is not None and not options.dry_run:
             raise InputError("--ranks is for --dry-run; start a run on many processes with torchrun")
     if options.dry_run:
         with _agree_on_input(ranks):
-            planned = plan_run(run_flags, options.ranks) if ranks.is_first else None
+            planned = plan_run(run_flags, options.ranks or ranks.world_size) if ranks.is_first else None
         if planned is not None:
             show(iter_views(planned))
         return 0

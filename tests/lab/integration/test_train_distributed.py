@@ -350,6 +350,7 @@ def test_a_dry_run_is_printed_by_the_first_rank_alone(where):
     words = ["train", "--dry-run", *words_of(where, "planned", HP)]
     first, second = [rank.finished() for rank in quaver_on_ranks(2, words, cwd=where)]
     assert (first.returncode, second.returncode) == (0, 0)
+    assert "ranks        2: dp_shard 2\n" in first.stdout
     assert "nothing was trained or written" in first.stdout
     assert (second.stdout, second.stderr) == ("", "")
     first, second = [rank.finished() for rank in quaver_on_ranks(2, [*words, "--training.steps=0"], cwd=where)]
