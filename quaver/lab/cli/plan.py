@@ -86,7 +86,7 @@ class PlanOptions(Settings):
         """Raise InputError for numbers without units, and OSError for files that cannot be written."""
         super().check()
         rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
-        self.require(self.network_gbps > 0, "network", rates)
+        self.require(0 < self.network_gbps < math.inf, "network", rates)
         self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
         for name in self.recipes:
             if name != BFLOAT16:
@@ -125,7 +125,8 @@ class PlanOptions(Settings):
     def asked_tokens(self) -> int:
         """The tokens of `global_batch`; 0 if it is unset or cannot be parsed."""
         match = _TOKENS.fullmatch((self.global_batch or "").strip())
-        return int(float(match[1]) * _THOUSANDS[match[2].lower()]) if match else 0
+        tokens = float(match[1]) * _THOUSANDS[match[2].lower()] if match else 0
+        return int(tokens) if tokens < math.inf else 0
 
     def choose_step_sequences(self, config: TrainConfig) -> int | None:
         """Return the sequences of a step on all ranks, or None for one micro-batch per data-parallel rank."""

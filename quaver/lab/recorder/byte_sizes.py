@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from quaver.runtime.errors import InputError
@@ -41,7 +42,7 @@ def parse_bytes(text: str, name: str = "size") -> int:
     match = _SIZE.fullmatch(text.strip())
     is_bits = match is not None and match[2][:1].isupper() and match[2].endswith("b")  # Gb, Gib
     unit_bytes = UNITS_BYTES.get(match[2].lower(), 0) if match and not is_bits else 0
-    size_bytes = int(float(match[1]) * unit_bytes) if match else 0
-    if size_bytes < 1:
+    size_bytes = float(match[1]) * unit_bytes if match else 0
+    if not 1 <= size_bytes < math.inf:
         raise InputError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
-    return size_bytes
+    return int(size_bytes)
