@@ -60,7 +60,7 @@ class Survey:
         return "skipped" if name in self.skipped else self.recipes.of(name)
 
 
-def survey_model(path: str, options: "DoctorOptions") -> Survey:
+def survey_model(path: str, options: DoctorOptions) -> Survey:
     """Survey a model, and write its recipes. Raises OSError, InputError and NotImplementedError for bad input."""
     out = None if options.out is None else expand_user(options.out)
     if out is not None and out.exists():

@@ -111,9 +111,8 @@ class PlanOptions(Settings):
         match = _NETWORK.fullmatch(self.network.strip())
         return float(match[1]) * (8 if match[2].startswith("GB") else 1) if match else 0.0
 
-    @property
-    def device(self) -> DeviceSpec:
-        """The specification of the GPU. Raises InputError or OSError."""
+    def read_device(self) -> DeviceSpec:
+        """Return the specification of the GPU. Raises InputError or OSError."""
         if self.spec is not None:
             return read_device_spec(Path(self.spec))
         try:
@@ -162,7 +161,7 @@ def run(argv: list[str]) -> int:
     with report_bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         config = load_run(*parse_arguments(run_flags, PlanOptions))
-        spec = options.device
+        spec = options.read_device()
         cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:
             check_counts_for(spec)
@@ -186,7 +185,7 @@ def run(argv: list[str]) -> int:
                 raise InputError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
     limits = [describe_limits(row, cluster) for row in result.rows]
     show(iter_views(options, result, limits, cluster, memory))
-    show(_iter_notes_on_steps(options, config, layouts, result))
+    show(_iter_notes_on_steps(options, layouts, result))
     show(f"not simulated: {sentence}" for sentence in iter_unsimulated(config))
     _write(options, result, limits, cluster)
     return 0
@@ -250,9 +249,7 @@ def make_layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
     return make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
 
 
-def _iter_notes_on_steps(
-    options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult
-) -> Iterator[str]:
+def _iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchResult) -> Iterator[str]:
     """Say if steps differ in tokens, or from --global-batch, and why the configured layout is not in the table."""
     planned = result.rows[0].run
     steps = {row.run.step_tokens for row in result.rows}

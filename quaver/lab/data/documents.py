@@ -55,9 +55,7 @@ class SourceFile:
 def find_files(path: str) -> list[SourceFile]:
     """Return the files of `data.path` by name. Hidden files and folders are left out, links to folders not followed.
 
-    Raises:
-        FileNotFoundError: if the path does not exist.
-        OSError: if a folder cannot be read.
+    Raises OSError if the path does not exist, or a folder cannot be read.
     """
     is_library = path == STDLIB
     root = Path(sysconfig.get_paths()["stdlib"]) if is_library else expand_user(path)

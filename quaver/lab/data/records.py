@@ -27,12 +27,7 @@ BUFFER_BYTES = 1 << 20
 
 
 def read_records(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
-    """Yield the texts of `file`; a file that breaks off yields what precedes the break.
-
-    Raises:
-        InputError: for a corrupt item, if `account` refuses them.
-        OSError: if the file cannot be read.
-    """
+    """Yield the texts of `file`; a file that breaks off yields what precedes the break. Raises as `read_pieces`."""
     read = _read_parquet if file.name.endswith(PARQUET) else _read_json_lines
     return read(file, field, account, advance)
 

@@ -49,10 +49,7 @@ class TextSource:
 def find_source(data: Data) -> TextSource:
     """Return the source that `data` names. Lists the files, and does not read them.
 
-    Raises:
-        FileNotFoundError: if the path does not exist.
-        OSError: if a folder cannot be read.
-        InputError: if pyarrow is missing for Parquet, or data.field is set for plain text.
+    Raises OSError as `find_files`, and InputError if pyarrow is missing for Parquet, or data.field is set for text.
     """
     files = find_files(data.path)
     record_files = [file for file in files if file.name.endswith(records.SUFFIXES)]

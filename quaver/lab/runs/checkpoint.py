@@ -116,8 +116,7 @@ class Checkpointer:
     def save(self, progress: RunProgress, models: Sequence[SavedModel]) -> None:
         """Save the run, unless this step is saved already or checkpoints are disabled; with async_mode in a thread.
 
-        Raises:
-            CheckpointError: on every rank, if this save, or the one before it in the background, failed.
+        Raises CheckpointError on every rank if this save, or the one before it in the background, failed.
         """
         if progress.step == self._saved_step or not self.config.enable:
             return
@@ -194,8 +193,7 @@ class Checkpointer:
     def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
         """Write and publish the checkpoint of `step`, and remove old ones. Runs in the thread.
 
-        Raises:
-            CheckpointError: on every rank.
+        Raises CheckpointError on every rank.
         """
         folder = self.folder
         try:
@@ -246,8 +244,7 @@ def _convert_errors(action: Callable[[], Any]) -> Any:
 def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
     """Load the weights of the checkpoint at `path`. A model whose name it lacks gets the weights of its first model.
 
-    Raises:
-        CheckpointError: on every rank, if they cannot be read or do not fit.
+    Raises CheckpointError on every rank if they cannot be read or do not fit.
     """
     saved = read_verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
     for trained in models:
@@ -271,8 +268,7 @@ def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
 def read_metadata(reader: FileSystemReader) -> Metadata:
     """Return the names, shapes and dtypes that `reader` finds. It reads them once: load() gets the same object.
 
-    Raises:
-        CheckpointError: there are none, or they are damaged.
+    Raises CheckpointError if there are none, or they are damaged.
     """
     try:
         metadata = reader.read_metadata()
@@ -329,8 +325,7 @@ def _make_read_error(verb: str, reader: FileSystemReader, error: BaseException) 
 def read_verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
     """Return the record of the checkpoint at `path`; with `verifies`, compare its files with the manifest first.
 
-    Raises:
-        CheckpointError: on every rank.
+    Raises CheckpointError on every rank.
     """
     record: dict[str, Any] = {}
 

@@ -46,11 +46,7 @@ class Ranks:
         return self.world_size == 1
 
     def choose_device(self, device: torch.device) -> torch.device:
-        """Return this rank's device of the type of `device`, and make it the current one.
-
-        Raises:
-            MissingDeviceError: this machine has fewer GPUs than ranks.
-        """
+        """Return this rank's device of the type of `device`, and make it the current one. Raises MissingDeviceError."""
         if not is_cuda_device(device) or self.is_alone:
             return device
         count = torch.cuda.device_count()
@@ -142,10 +138,7 @@ class Ranks:
 def read_ranks() -> Ranks:
     """Return the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe, as torchrun sets them.
 
-    The object is created once per process, because it counts the agreements.
-
-    Raises:
-        InputError: a variable is missing, is not an integer, or contradicts the others.
+    The object is created once per process, because it counts the agreements. Raises InputError.
     """
     world_size = _read_variable("WORLD_SIZE", default=1, least=1)
     if world_size == 1:

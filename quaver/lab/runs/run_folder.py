@@ -163,11 +163,7 @@ class RunFolder:
         return self.path / POST_MORTEM
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        """Write `value` to the file `name`, replacing it atomically.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
+        """Write `value` to the file `name`, replacing it atomically. Raises OutputError."""
         with replace_file(self.path / name) as partial:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

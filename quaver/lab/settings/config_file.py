@@ -26,11 +26,7 @@ _WITHOUT_FLOAT8 = ("enable_float8_linear", "recipe_name", "filter_fqns", "auto_f
 def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig:
     """Return the defaults, overridden by the TOML file at `path`, overridden by `flags`.
 
-    A flag that turns float8 off also turns off what `list_turned_off` returns.
-
-    Raises:
-        InputError: for a file that is not TOML, an unknown section or key, or a value that is wrong.
-        OSError: if the file cannot be read.
+    A flag that turns float8 off also turns off what `list_turned_off` returns. Raises InputError and OSError.
     """
     sections = {} if path is None else read_toml(path)
     for name in _list_turned_off(sections, flags or {}):
@@ -44,7 +40,7 @@ def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig
 def list_turned_off(path: Path | None, flags: Sections) -> list[str]:
     """Return the settings of the file that only float8 reads, if a flag turns float8 off, else nothing.
 
-    Settings that `flags` give are not among them, and neither are those of the file that have their defaults.
+    Settings that `flags` give, or that have their defaults in the file, are left out.
     """
     return [] if path is None else _list_turned_off(read_toml(path), flags)
 
@@ -54,14 +50,14 @@ def _list_turned_off(sections: Sections, flags: Sections) -> list[str]:
         return []
     in_float8 = (f"float8.{name}" for name in get_hints(Float8) if name not in _WITHOUT_FLOAT8)
     in_numerics = (f"numerics.{name}" for name in get_hints(Numerics))
-    found = []
+    turned_off = []
     for name in (*in_float8, *in_numerics, "validation.high_precision_too", "metrics.float8_scales_freq"):
         section, key = name.split(".")
         values = sections.get(section, {})
         default = get_hints(TrainConfig)[section].__dataclass_fields__[key].default
         if key in values and key not in flags.get(section, {}) and as_tuple(values[key]) != default:
-            found.append(name)
-    return found
+            turned_off.append(name)
+    return turned_off
 
 
 def read_toml(path: Path) -> Sections:
@@ -87,11 +83,7 @@ def _check_names(sections: Sections, source: str) -> None:
 
 
 def build_config(sections: Sections) -> TrainConfig:
-    """Make a TrainConfig from nested plain values. Missing values take their defaults.
-
-    Raises:
-        InputError: for an unknown section or key, or a value that is wrong.
-    """
+    """Make a TrainConfig from nested plain values. Missing values take their defaults. Raises InputError."""
     _check_names(sections, "the settings")
     return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in get_hints(TrainConfig).items()})
 
@@ -129,12 +121,10 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
     """Split `[CONFIG.toml] [--section.field value ...]` into the file and the flags as nested values.
 
     `--resume RUN_FOLDER` takes the config and the name of that folder, and sets checkpoint.resume = must.
-    `split_flags` says how values are written.
+    `split_flags` says how values are written. Raises InputError.
 
     Args:
         options: the command's own options, which are parsed already. The hint for an unknown flag may name one.
-    Raises:
-        InputError: for an unknown flag, a flag without its value, or a second file.
     """
     values, rest = split_flags(TrainFlags, argv)
     known = [*_list_setting_names(), *(name for name, hint in get_hints(options).items() if not is_section(hint))]

@@ -68,8 +68,7 @@ def argument(text: str) -> Any:
 class Settings:
     """Base of the dataclasses of settings: checks the type and the bounds of each field, then calls `check`.
 
-    Raises (when made):
-        InputError: with the setting's name, what was expected, and what was given.
+    An InputError has the setting's name, what was expected, and what was given.
     """
 
     section: ClassVar[str] = ""

@@ -36,11 +36,7 @@ _Options = TypeVar("_Options", bound=Settings)
 
 
 def parse_options(kind: type[_Options], argv: list[str], *, prog: str) -> _Options:
-    """Parse the options of a command from `argv`; for --help print its help and exit.
-
-    Raises:
-        InputError: for an unknown flag, a flag without its value, or a wrong value.
-    """
+    """Parse the options of a command from `argv`; for --help print its help and exit. Raises InputError."""
     exit_after_help(kind, argv, prog=prog)
     see = f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
     try:
@@ -59,10 +55,7 @@ def parse_options(kind: type[_Options], argv: list[str], *, prog: str) -> _Optio
 def split_options(kind: type[_Options], argv: list[str], *, prog: str) -> tuple[_Options, list[str]]:
     """Parse the options of a command that also takes the flags of a run. Return them and the remaining words.
 
-    For --help print the help of the command and exit.
-
-    Raises:
-        InputError: an option has no value, or a wrong one.
+    For --help print the help of the command and exit. Raises InputError.
     """
     exit_after_help(kind, argv, prog=prog)
     values, rest = split_flags(kind, argv)
@@ -82,10 +75,7 @@ def split_flags(kind: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; another word
     after it is a wrong value, unless it may be an argument or names a file. A list is every word up to the next flag,
     split at commas, or is written as in TOML. A string may hold flags and spaces. Of a repeated flag the last value
-    counts; lists are joined.
-
-    Raises:
-        InputError: a flag has no value, or an argument is missing.
+    counts; lists are joined. Raises InputError if a flag has no value, or an argument is missing.
     """
     parser = _Parser(kind)
     values, rest = parser.parse_known_intermixed_args(list(parser.spell(argv)))

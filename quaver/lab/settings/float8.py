@@ -17,10 +17,7 @@ RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
 @functools.cache
 def _has_persistent_scales(recipe_name: str) -> bool:
-    """Return whether the recipe has persistent scales.
-
-    The result is cached, because a plan makes thousands of settings. Raises InputError for an unknown name.
-    """
+    """Return whether the recipe has persistent scales; cached, because a plan makes thousands of settings."""
     return Float8LinearConfig.from_recipe_name(recipe_name).has_persistent_scales
 
 

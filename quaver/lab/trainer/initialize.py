@@ -16,11 +16,7 @@ from quaver.lab.trainer.model import Llama, choose_init_std
 
 
 def allocate(model: Llama, device: torch.device) -> None:
-    """Give `model`, which is on the meta device, uninitialized storage on `device`.
-
-    Raises:
-        NotImplementedError: the model has buffers outside its routers, which would be left undefined.
-    """
+    """Give `model`, which is on the meta device, uninitialized storage on `device`."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     known = {id(buffer) for router in routers for buffer in router.buffers()}
     buffers = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
@@ -52,8 +48,8 @@ def make_initial_value(name: str, shape: torch.Size, std: float, seed: int) -> T
     return torch.empty(shape).normal_(std=std, generator=generator)
 
 
-def take_local_part(whole: Tensor, parameter: DTensor) -> Tensor:
-    """Return this rank's shard of `whole`, with the placements of `parameter`; a view.
+def take_local_part(value: Tensor, parameter: DTensor) -> Tensor:
+    """Return this rank's shard of `value`, a whole parameter, with the placements of `parameter`; a view.
 
     [Note: order of sharding] Tensor parallelism splits first and FSDP2 splits the result, although FSDP's dim comes
     first in the mesh. So a dim that both split is split by the last mesh dim first.
@@ -61,7 +57,7 @@ def take_local_part(whole: Tensor, parameter: DTensor) -> Tensor:
     coordinate = parameter.device_mesh.get_coordinate()
     if coordinate is None:
         raise RuntimeError("this rank is not in the parameter's mesh")
-    part = whole
+    part = value
     for axis in reversed(range(parameter.device_mesh.ndim)):
         dim = getattr(parameter.placements[axis], "dim", None)  # of Shard and of FSDP2's strided Shard
         if dim is not None:

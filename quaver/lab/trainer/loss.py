@@ -91,9 +91,6 @@ def _iter_slices(logits: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...
         yield from zip(*(tensor.split(rows) for tensor in (logits, *vectors)), strict=True)
 
 
-# ---- [Note: split vocabulary] ----------------------------------------------------------------------------------------
-
-
 def _is_split(logits: Tensor) -> TypeIs[DTensor]:
     if not is_dtensor(logits) or logits.device_mesh.ndim > 1:
         return False

@@ -158,17 +158,14 @@ class FeedForward(nn.Module):
         return self.down_proj(product)
 
 
-def _make_mixture(config: Model) -> Mixture:
-    return Mixture(config, FeedForward(config, config.n_shared_experts) if config.n_shared_experts else None)
-
-
 class Block(nn.Module):
     """Attention, then feed-forward, each on normalized input and added to the residual stream."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = _make_mixture(config) if config.n_experts else FeedForward(config)
+        shared_experts = FeedForward(config, config.n_shared_experts) if config.n_shared_experts else None
+        self.mlp = Mixture(config, shared_experts) if config.n_experts else FeedForward(config)
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
 

@@ -75,8 +75,10 @@ class Profiler:
         """
         with ExitStack() as stack:
             if self._config.profiling.enable_memory_snapshot:
-                snapshot = self._take_cuda_snapshot if is_cuda_device(self._device) else self._record_cpu_timeline
-                stack.enter_context(snapshot(step, name, model, optimizer))
+                if is_cuda_device(self._device):
+                    stack.enter_context(self._take_cuda_snapshot(step, name))
+                else:
+                    stack.enter_context(self._record_cpu_timeline(step, name, model, optimizer))
             stack.enter_context(self._trace(step, name))
             yield
 
@@ -100,7 +102,7 @@ class Profiler:
             self._write(file, partial(_export, profiler))
 
     @contextmanager
-    def _take_cuda_snapshot(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    def _take_cuda_snapshot(self, step: int, name: str) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError:

@@ -107,10 +107,6 @@ def check_environment(config: TrainConfig, device: torch.device | None) -> None:
 
     Args:
         device: the run's device; None if it is not known.
-
-    Raises:
-        InputError: a setting does not fit, a package is missing, or the checkpoint has another format.
-        FileNotFoundError: there is no checkpoint.
     """
     _check_recordable(config)
     require(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from rich.table import Table
@@ -46,8 +46,6 @@ from quaver.lab.settings.float8 import RECIPES
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 
-_PEERS = ("none", "torchao")
-
 
 @dataclass(frozen=True)
 class LedgerOptions(Settings):
@@ -60,7 +58,7 @@ class LedgerOptions(Settings):
     gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPUS), has_aliases=True)] = setting(
         "h200", "The GPU that the code is for."
     )
-    peer: Annotated[str, OneOf(_PEERS)] = setting(
+    peer: Annotated[str, OneOf(("none", "torchao"))] = setting(
         "none", "Also count another library, for the recipes that it supports."
     )
     part: Annotated[str, OneOf(PARTS)] = setting("block", "The whole block, or its up_proj alone.")
@@ -135,7 +133,10 @@ def run(argv: list[str]) -> int:
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": list_constants(spec),
         "table": [dict(zip(map(_join_lines, COLUMNS), row, strict=True)) for row in rows],
-        "ledgers": [_make_json_row(ledger, spec, kernels=options.kernels) for ledger in ledgers],
+        "ledgers": [
+            {**ledger.to_json(kernels=options.kernels), "milliseconds": sum_milliseconds(ledger, spec)}
+            for ledger in ledgers
+        ],
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
     show(iter_views(options, ledgers, codes, spec, work))
@@ -145,10 +146,6 @@ def run(argv: list[str]) -> int:
 
 def _join_lines(title: str) -> str:
     return title.replace("-\n", "").replace("\n", " ")
-
-
-def _make_json_row(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, Any]:
-    return {**ledger.to_json(kernels=kernels), "milliseconds": sum_milliseconds(ledger, spec)}
 
 
 def iter_views(

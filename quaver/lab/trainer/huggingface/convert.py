@@ -201,8 +201,7 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
 def find_checkpoint(path: Path) -> Path | None:
     """Return `path` if it is a checkpoint, the last checkpoint if it is a run, or else None.
 
-    Raises:
-        FileNotFoundError: the run has no complete checkpoint.
+    Raises FileNotFoundError if the run has no complete checkpoint.
     """
     if (path / RECORD).is_file():
         return path

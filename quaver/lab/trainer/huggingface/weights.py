@@ -104,8 +104,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
 def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dtype: torch.dtype) -> None:
     """Write `weights`, rounded to nearest even, as the model of a checkpoint. Memory holds one tensor at a time.
 
-    Raises:
-        NotWrittenError: a file cannot be written.
+    Raises NotWrittenError.
     """
     ignore_single_process_warning()
     # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
