@@ -145,7 +145,7 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
     computed = _group_by_collective(unknown)[_make_collective_key(weight, own)]
     if own.ranks[0] not in siblings.agreed_ranks:
         lines = _describe([(name, sibling) for name, sibling, _ in computed])
-        check_ranks_agree(lines, own.fsdp_group, own.device, what=_GATHERED)
+        check_ranks_agree(lines, own.fsdp_group, what=_GATHERED)
         siblings.agreed_ranks.add(own.ranks[0])
     _compute_and_set_scales(computed)
     return typing.cast(WholeScales, _get_all_gather_weight(weight).get_scales(weight.parameter))

@@ -1,6 +1,8 @@
-"""Console output of commands: lines of text, and tables that fit 80 columns."""
+"""Console output of commands: lines of text, tables that fit 80 columns, and JSON."""
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -8,7 +10,7 @@ from rich.table import Table
 from quaver.lab.trainer.display import choose_color_system
 from quaver.lab.trainer.tables import fit_table, make_table
 
-__all__ = ["make_table", "show"]
+__all__ = ["make_table", "show", "show_or_dump"]
 
 
 def show(views: Iterable[str | Table]) -> None:
@@ -22,3 +24,11 @@ def show(views: Iterable[str | Table]) -> None:
         if isinstance(view, Table):
             console.width = fit_table(view, width)
         console.print(view, soft_wrap=isinstance(view, str))
+
+
+def show_or_dump(views: Iterable[str | Table], content: dict[str, Any], *, as_json: bool) -> None:
+    """`show` the views, or print the content as JSON."""
+    if as_json:
+        print(json.dumps(content, indent=2, allow_nan=False))
+    else:
+        show(views)

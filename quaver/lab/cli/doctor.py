@@ -11,8 +11,8 @@ def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 1 if a recipe fails on a device of this machine, 2 for bad input."""
     if set(argv) <= {"--json", "--no-compile"}:
         return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
-    from quaver.lab.cli.doctor_gpu import find_on_gpu, print_on_gpu
-    from quaver.lab.cli.doctor_model import print_survey, survey_model
+    from quaver.lab.cli import doctor_gpu, doctor_model
+    from quaver.lab.cli.console import show_or_dump
     from quaver.lab.cli.doctor_options import DoctorOptions
     from quaver.lab.cli.errors import report_bad_input
     from quaver.lab.progress import show_progress
@@ -21,11 +21,13 @@ def run(argv: list[str]) -> int:
     with report_bad_input():
         options = parse_options(DoctorOptions, argv, prog="quaver doctor")
         if options.gpu is not None:
-            print_on_gpu(find_on_gpu(options.gpu, options.model, options.recipe), as_json=options.json)
-            return 0
-        if options.model is not None:
+            on_gpu = doctor_gpu.find_on_gpu(options.gpu, options.model, options.recipe)
+            views, content = doctor_gpu.iter_views(on_gpu), on_gpu.to_dict()
+        elif options.model is not None:
             with show_progress("surveying the model"):
-                survey = survey_model(options.model, options)
-            print_survey(survey, as_json=options.json)
-            return 0
-    return print_machine(as_json=options.json, try_compile=options.compile)
+                survey = doctor_model.survey_model(options.model, options)
+            views, content = doctor_model.iter_views(survey), doctor_model.make_survey_dict(survey)
+    if options.gpu is None and options.model is None:
+        return print_machine(as_json=options.json, try_compile=options.compile)
+    show_or_dump(views, content, as_json=options.json)
+    return 0

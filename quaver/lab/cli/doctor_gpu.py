@@ -3,7 +3,6 @@
 The GPU need not be in this machine. Nothing runs and no weight is read: the model is made on the meta device.
 """
 
-import json
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +12,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
 from quaver.export.files import read_config
 from quaver.export.source import DEFAULT_FILTER, build_skeleton, make_name_filter
-from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.console import make_table
 from quaver.lab.doctor.gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings import Float8, TrainConfig
@@ -58,14 +57,6 @@ def _run_on_gpu(spec: DeviceSpec, config: TrainConfig, recipe: str | None) -> On
     tokens = training.local_batch_size * training.seq_len
     convert_model(model, float8, tokens=tokens, device=torch.device("cpu"))
     return describe_gpu(spec, model, float8.label, make_linear_config(float8))
-
-
-def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:
-    """Print the tables, or everything as JSON."""
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
-    else:
-        show(iter_views(result))
 
 
 def iter_views(result: OnGpu) -> Iterator[str | Table]:

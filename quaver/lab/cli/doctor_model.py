@@ -6,7 +6,6 @@ writes them as a config, which `LayerRecipes.read` reads, and `quaver train` too
 runs the batch again for a second table: the precision that the GPU's sums lose in each matmul.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.experts.module import is_experts
-from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.console import make_table
 from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.cli.doctor_sums import iter_sum_views, make_sums_dict
 from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey
@@ -114,14 +113,6 @@ def _format_toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> s
     return comment + tomli_w.dumps({"float8": asdict(float8)})
 
 
-def print_survey(result: Survey, *, as_json: bool) -> None:
-    """Print the tables, or all numbers as JSON."""
-    if as_json:
-        print(json.dumps(_to_dict(result), indent=2, allow_nan=False))
-        return
-    show(iter_views(result))
-
-
 def iter_views(result: Survey) -> Iterator[str | Table]:
     """Yield the table of the surveyed linears, the recipes that were chosen, and what was not surveyed."""
     yield f"one batch: {result.data}; decibels of the worst operand, and which that is"
@@ -149,7 +140,8 @@ def _make_row(result: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
     return f"{linear.name}\n  {operand}; {result.get_recipe(linear.name)}", *figures
 
 
-def _to_dict(result: Survey) -> dict[str, Any]:
+def make_survey_dict(result: Survey) -> dict[str, Any]:
+    """Return all numbers for JSON."""
     total = sum(linear.products for linear in result.surveyed)
     return {
         "data": result.data,

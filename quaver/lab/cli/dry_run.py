@@ -21,6 +21,12 @@ class DryRunOptions(Settings):
     dry_run: bool = setting(False, "Print the plan of the run, and train and write nothing.")
     ranks: MostRanks | None = setting(None, "With --dry-run: processes of the run; by default those of torchrun, or 1.")
 
+    def check(self) -> None:
+        """Refuse --ranks for a run that trains."""
+        if not self.dry_run:
+            fix = "start a run on many processes with torchrun"
+            self.require_default("ranks", unless="--dry-run is given", fix=fix)
+
 
 def plan_run(run_flags: list[str], ranks: int) -> DryRun:
     """Return the plan of `quaver train RUN_FLAGS` on `ranks` processes. Raises what `dry_run` raises for bad input."""

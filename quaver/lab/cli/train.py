@@ -26,7 +26,6 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import build
-from quaver.runtime.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,6 @@ def run(argv: list[str]) -> int:
         return 0
     with _agree_on_input(ranks):
         options, run_flags = split_options(DryRunOptions, argv, prog="quaver train")
-        if options.ranks is not None and not options.dry_run:
-            raise InputError("--ranks is for --dry-run; start a run on many processes with torchrun")
     if options.dry_run:
         with _agree_on_input(ranks):
             planned = plan_run(run_flags, options.ranks or ranks.world_size) if ranks.is_first else None

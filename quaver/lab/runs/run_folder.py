@@ -32,7 +32,6 @@ from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
 from quaver.numerics.record import FILE_NAME as NUMERICS
 from quaver.runtime.devices import describe_hardware
-from quaver.runtime.errors import InputError
 
 CONFIG = "config.toml"
 WANDB_ID = "wandb_id.txt"
@@ -170,11 +169,7 @@ class RunFolder:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a file that replaces `path` after the block.
-
-    Raises:
-        OutputError: a file cannot be read or written; `path` is as it was.
-    """
+    """Yield the path of a file that replaces `path` after the block. Raises OutputError, and `path` is as it was."""
     partial = path.with_name(f".{path.name}")
     try:
         with convert_to_output_error(path):
@@ -276,14 +271,11 @@ def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
         if (section not in UNRELATED or f"{section}.{name}" in RELATED) and before[section][name] != value
     }
     for name, (old, new) in changes.items():
-        if name.startswith("model."):
-            raise InputError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; start a new run")
+        expected = f"{old!r}, that of the run in {str(path)!r}"
+        require(not name.startswith("model."), name, expected, new, "start a new run")
     began, asked = (config["checkpoint"]["initial_load_path"] for config in (before, now))
-    if asked != began:
-        raise InputError(
-            f"checkpoint.initial_load_path must be {began!r}, from which the run in {str(path)!r} began, got "
-            f"{asked!r}; its checkpoint has the weights"
-        )
+    expected = f"{began!r}, from which the run in {str(path)!r} began"
+    require(asked == began, "checkpoint.initial_load_path", expected, asked, "its checkpoint has the weights")
     return changes
 
 

@@ -46,10 +46,7 @@ class DryRun:
 def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     """Check a run on `ranks` processes as far as possible without starting it, and describe it.
 
-    The data is found but not read; the device may be missing here.
-
-    Raises:
-        InputError, OSError, NotImplementedError: the run would raise the same error.
+    The data is found but not read; the device may be missing here. Raises the errors with which the run would begin.
     """
     config, layout = resolve(config, rank=0, world_size=ranks)
     device = config.training.device

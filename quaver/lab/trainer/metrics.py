@@ -11,8 +11,7 @@ from uuid import uuid4
 
 from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
-from quaver.lab.settings import Metrics
-from quaver.runtime.errors import InputError
+from quaver.lab.settings import Metrics, require
 
 WARMUP_STEPS = 3
 """The first steps, which medians leave out: they compile, allocate and measure memory."""
@@ -98,11 +97,9 @@ def list_scalars(record: dict[str, Any]) -> dict[str, float]:
 def check_loggers(config: Metrics) -> None:
     """Raise InputError if the package of an enabled logger is not installed."""
     for name in ("tensorboard", "wandb"):
-        if getattr(config, f"enable_{name}") and importlib.util.find_spec(name) is None:
-            raise InputError(
-                f"metrics.enable_{name} must be false without the package {name}, got true; "
-                f"pip install 'quaver[{name}]'"
-            )
+        is_installed = not getattr(config, f"enable_{name}") or importlib.util.find_spec(name) is not None
+        fix = f"pip install 'quaver[{name}]'"
+        require(is_installed, f"metrics.enable_{name}", f"false without the package {name}", True, fix)
 
 
 @contextmanager
@@ -111,11 +108,11 @@ def open_loggers(
 ) -> Iterator[list[Logger]]:
     """Open the loggers that `config` enables, and close them after the block.
 
+    Raises OutputError if one cannot be opened.
+
     Args:
         settings: the resolved config, which Weights & Biases stores with the run.
         failures: keeps the errors of closing them.
-    Raises:
-        OutputError: one cannot be opened.
     """
     loggers: list[Logger] = []
     try:

@@ -124,9 +124,7 @@ def check_environment(config: TrainConfig, device: torch.device | None) -> None:
 def make_models(config: TrainConfig, device: torch.device) -> Models:
     """Make the models of a run on the meta device, and convert the float8 model.
 
-    Raises:
-        InputError: a filter matches nothing, or tensor parallelism cuts blocks of a recipe.
-        NotImplementedError: quaver does not support the settings.
+    Raises InputError and NotImplementedError for settings that do not fit the model.
     """
     models = {config.training.mixed_precision_param: _make_meta_model(config)}
     report = None

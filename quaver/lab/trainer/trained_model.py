@@ -325,10 +325,8 @@ class TrainedModel:
     def validate(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss over the validation batches in `precision`, and set `validation_loss` to it.
 
-        With validation.high_precision_too the same weights are also validated for `validation_loss_hp`.
-
-        Raises:
-            NonFiniteError: if the loss is not finite.
+        With validation.high_precision_too the same weights are also validated for `validation_loss_hp`. Raises
+        NonFiniteError if a loss is not finite.
         """
         self.validation_loss = self._compute_mean_loss(batches)
         if self.config.validation.high_precision_too:

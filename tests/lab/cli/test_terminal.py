@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quaver.conversion.layer_recipes import LayerRecipes
-from quaver.lab.bench import working as working_module
+from quaver.lab import progress
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
@@ -108,9 +108,9 @@ def test_colours_are_for_terminals(wants_colour, on_terminal, monkeypatch, tmp_p
 @pytest.fixture
 def count_twice(monkeypatch):
     """Works on two activities, each until its line is on stderr. The clock stands still."""
-    monkeypatch.setattr(working_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(working_module, "EVERY_S", 0.001)
-    monkeypatch.setattr(working_module, "EVERY_LINE_S", 0.001)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "EVERY_LINE_S", 0.001)
 
     def wait_for(line):
         while line not in sys.stderr.getvalue():
@@ -136,7 +136,7 @@ def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeyp
 
 def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(working_module, "EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
     assert main([*ROOFLINE, str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out

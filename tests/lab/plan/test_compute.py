@@ -11,6 +11,7 @@ from quaver.lab.plan.compute import time_block, time_head
 from quaver.lab.plan.run import HEAD, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.trainer.model import SPLIT_DIMS
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import choose_kernel, predict_attention_seconds
 from quaver.roofline.device_specs import find_device_spec

@@ -159,7 +159,7 @@ def test_a_step_issues_the_trainers_collectives(name):
     counted = Counter()
     for traffic in links.traffic:
         counted[traffic.kind] += traffic.number
-    tasks = build_step(plan_run(STEPS[name]), Cluster.of(find_device_spec("h100"))).tasks
+    tasks = build_step(plan_run(STEPS[name]), Cluster.from_spec(find_device_spec("h100"))).tasks
     assert counted == Counter(task.kind for task in tasks if task.kind.startswith(("all_", "reduce_")))
     # norms stay in bfloat16 where matrices are gathered as codes, and shards are padded: a few percent of these sizes
     sent = sum(task.sent_bytes for task in tasks)

@@ -24,7 +24,7 @@ from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
 
 LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
-CLUSTER = Cluster.of(find_device_spec("h100"))
+CLUSTER = Cluster.from_spec(find_device_spec("h100"))
 GIB = 2**30
 
 

@@ -15,7 +15,7 @@ from quaver import Float8Linear
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Validation
-from quaver.lab.trainer.float8 import convert_model, disable_matmuls
+from quaver.lab.trainer.float8 import convert_model, in_high_precision
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -113,7 +113,7 @@ def test_both_validation_losses_are_kept(tiny_float8_config):
 
 def test_an_error_brings_float8_back(tiny_float8_config):
     model = prepare(tiny_float8_config).models[0].model
-    with pytest.raises(RuntimeError, match="inside"), disable_matmuls(model):
+    with pytest.raises(RuntimeError, match="inside"), in_high_precision(model):
         assert {module.config.short_str().count("dis") for _, module in iter_float8_modules(model)} == {3}
         raise RuntimeError("inside")
     assert [module.config.high_precision_matmuls for _, module in iter_float8_modules(model)] == [()] * 14
@@ -129,7 +129,7 @@ def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tin
     assert wrapped is not Float8Linear
     with torch.no_grad():
         expected = baseline.compute_loss(batch)
-        with disable_matmuls(float8.model):
+        with in_high_precision(float8.model):
             assert torch.equal(float8.compute_loss(batch), expected)
         assert not torch.equal(float8.compute_loss(batch), expected)
     assert type(float8.model.lm_head) is wrapped

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 from quaver.export import save_float8, set_kv_scales
-from quaver.export.source import huggingface_source
+from quaver.export.source import open_huggingface_source
 
 TOKENS = torch.arange(1, 49).view(2, 24)
 
@@ -28,7 +28,7 @@ def from_transformers(folder, format, model_class=AutoModelForCausalLM):
 
 def export_folder(folder, out, recipe, *, kv_scales=None, measure_tokens=0):
     """Export a Hugging Face folder in high precision, as `quaver export` does."""
-    source = huggingface_source(folder, recipe=recipe)
+    source = open_huggingface_source(folder, recipe=recipe)
     set_kv_scales(source.model, kv_scales or {})
     return save_float8(
         source.model,
