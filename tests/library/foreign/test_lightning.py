@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from quaver import conversion_report, convert_to_float8_training, sync_float8_amax_and_scale_history
+from quaver import conversion_report, sync_float8_amax_and_scale_history
 from tests.library.foreign.llama import (
     BATCHES,
     batches,
+    convert,
     float8_names,
     llama,
     not_the_head,
@@ -42,7 +43,7 @@ class Module(lightning.LightningModule):
 
     def configure_model(self):
         if self.in_hook:
-            convert_to_float8_training(self.model, config=self.recipe, module_filter_fn=not_the_head)
+            convert(self.model, self.recipe)
 
     def training_step(self, batch, index):
         return self.model(**batch).loss
@@ -136,9 +137,9 @@ def test_the_best_checkpoint_comes_with_its_scales(tmp_path):
     best = lightning.callbacks.ModelCheckpoint(monitor="validation", save_on_train_epoch_end=False)
     run = trainer(tmp_path, 2, plugins=[plugin("delayed")], callbacks=[best], val_check_interval=1)
     run.fit(module, batches(), batches())
-    (found,) = run.validate(module, batches(), ckpt_path="best")
+    (metrics,) = run.validate(module, batches(), ckpt_path="best")
     assert best.best_model_path.endswith("step=1.ckpt")
-    assert found["validation"] == best.best_model_score.item()
+    assert metrics["validation"] == best.best_model_score.item()
 
 
 @proves("Lightning's Trainer", "save, resume", "resume elsewhere")
@@ -172,7 +173,7 @@ def with_fabric(model, recipe="tensorwise", autocast_dtype=None):
 
 
 def loop(model, optimizer, backward, every=1, only=range(BATCHES)):
-    """The losses of some of the batches, an evaluation last."""
+    """Train on some of the batches, and return the losses, with that of an evaluation last."""
     losses = train_by_hand(model, optimizer, backward, every=every, only=only)
     *_, last = batches()
     with torch.inference_mode():

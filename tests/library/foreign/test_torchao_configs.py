@@ -21,7 +21,7 @@ from torchao.prototype.moe_training import config as ops
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
 
-def model():
+def build_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
 
@@ -65,7 +65,7 @@ def test_configs_of_training_ops_are_taken_by_value():
         assert config.emulate is ("emulated" in recipe.value)
         assert config.casts.input.column.is_disabled is ("wgrad_with_hp" in recipe.value)
         assert config.casts.weight.row.scale_calculation_mode.value == "rceil"
-        converted = convert_to_float8_training(model(), config=ops.MXFP8TrainingOpConfig.from_recipe(recipe))
+        converted = convert_to_float8_training(build_model(), config=ops.MXFP8TrainingOpConfig.from_recipe(recipe))
         converted(torch.randn(32, 32)).sum().backward()
     floor = ops.MXFP8TrainingOpConfig(scale_calculation_mode=ops.ScaleCalculationMode.FLOOR)
     assert resolve_config(floor).casts.weight.row.scale_calculation_mode.value == "floor"
@@ -84,7 +84,7 @@ def test_a_training_op_of_other_numbers_is_one_line(kind, options, message):
     enums = {"kernel_preference": ops.KernelPreference, "scale_calculation_mode": ops.ScaleCalculationMode}
     options = {name: enums[name][value] if name in enums else value for name, value in options.items()}
     with pytest.raises(ValueError, match=f"{kind}TrainingOpConfig.{message}"):
-        convert_to_float8_training(model(), config=getattr(ops, f"{kind}TrainingOpConfig")(**options))
+        convert_to_float8_training(build_model(), config=getattr(ops, f"{kind}TrainingOpConfig")(**options))
 
 
 @pytest.mark.parametrize("saves", [None, True, False])
@@ -116,8 +116,8 @@ def test_everything_that_takes_a_config_takes_torchaos():
     config = theirs.Float8LinearConfig.from_recipe_name("rowwise")
     expected = quaver.Float8LinearConfig.from_recipe_name("rowwise")
     input, plain = torch.randn(16, 32), nn.Linear(32, 32)
-    assert convert_to_float8_training(model(), config=config)[0].config == expected
-    assert prepare_model_for_float8(model(), theirs.Float8LinearRecipeName.ROWWISE)[0].config == expected
+    assert convert_to_float8_training(build_model(), config=config)[0].config == expected
+    assert prepare_model_for_float8(build_model(), theirs.Float8LinearRecipeName.ROWWISE)[0].config == expected
     assert Float8Linear(32, 32, config=config).config == expected
     assert Float8Linear.from_float(plain, config).config == expected
     result = quaver.float8_linear(input, plain.weight, config=config)
@@ -160,7 +160,7 @@ def test_how_the_matmuls_run_in_torchaos_form():
     config = theirs.Float8LinearConfig(
         emulate=True, pad_inner_dim=True, gemm_config_grad_weight=theirs.Float8GemmConfig(use_fast_accum=True)
     )
-    ours = convert_to_float8_training(model(), config=config)[0].linear_mm_config
+    ours = convert_to_float8_training(build_model(), config=config)[0].linear_mm_config
     assert ours == TorchaoLinear.from_float(nn.Linear(32, 32), config).linear_mm_config
     assert ours.output.emulate
 
@@ -168,7 +168,7 @@ def test_how_the_matmuls_run_in_torchaos_form():
 @pytest.mark.parametrize("make", [Float8WeightOnlyConfig, Int8WeightOnlyConfig])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_quantize_for_inference_computes_what_it_computes_on_a_plain_model(make, recipe):
-    plain, trained, input = model(), convert_to_float8_training(model(), config=recipe), torch.randn(8, 32)
+    plain, trained, input = build_model(), convert_to_float8_training(build_model(), config=recipe), torch.randn(8, 32)
     quantize_(plain, make())
     quantize_(trained, make())
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_quantize_for_inference_computes_what_it_computes_on_a_plain_model(make,
 
 
 def test_a_quantized_weight_is_reported_as_no_float8_training():
-    trained = convert_to_float8_training(model())
+    trained = convert_to_float8_training(build_model())
     quantize_(trained, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "0")
     first, second = conversion_report(trained).layers
     assert not first.converted

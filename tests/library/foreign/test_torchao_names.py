@@ -1,5 +1,6 @@
 """quaver.compat: torchao's module paths and names, used as torchao's users use them."""
 
+import copy
 import importlib
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import nn
 import quaver
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.recipes.scaling import dynamic_cast
+from tests.steps import results_of
 
 PATHS = {
     "float8": (
@@ -141,7 +143,7 @@ def test_the_helpers_of_float8_utils():
 
 
 def _object(path):
-    """What a dotted path names."""
+    """Return the object that a dotted path names."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -192,21 +194,15 @@ def test_products_are_torchaos_but_for_the_order_of_sums(recipe, bias, output_db
     """80 dB: the order, which depends on the CPU, rounds less than one of a thousand results to its neighbour."""
     theirs = pytest.importorskip("torchao.float8")
     torch.manual_seed(0)
-    ours, other = nn.Linear(256, 512, bias=bias).bfloat16(), nn.Linear(256, 512, bias=bias).bfloat16()
-    other.load_state_dict(ours.state_dict())
-    ours = quaver.convert_to_float8_training(ours, config=recipe)
+    linear = nn.Linear(256, 512, bias=bias).bfloat16()
     config = replace(theirs.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    other = theirs.convert_to_float8_training(other, config=config)
-    hp, grad_output = torch.randn(128, 256).bfloat16(), torch.randn(128, 512).bfloat16()
-    results = []
-    for linear in (ours, other):
-        input = hp.clone().requires_grad_()
-        output = linear(input)
-        output.backward(grad_output)
-        results.append((output.detach(), input.grad, linear.weight.grad))
-    for got, expected, least_db in zip(*results, (output_db, 80, 80), strict=True):
-        noise = (got.double() - expected.double()).norm()
-        assert noise <= expected.double().norm() * 10 ** (-least_db / 20)
+    other = theirs.convert_to_float8_training(copy.deepcopy(linear), config=config)
+    quaver.convert_to_float8_training(linear, config=recipe)
+    input, grad_output = torch.randn(128, 256).bfloat16(), torch.randn(128, 512).bfloat16()
+    results, expected = (results_of(module, input, grad_output=grad_output)[:3] for module in (linear, other))
+    for result, same, least_db in zip(results, expected, (output_db, 80, 80), strict=True):
+        noise = (result.double() - same.double()).norm()
+        assert noise <= same.double().norm() * 10 ** (-least_db / 20)
 
 
 def test_what_behaves_otherwise():

@@ -15,7 +15,7 @@ class InOrder(Trainer):
 
 
 def settings(folder, **options):
-    """Arguments of a run of BATCHES steps that saves nothing."""
+    """Return the arguments of a run of BATCHES steps that saves nothing."""
     defaults = {
         "output_dir": str(folder),
         "max_steps": BATCHES,
@@ -34,7 +34,7 @@ def settings(folder, **options):
 
 
 def trainer(folder, model, callbacks=(), optimizers=(None, None), **options):
-    """On a model, or on a Llama converted with the recipe of that name."""
+    """Return a trainer of a model, or of a Llama converted with the recipe of that name."""
     model = llama(model) if isinstance(model, str) else model
     arguments = TrainingArguments(**settings(folder, **options))
     data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
@@ -42,7 +42,7 @@ def trainer(folder, model, callbacks=(), optimizers=(None, None), **options):
 
 
 def trained(*args, resume=None, **options):
-    """`trainer`, trained, from the checkpoint `resume`."""
+    """Return `trainer` after its run, from the checkpoint `resume` if it is given."""
     run = trainer(*args, **options)
     run.train(resume_from_checkpoint=resume and str(resume))
     return run
@@ -65,9 +65,9 @@ def checkpointing(use_reentrant):
     ],
 )
 def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, options):
-    run = trained(tmp_path, recipe, **options)
-    assert losses_of(run) == pytest.approx(train_by_hand(llama(recipe), before=clip), abs=5e-5)  # logged with 4 places
-    assert losses_of(run) != pytest.approx(train_by_hand(llama(), before=clip), abs=5e-5)
+    losses = losses_of(trained(tmp_path, recipe, **options))
+    assert losses == pytest.approx(train_by_hand(llama(recipe), before=clip), abs=5e-5)  # logged with 4 places
+    assert losses != pytest.approx(train_by_hand(llama(), before=clip), abs=5e-5)
 
 
 @proves("transformers' Trainer", "compile")

@@ -20,7 +20,7 @@ NEVER_CONVERTED = {
     "qwen3_moe": {"Qwen3MoeTopKRouter": 2},
     "deepseek_v3": {"DeepseekV3TopkRouter": 1},
 }
-"""How many weights belong to modules that are no nn.Linear: the report has to name each."""
+"""How many weights belong to modules that are no nn.Linear, all of which the report has to name."""
 KEY_BIASES = ("opt", "bert", "roberta", "vit", "clip")
 """Models whose keys have a bias and no rotary embedding: softmax(q (k + b)) has no b, so its gradient is rounding."""
 EVERY_RUN = ("llama", "qwen3_moe", "bert")
@@ -31,27 +31,29 @@ def is_key_bias(parameter):
     return parameter.endswith(("k_proj.bias", "key.bias"))
 
 
-def gradients(name, recipe=None):
-    """The model after a backward, converted if a recipe is given, and its gradients in the shapes of the original."""
+def compute_gradients(name, recipe=None):
+    """Return the model after a backward, converted if a recipe is given, and its gradients in the original's shapes."""
     torch.manual_seed(0)
     model, inputs = make(name)
     if recipe is not None:
         prepare_model_for_float8(model, recipe, include_subclasses=name == "falcon")
     loss_of(model, inputs).backward()
-    modules = model.named_modules()
-    transposed = [f"{each}.weight" for each, module in modules if getattr(module, "state_dict_is_transposed", False)]
-    grads = {each: p.grad for each, p in model.named_parameters() if p.grad is not None and p.grad.any()}
-    return model, {each: grad.t() if each in transposed else grad for each, grad in grads.items()}
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    for key, module in model.named_modules():
+        if getattr(module, "state_dict_is_transposed", False):
+            gradients[f"{key}.weight"] = gradients[f"{key}.weight"].t()
+    return model, gradients
 
 
-def weights_in_float8(module):
+def float8_weights(name, module):
+    """Return the names of a module's float8 weights as a report has them."""
     if isinstance(module, Float8Experts):
-        return list(get_expert_weights(module))
-    return ["weight"] if isinstance(module, Float8Linear) else []
+        return [f"{name}.{leaf}" for leaf in get_expert_weights(module)]
+    return [name] if isinstance(module, Float8Linear) else []
 
 
-def flat(gradients):
-    return torch.cat([gradient.flatten() for gradient in gradients])
+def flatten(gradients):
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
 @pytest.mark.filterwarnings("ignore:nothing to convert")
@@ -64,19 +66,17 @@ def flat(gradients):
     ],
 )
 def test_an_architecture(name, recipe):
-    """The floor: each of n linears adds the error of its three matmuls, which are independent, so 3n times the noise.
+    """The floor: n linears add the errors of their three matmuls, which are independent, so 3n times the noise.
 
     It holds for the gradient as a whole. One parameter's gradient may cancel (the biases of CLIP over a pair of images)
-    or a token may go to another expert, so each by itself is held to 3 dB: one that is zero, or another's, is below.
+    or a token may go to another expert, so one alone must reach 3 dB, which a zero or another's gradient does not.
     """
-    model, got = gradients(name, recipe)
-    _, expected = gradients(name)
+    model, gradients = compute_gradients(name, recipe)
+    _, expected = compute_gradients(name)
     report = conversion_report(model)
-    linears = [each for each, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert [layer.name for layer in report.converted] == [
-        f"{each}.{leaf}".removesuffix(".weight")
-        for each, module in model.named_modules()
-        for leaf in weights_in_float8(module)
+        weight for key, module in model.named_modules() for weight in float8_weights(key, module)
     ]
     kinds = [layer.reason.removesuffix(", which is not an nn.Linear").split()[-1] for layer in report.skipped]
     for kind, count in NEVER_CONVERTED.get(name, {}).items():
@@ -85,11 +85,12 @@ def test_an_architecture(name, recipe):
     assert all(layer.reason for layer in report.skipped)
     assert report.converted
 
-    assert got.keys() == expected.keys()
-    whole = sqnr_db(flat(expected.values()), flat(got.values()))
+    assert gradients.keys() == expected.keys()
+    whole = sqnr_db(flatten(expected), flatten(gradients))
     assert whole > ONE_MATMUL_DB[recipe] - 10 * math.log10(3 * len(report.converted))
-    each = {n: sqnr_db(expected[n], got[n]) for n in expected if not (name in KEY_BIASES and is_key_bias(n))}
-    assert min(each.values()) > 3, min(each, key=each.get)
+    checked = [key for key in expected if not (name in KEY_BIASES and is_key_bias(key))]
+    decibels = {key: sqnr_db(expected[key], gradients[key]) for key in checked}
+    assert min(decibels.values()) > 3, min(decibels, key=decibels.get)
 
     plain, inputs = copy.deepcopy(convert_to_high_precision(model)), make(name)[1]
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""What torchrun starts on each rank: `titan_trainer.py RESULTS`, torchtitan 0.3's Trainer on a CPU with torch 2.13.
+"""The program of each rank, `titan_trainer.py RESULTS`: torchtitan 0.3's Trainer on a CPU with torch 2.13.
 
 torchtitan is written for a GPU and a newer torch. Replaced here: its device, `set_timeout`, the sum of gradients
 without a division, which gloo knows only as a plain sum, and flex attention, which has no backward on a CPU.
-RESULTS gets a JSON list with what rank 0 found in each run: a tiny Llama on one batch, three steps.
+RESULTS gets a JSON list with rank 0's report of each run: a tiny Llama on one batch, three steps.
 """
 
 import json
@@ -142,9 +142,9 @@ def main(results: Path) -> None:
     if world > 1:
         runs += [*((recipe, 1, True) for recipe in RECIPES[1:]), *((recipe, world, False) for recipe in RECIPES)]
     with TemporaryDirectory() as folder:
-        found = [train(recipe, folder, world, tp, gather) for recipe, tp, gather in runs]
+        reports = [train(recipe, folder, world, tp, gather) for recipe, tp, gather in runs]
     if dist.get_rank() == 0:
-        results.write_text(json.dumps(found))
+        results.write_text(json.dumps(reports))
     dist.destroy_process_group()
 
 

@@ -1,10 +1,11 @@
-"""Small models of transformers, each from its config, with a batch for it."""
+"""Small models of transformers, from their configs, with a batch."""
 
 import torch
 import transformers
 
 TOKENS = torch.arange(64).reshape(2, 32) * 7 % 127 + 1  # without 0, the padding token, whose embedding is zero
-TEXT = {"input_ids": TOKENS, "labels": TOKENS}
+LABELS = {"labels": TOKENS}
+TEXT = {"input_ids": TOKENS, **LABELS}
 GENERATOR = torch.Generator().manual_seed(0)
 NOISE, TARGET = torch.randn(2, 3, 64, 64, generator=GENERATOR), torch.randn(2, 32, 4, 4, generator=GENERATOR)
 PIXELS = torch.randn(2, 3, 32, 32, generator=GENERATOR)
@@ -60,19 +61,14 @@ MODELS = {
     "t5": ("T5Config", "T5ForConditionalGeneration", T5, TEXT),
     "vit": ("ViTConfig", "ViTForImageClassification", VIT, {"pixel_values": PIXELS, "labels": torch.arange(2)}),
     "clip": ("CLIPConfig", "CLIPModel", CLIP, {"input_ids": TOKENS, "pixel_values": PIXELS, "return_loss": True}),
-    "whisper": (
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
-        WHISPER,
-        {"input_features": SOUND, "labels": TOKENS},
-    ),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", WHISPER, {"input_features": SOUND, **LABELS}),
     "mamba": ("MambaConfig", "MambaForCausalLM", MAMBA, TEXT),
     "sam": ("SamVisionConfig", "SamVisionModel", {**SAM, "output_channels": 32}, {"pixel_values": NOISE}),
 }
 
 
 def make(name, **sizes):
-    """The model in training mode, with a batch for it; `sizes` replace its own."""
+    """Return the model in training mode, with a batch for it; `sizes` replace its own."""
     config_class, model_class, defaults, inputs = MODELS[name]
     config = getattr(transformers, config_class)(**{**defaults, **sizes})
     config.pad_token_id, config.decoder_start_token_id, config.use_cache = 0, 0, False
@@ -81,10 +77,8 @@ def make(name, **sizes):
 
 def loss_of(model, inputs, autocast=False):
     dtype = next(model.parameters()).dtype
-    inputs = {
-        name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+    floats = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.is_floating_point()}
+    inputs = inputs | {name: value.to(dtype) for name, value in floats.items()}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         outputs = model(**inputs)
     if hasattr(outputs, "loss"):
