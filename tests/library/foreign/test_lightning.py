@@ -1,8 +1,5 @@
 """Lightning's Trainer on a converted model: the losses of a loop written by hand, validation, checkpoints."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 from unittest import mock
 
@@ -10,6 +7,7 @@ import pytest
 import torch
 
 from quaver import conversion_report, sync_float8_amax_and_scale_history
+from tests.library.foreign.installed import run_with_packages
 from tests.library.foreign.llama import (
     BATCHES,
     batches,
@@ -238,7 +236,7 @@ def test_a_module_that_is_sharded_already_is_refused():
         Float8Precision("rowwise").convert_module(module)
 
 
-OF_THE_OTHER_PACKAGE = """
+PROGRAM_OF_LIGHTNING = """
 import lightning as L
 import torch
 from quaver import conversion_report
@@ -261,19 +259,12 @@ linear = torch.nn.Linear(16, 16)
 model, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), 0.1))
 fabric.backward(model(torch.randn(4, 16)).sum())
 optimizer.step()
-assert [layer.backend for each in (module, model) for layer in conversion_report(each).converted] == ["exact"] * 2
+for converted in (module, model):
+    assert [layer.backend for layer in conversion_report(converted).converted] == ["exact"]
 print("both work")
 """
 
 
 @pytest.mark.nightly
 def test_the_plugins_work_under_the_package_lightning(tmp_path):
-    target = str(tmp_path / "site")
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, "lightning"]
-    installed = subprocess.run(install, capture_output=True, text=True, timeout=300)
-    if installed.returncode:
-        pytest.skip(f"pip cannot install lightning: {installed.stderr.strip().splitlines()[-1:]}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), target])}
-    command = [sys.executable, "-c", OF_THE_OTHER_PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240)
-    assert "both work" in done.stdout, done.stderr[-3000:]
+    assert "both work" in run_with_packages(["lightning"], ["-c", PROGRAM_OF_LIGHTNING], tmp_path)
