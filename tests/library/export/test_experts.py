@@ -68,7 +68,7 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, dtype, monkeypatch):
 @pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
 @pytest.mark.parametrize("size", [256, 200])
 def test_blocks_of_a_training_are_exported_as_they_are(format, size, monkeypatch):
-    """Gate and up part between two blocks: F is 128. A last block of inputs may be cut."""
+    """Gate and up meet between two blocks, because F is 128. A last block of inputs may be cut."""
     model = mixture("blockwise", size, 128)
     exported = iter_float8_weights(model, format=format)
     leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
@@ -81,7 +81,7 @@ def test_blocks_of_a_training_are_exported_as_they_are(format, size, monkeypatch
 
 
 def test_blocks_of_32_are_exported_as_rows_of_groups(monkeypatch):
-    """Gate and up part between two of them, not between blocks of 128."""
+    """Gate and up meet between two blocks of 32, but within a block of 128."""
     model = mixture("mxfp8", 64, 96)
     exported = iter_float8_weights(model)
     assert_codes_of_forward(dict(exported), model, monkeypatch)
@@ -105,7 +105,7 @@ def test_a_block_with_rows_of_gate_and_up_is_quantized_again(monkeypatch):
 
 @pytest.mark.parametrize("format", ["compressed-tensors-block", "fp8"])
 def test_codes_of_rows_are_quantized_again_in_blocks(format):
-    """One entry a stack: the expert that loses the most."""
+    """The report has the loss of one expert of each stack: the largest."""
     model = mixture("rowwise", 128, 128)
     with torch.no_grad():
         model.experts.down_proj[::2] = 1  # exact in float8
@@ -165,7 +165,7 @@ def test_weights_may_be_given_as_stacks_or_as_matrices(layout):
 
 @pytest.mark.parametrize("change", [{"has_bias": True}, {"is_concatenated": False}, {"is_transposed": True}])
 def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
-    """They stay in high precision, under the model's names, and the export says so."""
+    """Such experts stay in high precision under the model's names, and the export says so."""
     model = plain(64, 32)
     for name, value in change.items():
         setattr(model.experts, name, value)
@@ -348,7 +348,7 @@ def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_pat
 
 
 def test_gate_and_up_with_scales_of_their_own_are_dequantized(tmp_path):
-    """One scale for each matrix: as one matrix they have none."""
+    """A stack has one scale for gate and up, so two scales cannot be frozen."""
     name, folder = "experts.1.up_proj.weight_scale", tmp_path / "out"
     save_float8(mixture("tensorwise"), folder, config={"model_type": "tiny"})
     model = load_frozen(plain(), change_tensors(folder, lambda tensors: tensors | {name: tensors[name] * 2}))

@@ -200,7 +200,7 @@ def test_the_change_of_the_logits_is_measured(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_full_disk_leaves_nothing(name, exported, tmp_path, monkeypatch):
-    """Whichever file finds no room."""
+    """The disk has no room from one of the files on."""
     folder = Path(shutil.copytree(exported, tmp_path / "in"))
     (folder / "tokenizer.json").write_text("{}")
 

@@ -90,7 +90,7 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
 def test_blocks_of_a_training_are_exported_as_they_are(format, monkeypatch):
-    """Ragged too: 150 x 150 in blocks of 128 x 128."""
+    """The last blocks of 128 x 128 are cut by 150 rows and columns."""
     *_, scales = export_what_a_forward_multiplies(tiny("blockwise", size=150), monkeypatch, format=format)
     for scale, expected in scales:
         assert torch.equal(scale, expected)
@@ -121,7 +121,7 @@ def test_mxfp8_has_the_scales_of_its_blocks_in_each_row(format, monkeypatch):
 
 @pytest.mark.parametrize("trained", ["rowwise", "blocks of 32 with other scales"])
 def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
-    """In groups of 32 elements of a row, which lose less than blocks."""
+    """The weights get groups of 32 elements of a row, which lose less than blocks."""
     if trained == "rowwise":
         model = tiny("rowwise", size=64)
     else:
@@ -203,7 +203,7 @@ def test_weights_may_come_from_elsewhere():
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
 def test_a_model_in_high_precision_has_the_codes_of_a_converted_one(recipe):
-    """Float32 masters have those that a server which was sent bfloat16 quantizes; the model stays as it was."""
+    """Rounded float32 masters get the codes of a bfloat16 model, and the model in high precision does not change."""
     model = convert_to_high_precision(tiny("rowwise", 64))
     classes = [type(module) for module in model.modules()]
     weights = iter_float8_weights(model, recipe=recipe, rounded_from="bfloat16", dtype=torch.bfloat16)
@@ -241,7 +241,7 @@ def test_a_recipe_is_for_layers_that_a_filter_admits_and_a_format_holds():
 
 
 def test_buffers_may_be_infinite():
-    """As the limits of Gemma 4's clipped linears are, where its config sets none."""
+    """Gemma 4 has limits of clipped linears in buffers, which are infinite if its config sets none."""
     model = tiny()
     model.norm.register_buffer("input_max", torch.tensor(torch.inf))
     assert dict(iter_float8_weights(model, dtype=torch.bfloat16))["norm.input_max"].isinf()

@@ -120,7 +120,7 @@ def test_compressed_tensors_decompresses_the_same_values(recipe, format, exporte
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
 def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
-    """Its own float8 linears, weights and activations quantized as config.json says, are near to the training ones."""
+    """Logits of its float8 linears, which quantize as config.json says, are near those of training."""
     dtype = torch.bfloat16 if recipe == "mxfp8" else torch.float32  # it decompresses MXFP8 to bfloat16 alone
     served = AutoModelForCausalLM.from_pretrained(exported(recipe, "compressed-tensors"), dtype=dtype)
     assert served.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
@@ -129,7 +129,7 @@ def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
 
 
 def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
-    """It refuses groups of activations that do not divide the inputs, here 192."""
+    """It refuses groups of activations that do not divide the inputs, which are 192 here."""
     torch.manual_seed(0)
     sizes = {**SIZES, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).eval()

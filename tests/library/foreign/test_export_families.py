@@ -111,7 +111,7 @@ READ = [*itertools.product(FAMILIES, FORMATS), ("t5", "fp8")]  # which keeps its
 
 @pytest.mark.parametrize(("family", "format"), READ)
 def test_transformers_quantizes_the_linears_that_are_stored_so(family, format, tmp_path):
-    """With its defaults, so that it takes what it quantizes from config.json, and not from what has scales."""
+    """By default it takes the quantized linears from config.json, and not from the scales in the files."""
 
     def is_quantized(module, name):
         return not_the_head(module, name) and not name.endswith(("q_proj", "k_proj", "v_proj", "fc1"))

@@ -142,7 +142,7 @@ def test_accelerate_offloads_a_frozen_base(offload, recipe, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_prepares_a_frozen_base(kind):
-    """It presents float32, as all other parameters, and keeps its codes."""
+    """Frozen weights present float32, as all other parameters do, and keep their codes."""
     model = prepare_model_for_kbit_training(build_frozen(kind), use_gradient_checkpointing=False)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert_same_codes(model, build_frozen(kind))

@@ -106,7 +106,7 @@ def test_a_folder_alone(tmp_path):
 
 
 def test_other_codes_are_found():
-    """Of a model that was trained with quaver's rule, and of a folder in another format."""
+    """A model trained with quaver's rule multiplies other codes than an engine."""
     model = convert(llama().bfloat16(), "rowwise")
     with pytest.raises(ValueError, match="for a model that was not converted with one serving="):
         matches_serving(model, TOKENS)

@@ -118,7 +118,7 @@ def test_fsdp2(checkpointing):
 
 
 def test_lightning(tmp_path):
-    """Accumulated gradients with a validation in between, a checkpoint in mid-epoch, and a resumed run."""
+    """A run accumulates gradients, validates in between, saves in mid-epoch, and is resumed."""
     from tests.library.foreign import test_lightning
 
     def fit(steps, **options):

@@ -9,7 +9,7 @@ import torch
 from quaver import cast_weights_once, convert_to_float8_training, sync_float8_amax_and_scale_history
 from tests.library.foreign.llama import float8_names
 from tests.library.foreign.zoo import loss_of, make
-from tests.thinned import at_night, thinned
+from tests.thinned import at_night, first, thinned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 PRECISIONS = ("float32", "bfloat16", "autocast")
@@ -65,12 +65,11 @@ def test_trains_like_its_high_precision_baseline(name, recipe, precision):
 
 @pytest.mark.parametrize(
     ("recipe", "name", "use_reentrant"),
-    [
-        ("rowwise_with_gw_hp", "llama", False),
-        ("delayed", "falcon", True),
-        *at_night([("rowwise", "falcon", True), ("tensorwise", "llama", False)]),
-    ],
-)
+    first(2, [
+        ("rowwise_with_gw_hp", "llama", False), ("delayed", "falcon", True),
+        ("rowwise", "falcon", True), ("tensorwise", "llama", False),
+    ]),
+)  # fmt: skip
 def test_its_own_gradient_checkpointing_changes_no_bit(recipe, name, use_reentrant):
     losses = []
     for checkpoints in (False, True):
