@@ -69,7 +69,7 @@ class Monitor:
     """Samples the numerics of a model's float8 linears and experts until it is closed, as at the end of a `with`.
 
     Args:
-        model: a converted model, wrapped or not. Every rank makes a monitor, in the same order.
+        model: a converted model, wrapped or not. Every rank makes a monitor, in the same order and with equal options.
         every: sample step 1 and every multiple of this.
         sink: where the first rank writes: a path, a function of a line, or an object with `write` and `close`. None
             only keeps `samples`.

@@ -59,7 +59,7 @@ def compute_block_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """Divide, and round to float32 alike on every device: see [Note: one division, two formulas] in scaling.py."""
+    """Divide to float32, with the same bits on every device; see [Note: one division, two formulas] in scaling.py."""
     return (numerator.double() / denominator).float()
 
 

@@ -15,6 +15,7 @@ from quaver import convert_to_float8_training, sync_float8_amax_and_scale_histor
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
+from quaver.numerics.ranks import gather_slots
 from quaver.numerics.watch import AlarmSink
 from quaver.runtime.agreement import find_collective_device
 from tests.library.distributed.models import config_of
@@ -264,14 +265,16 @@ def test_ranks_that_monitor_different_things_are_refused(differing):
 
 
 @on_ranks(2)
-def test_a_rank_without_parameters_reduces_on_a_device_of_the_group():
+def test_collectives_run_on_a_device_of_the_group():
     assert find_collective_device(dist.new_group(backend="cuda:gloo")) == torch.device("cuda")
     assert find_collective_device(None) == torch.device("cpu")
     devices = []
     with (
         mock.patch.object(dist, "get_backend_config", return_value="meta:gloo"),
         mock.patch.object(dist, "all_reduce", lambda tensor, *_: devices.append(tensor.device.type)),
+        mock.patch.object(dist, "gather", lambda tensor, *_, **options: devices.append(tensor.device.type)),
     ):
         for collective in (monitor, sync_float8_amax_and_scale_history):
-            refusal(collective, nn.Identity())  # no value of a meta tensor is known
-    assert devices == ["meta", "meta"]
+            refusal(collective, nn.Identity())  # which has no parameters; no value of a meta tensor is known
+        refusal(gather_slots, torch.zeros(1, 4), None, None)
+    assert devices == ["meta"] * 3
