@@ -46,7 +46,7 @@ def swap_linear_layers(
 def _auto_filter_for_recipe(
     recipe: Float8LinearRecipeName | str, filter_fqns: Sequence[str]
 ) -> Callable[[nn.Module, str], bool]:
-    """torchao's filter: skips names that contain one of `filter_fqns`, and linears below its thresholds for an H100.
+    """Make torchao's filter, which skips names that contain one of `filter_fqns`, and linears too small for an H100.
 
     `quaver.auto_filter_for_recipe` estimates the gain of each linear instead, for every recipe and device.
 
