@@ -14,12 +14,7 @@ from torch import nn
 
 from quaver.conversion.delayed import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
-from quaver.conversion.report import (
-    FILTER_REASON,
-    ConversionReport,
-    conversion_report,
-    find_conversion_obstacle,
-)
+from quaver.conversion.report import FILTER_REASON, ConversionReport, conversion_report, find_conversion_obstacle
 from quaver.conversion.roles import HEADS, is_router
 from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm_method import Float8GroupedMM, to_plain_grouped_mm

@@ -33,12 +33,7 @@ from quaver.linear.class_change import change_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
-from quaver.recipes.config import (
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    ScaleCalculationMode,
-    resolve_config,
-)
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, ScaleCalculationMode, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import compute_amax
 from quaver.runtime.names import find_parameter_names

@@ -32,9 +32,8 @@ def drop_false_quantization(model: nn.Module) -> None:
         configs = [
             config
             for config in iter_model_configs(getattr(module, "config", None))
-            if any(vars(config).get(key) for key in QUANTIZATION_KEYS)
+            if any(vars(config).get(key) for key in QUANTIZATION_KEYS) and not getattr(config, "_is_quantized", False)
         ]
-        configs = [config for config in configs if not getattr(config, "_is_quantized", False)]
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if not configs or any(not dtype.is_floating_point or dtype.itemsize == 1 for dtype in dtypes):
             continue

@@ -13,15 +13,10 @@ from quaver.recipes.scale_rules import get_rule
 
 
 def check_casts(casts: LinearCasts, *, power_of_2: bool, gathers_in_float8: bool, backward: str) -> None:
-    """Raise ValueError unless all matmuls can run.
+    """Check casts, with `backward` applied, under the options of a `Float8LinearConfig`.
 
-    Args:
-        casts: the casts, with `backward` applied.
-        power_of_2: `round_scales_to_power_of_2`.
-        gathers_in_float8: `enable_fsdp_float8_all_gather`.
-        backward: as in `Float8LinearConfig`, for a hint.
     Raises:
-        ValueError: a matmul cannot run.
+        ValueError: a matmul cannot run, or the weight cannot be gathered in float8.
         NotImplementedError: the weight is to be gathered in float8, and its casts have no known layout.
     """
     for matmul in MATMULS:

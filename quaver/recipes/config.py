@@ -13,12 +13,7 @@ from typing import Any
 import torch
 
 from quaver.recipes.cast_checks import check_casts, has_powers_of_2
-from quaver.recipes.cast_config import (
-    CastConfig,
-    ScaleCalculationMode,
-    ScalingGranularity,
-    ScalingType,
-)
+from quaver.recipes.cast_config import CastConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
 from quaver.recipes.delayed_config import DelayedScalingConfig
 from quaver.recipes.field_checks import check_field, convert_field
 from quaver.recipes.formats import E4M3, E5M2, get_format

@@ -12,13 +12,7 @@ from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds, predict_linear_cost
-from quaver.roofline.device_specs import (
-    DEVICE_NAMES,
-    DeviceSpec,
-    get_device_spec,
-    get_machine_spec,
-    require_device_spec,
-)
+from quaver.roofline.device_specs import DeviceSpec, get_device_spec, get_machine_spec, require_device_spec
 
 
 def auto_filter_for_recipe(
@@ -76,7 +70,4 @@ def _choose_spec(device: str | torch.device | None) -> DeviceSpec:
         return require_device_spec(device, "device")
     if device is None:
         return get_machine_spec() or require_device_spec("H100", "device")
-    spec = get_device_spec(device)
-    if spec is None:
-        raise ValueError(f"device: unknown device {str(device)!r}: expected the full name of one of {DEVICE_NAMES}")
-    return spec
+    return get_device_spec(device) or require_device_spec(str(device), "device")

@@ -46,7 +46,7 @@ from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import predict_matmul_seconds, predict_move_seconds
-from quaver.roofline.scaled_matmul import find_scale_kinds, get_scales_shares
+from quaver.roofline.scaled_matmul import find_scale_kinds, get_scales_share
 
 KERNEL_LAUNCH_S = 4e-6
 """The time from the start of an empty kernel to the start of the next. torchao's roofline has 2 us, the time of a
@@ -133,8 +133,9 @@ def predict_linear_cost(
         if number < 1:
             raise ValueError(f"{name}: expected 1 or more, got {number}")
     casts = count_recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
-    shares = get_scales_shares(recipe, spec) if shares is None else shares
-    shape, in_float8 = (tokens, in_features, out_features), _find_float8_matmuls(recipe)
+    kinds = find_scale_kinds(recipe)
+    shares = {name: get_scales_share(kind, spec) for name, kind in kinds.items()} if shares is None else shares
+    shape, in_float8 = (tokens, in_features, out_features), tuple(name in kinds for name in MATMULS)
     native = not find_unmultiplied_kinds(spec, recipe)
     return LinearCost(
         _predict_linear_time(shape, (NO_CASTS,) * 3, (False,) * 3, {}, spec, native=False, by_shape=by_shape),
@@ -208,14 +209,6 @@ def find_native_obstacle(spec: DeviceSpec, kind: ScaleKind) -> str | None:
     if kind.block_length not in (0, spec.block_length):
         return f"no matmul of {spec.name} supports {kind.value} scales"
     return None
-
-
-@functools.cache
-def _find_float8_matmuls(recipe: str) -> tuple[bool, bool, bool]:
-    """Return whether output, grad_input and grad_weight are float8 matmuls, with both operands in float8."""
-    casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    output, grad_input, grad_weight = (not casts.get(*left).is_disabled for left, _ in MATMULS.values())
-    return output, grad_input, grad_weight
 
 
 def _predict_linear_time(

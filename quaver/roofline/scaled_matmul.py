@@ -26,9 +26,8 @@ import functools
 from collections.abc import Mapping
 
 from quaver.linear.gemm import ScaleKind, find_cast_kind
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
-from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec
 
 CUBLAS_ROWWISE_SHARE = 1 / 1.07
@@ -48,12 +47,6 @@ def get_scales_share(kind: ScaleKind | None, spec: DeviceSpec) -> float:
         takes_cublas = spec.compute_capability is None or spec.compute_capability // 10 == 9
         return CUBLAS_ROWWISE_SHARE if takes_cublas else get_cutlass_rowwise_share(spec)
     return 1.0 if kind is None else _SHARES[kind]
-
-
-def get_scales_shares(recipe: Float8LinearRecipeName | str, spec: DeviceSpec) -> Mapping[str, float]:
-    """Return `get_scales_share` of a recipe's float8 matmuls, by their names in MATMULS."""
-    kinds = find_scale_kinds(canonicalize_recipe(recipe))
-    return {name: get_scales_share(kind, spec) for name, kind in kinds.items()}
 
 
 @functools.cache
