@@ -110,7 +110,7 @@ _NO_RULE = ScaleRule()
 
 
 @assume_constant_result
-def _largest(float8_dtype: torch.dtype) -> float:
+def _get_largest(float8_dtype: torch.dtype) -> float:
     return get_format(float8_dtype).max
 
 
@@ -119,7 +119,7 @@ def compute_scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -
 
     Quotients are computed in float64 and rounded: see [Note: one division, two formulas] in scaling.py.
     """
-    rule, largest, hp_dtype = get_rule(mode), _largest(float8_dtype), amax.dtype
+    rule, largest, hp_dtype = get_rule(mode), _get_largest(float8_dtype), amax.dtype
     clamped = amax.double().clamp(min=rule.smallest_amax)
     if rule.form == "reciprocal":
         quant = (1.0 / clamped).float() * largest
