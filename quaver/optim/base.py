@@ -145,9 +145,7 @@ class Float8Optimizer(Optimizer):
             return
         count, self._warned = int(counter) - self._warned, int(counter)
         logger.warning(
-            "gradients are not finite in %d %s: their parameters and moments are unchanged",
-            count,
-            self.skipped_noun,
+            "gradients are not finite in %d %s: their parameters and moments are unchanged", count, self.skipped_noun
         )
 
     # ---- state dicts -------------------------------------------------------------------------------------------------

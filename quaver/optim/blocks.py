@@ -156,19 +156,13 @@ class RowSpan(NamedTuple):
 
 
 def number_blocks(spans: Sequence[RowSpan], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the parameter's key and the block's number for each block of these row ranges, int32 [B].
+    """Return the parameter's key and the block's number for each block of these spans, int32 [B].
 
-    The number of operations does not depend on the number of row ranges.
+    The number of operations does not depend on the number of spans.
     """
     starts = [0, *accumulate(span.blocks for span in spans)]
     rows = [
-        (
-            start,
-            span.begin,
-            span.grid.blocks,
-            *span.grid[3:],
-            span.key - (span.key >> 31 << 32),
-        )
+        (start, span.begin, span.grid.blocks, *span.grid[3:], span.key - (span.key >> 31 << 32))
         for span, start in zip(spans, starts, strict=False)
     ]
     table = torch.tensor(rows, device=device)

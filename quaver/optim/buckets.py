@@ -86,13 +86,13 @@ def compile_update() -> Callable[..., Any]:
 
 
 def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowSpan]:
-    """Split the rows of a shard into ranges of at most `elements` (`BUCKET`) elements, or of one row."""
+    """Split the rows of a shard into spans of at most `elements` (`BUCKET`) elements, or of one row."""
     rows = max((elements or BUCKET) // max(grid.blocks * BLOCK, 1), 1)
     return [RowSpan(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
 def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowSpan]]]:
-    """Yield buckets of row ranges with the same device and dtypes, of at most `BUCKET` elements or one row."""
+    """Yield buckets of spans with the same device and dtypes, of at most `BUCKET` elements or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
     capacity = min(BUCKET, max(numel // SHARE, BLOCK))
     by_kind: dict[Any, list[tuple[Update, RowSpan]]] = defaultdict(list)
@@ -177,5 +177,5 @@ def _is_scale(name: str) -> bool:
 
 
 def select_rows(tensor: Tensor, span: RowSpan) -> Tensor:
-    """Select the rows of a range from a shard, [rows, columns], or from its scales, [rows, blocks]."""
+    """Select the rows of a span from a shard, [rows, columns], or from its scales, [rows, blocks]."""
     return tensor.view(span.grid.rows, -1)[span.begin : span.end]

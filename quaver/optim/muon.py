@@ -177,11 +177,7 @@ def _compute_momentum(
 
 
 def _compute_amaxes(
-    parameter: Tensor,
-    spans: Sequence[RowSpan],
-    grad: Tensor,
-    old: Sequence[Tensor | None],
-    group: dict[str, Any],
+    parameter: Tensor, spans: Sequence[RowSpan], grad: Tensor, old: Sequence[Tensor | None], group: dict[str, Any]
 ) -> BlockAmaxes:
     """Compute the amaxes of the momentum's blocks over the ranks that share them. A collective."""
     part = BlockAmaxes.zeros(parameter, 1)
@@ -212,12 +208,7 @@ def _take_shard(matrix: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _update_parameter(
-    parameter: Tensor,
-    state: dict[str, Tensor],
-    change: Tensor,
-    decay: Tensor,
-    lr: float,
-    spans: Sequence[RowSpan],
+    parameter: Tensor, state: dict[str, Tensor], change: Tensor, decay: Tensor, lr: float, spans: Sequence[RowSpan]
 ) -> None:
     """Decay this rank's shard of a parameter, or of its master, and subtract `lr` times the change."""
     target = get_local_tensor(state.get("master", parameter)).detach()
