@@ -87,13 +87,13 @@ def save_float8(
     path, plan = Path(folder), tensors.plan
     plan.format.check_target(path, plan.names, config=config, files=files, high_precision_model=high_precision_model)
     record = {"format": format, "recipe": plan.recipe, **(about or {})}
-    encode_json("about", record)  # raises before anything is written
     if plan.format.is_file:
         target = _create_file(path, model, tensors, record)
     else:
         measure = partial(_measure_logits, high_precision_model, measure_tokens)
-        text = _encode_quantized_config(_get_config(model) if config is None else config, model, tensors, dtype)
-        target = _create_bundle(path, model, tensors, record, text, max_shard_bytes, files, measure)
+        config = _get_config(model) if config is None else config
+        make_config = partial(_encode_quantized_config, config, model, tensors, dtype)
+        target = _create_bundle(path, model, tensors, record, make_config, max_shard_bytes, files, measure)
     held = itertools.chain(model.parameters(), (weights or {}).values())
     _write(any(isinstance(tensor, DTensor) for tensor in held), tensors, target)
     return tensors
@@ -128,6 +128,7 @@ def _write(is_sharded: bool, tensors: Float8Weights, target: AbstractContextMana
 def _create_file(
     path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
+    encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
     _warn(tensors.plan)
     with new_folder(path, file=SINGLE) as staging:
         writer = SafetensorsWriter(staging, None)
@@ -144,13 +145,14 @@ def _create_bundle(
     model: nn.Module,
     tensors: Float8Weights,
     record: dict[str, Any],
-    config: str,
+    make_config: Callable[[], str],
     max_shard_bytes: int,
     files: Sequence[Path],
     measure: Callable[[Path], dict[str, Any] | None],
 ) -> Iterator[SafetensorsWriter]:
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
-    plan = tensors.plan
+    encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
+    plan, config = tensors.plan, make_config()
     _warn(plan)
     with new_folder(path) as staging:
         writer = SafetensorsWriter(staging, max_shard_bytes)
