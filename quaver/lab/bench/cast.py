@@ -144,17 +144,17 @@ def make_contestants(kind: CastKind, source: Tensor, with_torchao: bool) -> dict
         quant_scale = FLOAT8_FORMATS[float8_dtype].max / compute_amax(source).float()
         scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), True)
 
-    def ours(hp: Tensor) -> tuple[Tensor, ...]:
+    def cast_with_quaver(hp: Tensor) -> tuple[Tensor, ...]:
         operands = Quantizer(config.casts.input, hp.dtype, scale)(hp, row=1 in dims, column=0 in dims)
         return tuple(part for operand in operands if operand is not None for part in operand[:2] if part is not None)
 
-    def plain(hp: Tensor, dim: int | None) -> tuple[Tensor, ...]:
+    def cast_with_pytorch(hp: Tensor, dim: int | None) -> tuple[Tensor, ...]:
         if scale is not None:
             return cast_with_persistent_scale(hp, scale.quant_scale, float8_dtype, power_of_2=power_of_2)
         codes, _, dequant = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
         return codes, dequant
 
-    eager = {"quaver": ours, "PyTorch": _lay_out(kind, plain)}
+    eager = {"quaver": cast_with_quaver, "PyTorch": _lay_out(kind, cast_with_pytorch)}
     if with_torchao and scale is None:
         peers = {dim: make_torchao_cast(float8_dtype, dim, power_of_2=power_of_2) for dim in kind.scale_dims}
         eager["torchao"] = _lay_out(kind, lambda hp, dim: (peers[dim](hp),))

@@ -36,15 +36,15 @@ class LinearOptions(Modes, Recipes, OperandOptions):
         device, dtype = self.torch_device, self.torch_dtype
         m, k, n = shape.sizes
 
-        def plain() -> nn.Module:
+        def make_plain() -> nn.Module:
             return nn.Linear(k, n, bias=False, device=device, dtype=dtype)
 
-        modules: dict[str, nn.Module] = {BFLOAT16: plain().to(torch.bfloat16)}
+        modules: dict[str, nn.Module] = {BFLOAT16: make_plain().to(torch.bfloat16)}
         for recipe in self.recipe_names:
             config = Float8LinearConfig.from_recipe_name(recipe)
-            modules[f"quaver {recipe}"] = convert_to_float8_training(plain(), config=config)
+            modules[f"quaver {recipe}"] = convert_to_float8_training(make_plain(), config=config)
             if self.with_torchao and is_peer_recipe(recipe):
-                modules[f"torchao {recipe}"] = make_torchao_linear(plain(), recipe, device=device)
+                modules[f"torchao {recipe}"] = make_torchao_linear(make_plain(), recipe, device=device)
         batches = _make_batches(m, k, n, device, dtype)
         plain_batches = batches if dtype is torch.bfloat16 else _make_batches(m, k, n, device, torch.bfloat16)
         steps = {}

@@ -72,11 +72,11 @@ def make_steps(
     """
     tokens = sequences * seq_len
 
-    def random() -> Tensor:
+    def make_random() -> Tensor:
         return torch.randn(sequences, seq_len, model.dim, device=device)
 
-    sources = Rotation(lambda: random().requires_grad_(), 4 * tokens * model.dim, device)
-    direction = random() / tokens
+    sources = Rotation(lambda: make_random().requires_grad_(), 4 * tokens * model.dim, device)
+    direction = make_random() / tokens
     return {
         precision: OptimizerStep(build_block(model, precision, seq_len, device, compiled=compiled), sources, direction)
         for precision in precisions

@@ -105,11 +105,11 @@ def _observe(
 def sort_recipes(first: str, recipes: Sequence[str] = RECIPES) -> list[str]:
     """Sort `recipes` by how many of the three matmuls run in float8, most first; `first` comes before all others."""
 
-    def order(recipe: str) -> tuple[bool, int]:
+    def rank_recipe(recipe: str) -> tuple[bool, int]:
         casts = Float8LinearConfig.from_recipe_name(recipe).casts
         return recipe != first, sum(operand.column.is_disabled for operand in casts)
 
-    return sorted(recipes, key=order)
+    return sorted(recipes, key=rank_recipe)
 
 
 def choose_recipes(

@@ -70,11 +70,11 @@ def survey_sums(
             rows |= _sample_operand(hp.detach().to(output.dtype), operand, config)
         is_run = {"output": True, "grad_input": input.requires_grad, "grad_weight": weight.requires_grad}
 
-        def backward(grad_output: Tensor) -> None:
+        def observe_gradient(grad_output: Tensor) -> None:
             grad_rows = _sample_operand(grad_output.detach(), "grad_output", config)
             _add(linear_sums, rows | grad_rows, [name for name in MATMULS if is_run[name]], rule)
 
-        output.register_hook(backward)
+        output.register_hook(observe_gradient)
 
     with hook_linears(model, observe):
         forward_backward()

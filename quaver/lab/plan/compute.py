@@ -134,7 +134,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
 
     Under a float8 all-gather, its weight arrives as codes.
     """
-    share = run.float8_share(name)
+    share = run.get_float8_share(name)
     if 0 < share < 1:
         parts = [replace(run, in_float8={name: float(is_float8)}) for is_float8 in (True, False)]
         float8, bfloat16 = (time_linear(part, name, inputs, outputs, cluster) for part in parts)
@@ -144,7 +144,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
     rescales = run.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
 
-    def cost(tokens: int) -> LinearTime:
+    def predict_cost(tokens: int) -> LinearTime:
         linear = predict_linear_cost(
             tokens,
             inputs,
@@ -160,9 +160,9 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
             return _add_rescaling(linear.float8, (tokens, inputs, outputs), spec)
         return linear.float8 if share else linear.bfloat16
 
-    time = cost(run.tokens)
+    time = predict_cost(run.tokens)
     if run.async_tensor and split > 1:  # one matmul per rank's tokens, at the rate of its shape
-        part = cost(max(1, run.tokens // split))
+        part = predict_cost(max(1, run.tokens // split))
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not share:
         return time
@@ -203,7 +203,7 @@ def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
     forward = backward = 0.0
     for outputs, inputs in (shape[1:] for _, shape in list_block_weights(model) if len(shape) == 3):
         cost = predict_linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
-        time = _average(cost.float8, cost.bfloat16, run.float8_share(EXPERTS))
+        time = _average(cost.float8, cost.bfloat16, run.get_float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local)
         forward += _time_forward(time)
         backward += time.total_s - _time_forward(time)

@@ -171,7 +171,7 @@ class Estimate:
         """Return the bytes of the optimizer's states: codes with a scale per 128, or moments in the weights' dtype."""
         optimizer, blocks = self.config.optimizer, set(self.block)
 
-        def state_bytes(weight: _Weight) -> int:
+        def count_bytes(weight: _Weight) -> int:
             elements = weight.count_sharded(self.layout)
             is_muons = optimizer.is_muon and weight in blocks and len(weight.shape) == 2
             moments, step = (1, 0) if is_muons else (2, _FLOAT32)
@@ -182,7 +182,7 @@ class Estimate:
             moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.count_scales(self.layout)
             return moments * moment + _FLOAT32
 
-        return self._sum(state_bytes)
+        return self._sum(count_bytes)
 
     def _count_input_bytes(self) -> int:
         tensors = 3 if self.config.data.document_mask else 2

@@ -75,7 +75,7 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     halves = 1 if not run.has_feed_forward else 2
     again = backward and run.checkpointing != "none"
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
-    share = fmean(run.float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
+    share = fmean(run.get_float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
     if casts is not None and not run.casts_gathered:
         forward, backwards = _count_amaxes(run, casts)
         for number, elements in [forward] * (again or not backward) + [backwards] * backward:
@@ -86,7 +86,7 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     for is_gradient in [False] * (again or not backward) + [True] * backward:
         operand = None if casts is None or run.casts_gathered else casts.grad_output if is_gradient else casts.input
         readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
-        in_codes = sum(min(map(run.float8_share, linears)) for linears in readers)
+        in_codes = sum(min(map(run.get_float8_share, linears)) for linears in readers)
         for times, casts_of_operand in ((in_codes, operand), (halves - in_codes, None)):
             for gathered in _list_gathered_bytes(casts_of_operand, run.tokens, dim, run.tensor) if times else []:
                 yield Exchange("all_gather", gathered, times, *group)

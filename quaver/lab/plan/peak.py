@@ -28,9 +28,9 @@ def count_float8_flops_per_token(run: PlannedRun) -> float:
         return 0
     model = run.model
     linears = list_linears(model).items()
-    weights = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in linears)
-    weights += run.float8_share(EXPERTS) * model.top_k * count_expert_elements(model)
-    weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
+    weights = sum(run.get_float8_share(name) * inputs * outputs for name, (inputs, outputs) in linears)
+    weights += run.get_float8_share(EXPERTS) * model.top_k * count_expert_elements(model)
+    weights = weights * model.n_layers + run.get_float8_share(HEAD) * model.dim * model.vocab_size
     return 2 * len(find_scale_kinds(run.precision)) * weights
 
 

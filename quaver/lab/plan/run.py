@@ -52,7 +52,7 @@ class PlannedRun:
     """None for bfloat16."""
     in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT_DIMS, 1.0))
     """The share of blocks in which a linear is float8, by the last part of its name, or by "experts"; 0 or 1 for
-    "lm_head". `float8_share` reads it and returns 0 without a recipe."""
+    "lm_head". `get_float8_share` reads it and returns 0 without a recipe."""
     float8_gather: bool = False
     checkpointing: str = "none"
     """none, op or full."""
@@ -117,7 +117,7 @@ class PlannedRun:
         """Whether one set of a weight's codes serves both of its matmuls, so that a float8 all-gather sends one."""
         return self.recipe is not None and has_one_cast(self.recipe)
 
-    def float8_share(self, name: str) -> float:
+    def get_float8_share(self, name: str) -> float:
         """Return the share of blocks in which a linear or the experts are float8; 0 or 1 for "lm_head"."""
         return 0.0 if self.recipe is None else self.in_float8.get(name, 0.0)
 

@@ -61,8 +61,8 @@ def list_block_groups(run: PlannedRun) -> list[_Group]:
     dense, experts = count_dense_parameters(run), count_expert_parameters(run)
     in_codes = 0.0
     if run.float8_gather and run.has_one_cast:
-        linears = list_linears(run.model).items()
-        in_codes = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in linears) / run.tensor
+        for name, (inputs, outputs) in list_linears(run.model).items():
+            in_codes += run.get_float8_share(name) * inputs * outputs / run.tensor
     gathered = 2 * dense - in_codes
     if run.expert == 1:
         return [_Group("block", dense + experts, gathered + 2 * experts, shard, stride)]

@@ -63,15 +63,15 @@ def _encode_tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return each name once, and for each tensor the positions of its names."""
     names: dict[str, int] = {}
 
-    def index_of(name: str) -> int:
+    def add_name(name: str) -> int:
         return names.setdefault(name, len(names))
 
     rows = [
         [
-            index_of(tensor["layer"]),
-            index_of(tensor["operand"]),
-            index_of(tensor["cast"]),
-            index_of(_describe_cast(tensor)),
+            add_name(tensor["layer"]),
+            add_name(tensor["operand"]),
+            add_name(tensor["cast"]),
+            add_name(_describe_cast(tensor)),
         ]
         for tensor in tensors
     ]

@@ -65,11 +65,11 @@ class Ledger:
             f"{'backward' if entry.is_backward else 'forward'} {access.name} {list(access.size)}"
             for entry in self.select("amax", "casts")
             for access in entry.launch.reads
-            if access.dtype in _HIGH_PRECISION and access.elements >= self._smallest(entry)
+            if access.dtype in _HIGH_PRECISION and access.elements >= self._count_quantized(entry)
         )
 
     @staticmethod
-    def _smallest(entry: LedgerEntry) -> int:
+    def _count_quantized(entry: LedgerEntry) -> int:
         """Return the number of elements that a launch quantizes: of its codes, or of its largest operand."""
         accesses = (*entry.launch.reads, *entry.launch.writes)
         largest = max(access.elements for access in accesses)

@@ -89,12 +89,12 @@ def _make_module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
     readers = find_readers(graph)
     names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _get_layout, **_make_reporters(graph)}
 
-    def maker_of(buffer: str, operator: str) -> str:
+    def add_maker(buffer: str, operator: str) -> str:
         name = f"maker_{len(names)}"
         names[name] = Maker(operator, find_node(graph.name_to_buffer.get(buffer)), readers)
         return name
 
-    exec(compile(rewrite(wrapper_code.value, maker_of), module.__file__, "exec"), names)
+    exec(compile(rewrite(wrapper_code.value, add_maker), module.__file__, "exec"), names)
     names["reinterpret_tensor"] = _reinterpret
     names |= graph.constants | graph.torchbind_constants | getattr(graph, "opaque_value_type_classes", {})
     return module
@@ -108,11 +108,11 @@ def _make_reporters(graph: Any) -> dict[str, Callable[..., Any]]:
     if metadata is not None and not (is_backward or graph.is_inference):
         saved_from = len(metadata.tokens) + metadata.num_forward_returns
 
-    def received(arguments: list[Any]) -> None:
+    def report_received(arguments: list[Any]) -> None:
         if is_backward and (rows := get_follower()):
             rows.begin_backward(arguments)
 
-    def returned(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    def report_returned(results: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = get_follower()
         if rows and is_backward:
             rows.end_backward()
@@ -120,7 +120,7 @@ def _make_reporters(graph: Any) -> dict[str, Callable[..., Any]]:
             rows.record_saved(results[saved_from:])
         return results
 
-    return {RECEIVED: received, RETURNED: returned}
+    return {RECEIVED: report_received, RETURNED: report_returned}
 
 
 def _wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,14 +96,14 @@ class Maker:
         with _inside(self.module):
             tensor: Tensor = self._in_line(_allocate, (size, stride, dtype), {})
         for name, read in reads.items():
-            reader = self._reader(name)
+            reader = self._get_reader(name)
             with _inside(reader.module):
                 reader._in_line(_report_call, (reader, (read,)), {})
         with _inside(self.module):
             self._in_line(_report_buffer, (self, tensor, tuple(reads.values())), {})
         return tensor
 
-    def _reader(self, name: str) -> Maker:
+    def _get_reader(self, name: str) -> Maker:
         """Return the first reader of a tensor, which is cached, since all blocks of a model run the same code."""
         if name not in self._readers:
             return self

@@ -35,18 +35,18 @@ _KERNEL = re.compile(r"(?:cpp|triton_[a-z]+)_(fused\w*?)(?:_\d+)?")
 _OPERATORS = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
 _NOT_RUN = ("get_args", "benchmark_compiled_module")
 
-MakerOf = Callable[[str, str], str]
-"""Maps the names of a buffer and of the first kernel that writes it (either may be empty) to the name of a Maker in the
-code's namespace."""
+AddMaker = Callable[[str, str], str]
+"""Adds a Maker of a buffer and the first kernel that writes it (either name may be empty) to the code's namespace, and
+returns the Maker's name there."""
 
 
-def rewrite(source: str, maker_of: MakerOf) -> ast.Module:
+def rewrite(source: str, add_maker: AddMaker) -> ast.Module:
     """Rewrite wrapper code. Its namespace must also have AsyncCompile, RECEIVED, RETURNED and LAYOUT_OF."""
     tree = ast.parse(source)
     tree.body = [statement for statement in tree.body if not _imports_compiler(statement)]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name not in _NOT_RUN:
-            _Rewriter(_find_first_writes(node.body), maker_of, node.name == "call").visit_FunctionDef(node)
+            _Rewriter(_find_first_writes(node.body), add_maker, node.name == "call").visit_FunctionDef(node)
     return ast.fix_missing_locations(tree)
 
 
@@ -57,8 +57,8 @@ def name_operator(function: str) -> str:
 
 
 class _Rewriter(ast.NodeTransformer):
-    def __init__(self, writes: dict[str, ast.Call], maker_of: MakerOf, is_entry: bool) -> None:
-        self._writes, self._maker_of, self._is_entry = writes, maker_of, is_entry
+    def __init__(self, writes: dict[str, ast.Call], add_maker: AddMaker, is_entry: bool) -> None:
+        self._writes, self._add_maker, self._is_entry = writes, add_maker, is_entry
         self._written = {id(call): buffer for buffer, call in reversed(writes.items())}
         self._assigned: set[str] = set()
 
@@ -77,8 +77,8 @@ class _Rewriter(ast.NodeTransformer):
         target, value = _get_id(node.targets[0]), node.value
         if isinstance(value, ast.Call) and _BUFFER.fullmatch(target):
             if _get_id(value.func) == _ALLOCATE:
-                layout = ", ".join(map(ast.unparse, value.args))
-                node.value = _parse_expression(f"{self._maker(target)}.allocate({layout}, {self._read_for(target)})")
+                arguments = ", ".join([*map(ast.unparse, value.args), self._read_for(target)])
+                node.value = _parse_expression(f"{self._name_maker(target)}.allocate({arguments})")
             elif _get_id(value.func) != _REINTERPRET:
                 node.value = self._rewrite_call(target, value)
         return node
@@ -103,11 +103,11 @@ class _Rewriter(ast.NodeTransformer):
         """Return statements that get the layout of the new buffer, delete the old one, and allocate the new one."""
         new, view = _get_id(statement.targets[0]), ast.unparse(statement.value)
         self._assigned.discard(old)
-        allocation = f"{self._maker(new)}.allocate(*{new}, {self._read_for(new)})"
+        allocation = f"{self._name_maker(new)}.allocate(*{new}, {self._read_for(new)})"
         return _parse_statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocation}")
 
     def _rewrite_call(self, written: str, call: ast.Call) -> ast.Call:
-        maker = self._maker_of(written, name_operator(_get_id(call.func)))
+        maker = self._add_maker(written, name_operator(_get_id(call.func)))
         return ast.Call(_parse_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
 
     def _read_for(self, buffer: str) -> str:
@@ -117,9 +117,9 @@ class _Rewriter(ast.NodeTransformer):
         names = list(dict.fromkeys(name for name in _list_names(arguments) if name in self._assigned))
         return f"{{{', '.join(f'{name!r}: {name}' for name in names)}}}"
 
-    def _maker(self, buffer: str) -> str:
+    def _name_maker(self, buffer: str) -> str:
         call = self._writes.get(buffer)
-        return self._maker_of(buffer, "" if call is None else name_operator(_get_id(call.func)))
+        return self._add_maker(buffer, "" if call is None else name_operator(_get_id(call.func)))
 
 
 def _find_first_writes(statements: list[ast.stmt]) -> dict[str, ast.Call]:

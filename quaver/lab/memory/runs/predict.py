@@ -15,7 +15,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from quaver.lab.data import Batch
@@ -149,15 +148,13 @@ def make_train_step(
     """
     training, numbers = config.training, count(1)
 
-    def tokens() -> Tensor:
+    def make_batch() -> Batch:
         shape = training.local_batch_size, training.seq_len
-        return (torch.arange(prod(shape), device=trained.device) % config.model.vocab_size).view(shape)
+        tokens = (torch.arange(prod(shape), device=trained.device) % config.model.vocab_size).view(shape)
+        return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if config.data.document_mask else None)
 
-    has_documents = config.data.document_mask
     micro_batches = layout.count_micro_batches(training)
-    batches = [
-        Batch(tokens(), tokens(), torch.zeros_like(tokens()) if has_documents else None) for _ in range(micro_batches)
-    ]
+    batches = [make_batch() for _ in range(micro_batches)]
 
     def step(*, micro_batches: int = micro_batches) -> None:
         trained.train_step(next(numbers), batches[:micro_batches])
