@@ -189,7 +189,8 @@ def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
     if not fakes.integer_reads:
         return []
     sizes = []
-    for fakes.integer in (2, 1):
+    for integer in (2, 1):
+        fakes.integer = integer
         with _Sizes() as watch:
             step()
         sizes.append(watch.sizes_bytes)
