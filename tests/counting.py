@@ -1,4 +1,4 @@
-"""Counts the collectives and the other operations that one rank runs."""
+"""A dispatch mode that counts the collectives and the other operations of one rank."""
 
 from collections import Counter
 

@@ -14,16 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 IN_SDIST = {
-    *(
-        "Makefile",
-        "constraints.txt",
-        "pyproject.toml",
-        "setup.py",
-        "README.md",
-        "CHANGELOG.md",
-        "mkdocs.yml",
-        ".ci/run",
-    ),
+    *("Makefile", "constraints.txt", "pyproject.toml", "setup.py", "README.md", "CHANGELOG.md", "mkdocs.yml"),
+    ".ci/run",
     *("quaver/csrc/cpu.c", "quaver/csrc/matmul.h", "tests/conftest.py", "train_configs/llama3_debug.toml"),
     *("docs/quickstart.md", "docs/images/loss_curves.png", "examples/convert_a_model.py", "benchmarks/record.py"),
 }

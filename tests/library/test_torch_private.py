@@ -63,19 +63,19 @@ def mesh():
 
 @pytest.mark.parametrize("retain_graph", [True, False])
 def test_a_node_knows_itself_and_whether_its_graph_is_kept(retain_graph):
-    seen = []
+    answers = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     first = autograd.next_sequence_number()
     z = y * 3
-    y.register_hook(lambda _: seen.append((autograd.current_node(), autograd.backward_keeps_graph())))
-    y.register_hook(lambda _: seen.append(autograd.runs_in_backward()))
+    y.register_hook(lambda _: answers.append((autograd.current_node(), autograd.backward_keeps_graph())))
+    y.register_hook(lambda _: answers.append(autograd.runs_in_backward()))
     assert not autograd.runs_in_backward()
     assert autograd.sequence_number(z.grad_fn) == first == autograd.next_sequence_number() - 1
     assert autograd.sequence_number(y.grad_fn) == first - 1
     assert autograd.current_node() is None
     z.sum().backward(retain_graph=retain_graph)
-    assert seen == [(y.grad_fn, retain_graph), True]
+    assert answers == [(y.grad_fn, retain_graph), True]
     assert not autograd.runs_in_backward()
 
 
@@ -145,7 +145,7 @@ def test_a_group_by_its_name(mesh):
 # ---- dispatch and tracing --------------------------------------------------------------------------------------------
 
 
-def test_the_stacks_of_modes():
+def test_the_stacks_of_modes_are_counted_and_listed():
     assert dispatch.count_dispatch_modes() == dispatch.count_function_modes() == 0
     with Mode() as outer, Mode() as inner, FunctionMode():
         assert (dispatch.count_dispatch_modes(), dispatch.count_function_modes()) == (2, 1)
@@ -156,31 +156,31 @@ def test_the_stacks_of_modes():
         assert dispatch.count_dispatch_modes() == 2
 
 
-def test_fakes():
+def test_fake_modes_and_the_calls_of_fake_tensors_are_recognized():
     assert not dispatch.fake_mode_is_on()
     with tracing.FakeTensorMode():
         assert dispatch.fake_mode_is_on()
         assert isinstance(torch.ones(2), tracing.FakeTensor)
-    asked = []
+    answers = []
 
     class Parameter(torch.nn.Parameter):
         def untyped_storage(self):
-            asked.append(tracing.called_by_fake_tensors())
+            answers.append(tracing.called_by_fake_tensors())
             return super().untyped_storage()
 
     parameter = Parameter(torch.ones(2))
     parameter.untyped_storage()
     tracing.FakeTensorMode().from_tensor(parameter)
-    assert asked[:2] == [False, True]
+    assert answers[:2] == [False, True]
 
 
 def test_the_innermost_transform():
-    seen, names = [], []
+    innermost, names = [], []
     assert dispatch.innermost_transform() is None
     assert dispatch.transforms() == ()
 
     def f(x):
-        seen.append(dispatch.innermost_transform())
+        innermost.append(dispatch.innermost_transform())
         names.append(dispatch.transforms())
         return x.sum()
 
@@ -189,8 +189,7 @@ def test_the_innermost_transform():
     torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
     torch.func.functionalize(f)(torch.ones(2))
     torch.func.jacrev(f)(torch.ones(2))
-    assert len(seen) == 5
-    assert None not in seen
+    assert None not in innermost
     assert names == [("Vmap",), ("Grad",), ("Jvp",), ("Functionalize",), ("Grad",)]
 
 
@@ -214,7 +213,7 @@ def test_a_subclass_without_torch_function_reaches_its_dispatch_as_itself():
     assert type(torch.ones(2).as_subclass(Plain) + 1) is torch.Tensor
 
 
-def test_operators():
+def test_the_classes_of_operators():
     add = torch.ops.aten.add
     assert isinstance(add, dispatch.OpOverloadPacket)
     assert isinstance(add.Tensor, dispatch.OpOverload)
@@ -236,27 +235,27 @@ def test_a_constant_is_computed_while_dynamo_traces():
 
 
 def test_disabled_code_is_not_compiled():
-    seen = []
+    answers = []
 
     @tracing.disable_compile
     def disabled(x):
-        seen.append(torch.compiler.is_compiling())
+        answers.append(torch.compiler.is_compiling())
         return x + 1
 
     assert torch.compile(lambda x: disabled(x * 2) * 2, backend="eager")(torch.ones(())).item() == 6
-    assert seen == [False]
+    assert answers == [False]
 
 
 def test_the_jit_tracer():
-    seen = []
+    answers = []
 
     def f(x):
-        seen.append(tracing.is_jit_tracing())
+        answers.append(tracing.is_jit_tracing())
         return x + 1
 
     f(torch.ones(2))
     torch.jit.trace(f, torch.ones(2), check_trace=False)
-    assert seen == [False, True]
+    assert answers == [False, True]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -273,16 +272,16 @@ def test_exports_and_not_compilations_are_exports(strict):
 
 
 def test_the_tracing_context_of_the_compiler():
-    seen = []
+    contexts = []
 
     def backend(graph, inputs):
-        seen.append(tracing.current_tracing_context())
+        contexts.append(tracing.current_tracing_context())
         return graph
 
     assert tracing.current_tracing_context() is None
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    assert len(seen) == 1
-    assert seen[0] is not None
+    (context,) = contexts
+    assert context is not None
 
 
 # ---- the compiler ----------------------------------------------------------------------------------------------------
@@ -355,16 +354,16 @@ def test_the_dtype_in_which_fsdp2_gathers(mesh):
 
 
 def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_other_modes_see():
-    seen = {"policy": 0, "mode": 0}
+    counts = {"policy": 0, "mode": 0}
 
     class Counting(Mode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen["mode"] += func is torch.ops.aten.cos.default
+            counts["mode"] += func is torch.ops.aten.cos.default
             return func(*args, **(kwargs or {}))
 
     def decide(ctx, func, *args, **kwargs):
         # torch 2.11 asks the policy in the recomputation as well
-        seen["policy"] += func is torch.ops.aten.cos.default and not ctx.is_recompute
+        counts["policy"] += func is torch.ops.aten.cos.default and not ctx.is_recompute
         return CheckpointPolicy.PREFER_SAVE
 
     x, modes = torch.ones(2), create_selective_checkpoint_contexts(decide)
@@ -373,10 +372,10 @@ def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_oth
             with policies.without_policies():
                 assert not any(mode in modes for mode in dispatch.dispatch_modes())
                 x.cos()
-            on = dispatch.dispatch_modes()
-            assert (len(on), on[1]) == (3, policy)
+            active = dispatch.dispatch_modes()
+            assert (len(active), active[1]) == (3, policy)
             x.cos()
-    assert seen == {"policy": 1, "mode": 7}  # a result that the policy saved is not computed again
+    assert counts == {"policy": 1, "mode": 7}  # a result that the policy saved is not computed again
 
 
 def test_functional_collectives(mesh):
@@ -409,21 +408,21 @@ def test_ranges_and_events_of_the_profiler():
     assert "here" in {event.name for event in profiled.events()}
     assert {event.device_type for event in profiled.events()} == {profiler.DeviceType.CPU}
     assert profiler.DeviceType.CUDA != profiler.DeviceType.CPU
-    nodes, found = list(profiled.profiler.kineto_results.experimental_event_tree()), []
+    nodes, allocated = list(profiled.profiler.kineto_results.experimental_event_tree()), []
     while nodes:
         node = nodes.pop()
         nodes += node.children
-        found += [node.typed[1].alloc_size] if node.typed[0] == profiler.EventType.Allocation else []
-    assert 4000 in found
+        allocated += [node.typed[1].alloc_size] if node.typed[0] == profiler.EventType.Allocation else []
+    assert 4000 in allocated
 
 
-def test_keys_of_storages():
+def test_views_have_the_storage_key_of_their_base():
     x, y = torch.ones(4), torch.ones(4)
     assert memory.storage_key(x.untyped_storage()) == memory.storage_key(x[2:].untyped_storage())
     assert memory.storage_key(x.untyped_storage()) != memory.storage_key(y.untyped_storage())
 
 
-def test_questions_to_the_cpu():
+def test_properties_of_the_cpu_are_booleans():
     answers = hardware.has_amx_tiles(), hardware.has_avx512_bfloat16(), hardware.onednn_has_bfloat16()
     assert {type(answer) for answer in answers} == {bool}
 
@@ -498,6 +497,7 @@ ELSEWHERE = {
 
 
 def private_names(path):
+    """Return the private names of PyTorch in the code of a file."""
     code = re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", path.read_text(), flags=re.S)
     names = {match[0] for match in PRIVATE.finditer(code) if not DOCUMENTED.match(match[0])}
     imported = re.findall(r"^\s*from torch(?:\.[\w.]+)? import ([^(\n]+|\([^)]*\))", code, re.M)
@@ -506,9 +506,6 @@ def private_names(path):
 
 def test_private_names_stand_nowhere_else():
     root = Path(quaver.__file__).parent
-    found = {}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if not name.startswith(("torch_private/", *ELSEWHERE)) and private_names(path):
-            found[name] = private_names(path)
-    assert found == {}
+    names = {path.relative_to(root).as_posix(): private_names(path) for path in root.rglob("*.py")}
+    allowed = ("torch_private/", *ELSEWHERE)
+    assert {path: private for path, private in names.items() if private and not path.startswith(allowed)} == {}

@@ -132,7 +132,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "limitations.md": {
         "- Row-wise delayed or static scaling is refused": "tests/library/recipes/test_config.py"
-        "::test_bad_combinations_fail_when_made_and_say_why",
+        "::test_bad_combinations_are_refused_when_a_config_is_made",
         "within blocks of scales, which is refused": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
         "A resume under another recipe is refused": f"{RESUMES}"
         "::test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte",
@@ -224,7 +224,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "a `module_filter_fn` that admits one is an error": f"{SERVING}::test_heads_and_routers_stay_in_high_precision",
         "refused for a model with such siblings": f"{SERVING}::test_siblings_that_engines_fuse_have_one_scale_there",
         "rules of rows are refused, unless": "tests/library/recipes/test_scale_rules.py"
-        "::test_a_rule_that_an_all_gather_does_not_have",
+        "::test_rules_that_an_all_gather_lacks_are_refused",
     },
     "trainer.md": {
         "Another path than the run's is refused": "tests/lab/runs/test_checkpoint.py"
