@@ -95,19 +95,19 @@ def full(value: Tensor) -> Tensor:
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
 
 
-def assert_same(got: Any, expected: Any, where: str = "") -> None:
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     """Assert equal keys, lengths, shapes, dtypes and bits in any nesting. All NaNs are equal."""
     if isinstance(expected, Tensor):
         try:
-            assert_same_bits(full(got), full(expected))
+            assert_same_bits(full(actual), full(expected))
         except AssertionError as error:
             raise AssertionError(f"{where or 'the tensor'}: {error}") from None
     elif isinstance(expected, Mapping):
-        assert got.keys() == expected.keys(), where
+        assert actual.keys() == expected.keys(), where
         for key in expected:
-            assert_same(got[key], expected[key], f"{where}[{key!r}]")
+            assert_same(actual[key], expected[key], f"{where}[{key!r}]")
     elif isinstance(expected, Iterable) and not isinstance(expected, str):
-        for index, (got_item, expected_item) in enumerate(zip(got, expected, strict=True)):
-            assert_same(got_item, expected_item, f"{where}[{index}]")
+        for index, (actual_item, expected_item) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(actual_item, expected_item, f"{where}[{index}]")
     else:
-        assert got == expected, f"{where}: {got!r}, not {expected!r}"
+        assert actual == expected, f"{where}: {actual!r}, not {expected!r}"

@@ -12,5 +12,5 @@ def _virtual_gpu():
     if not VIRTUAL:
         yield
         return
-    with virtual_gpu(VIRTUAL), np.errstate(all="ignore"):  # the interpreter's infinities and NaNs are wanted
+    with virtual_gpu(VIRTUAL), np.errstate(all="ignore"):  # the interpreter's infinities and NaNs are intended
         yield

@@ -109,7 +109,7 @@ def test_rules_of_serving_engines(rule, hp_dtype):
 
 def test_rows_of_every_width():
     for width in (7, 4096, 5000, triton_cast.WIDEST_ROW, triton_cast.WIDEST_ROW + 16, smaller(50_001, 33_001)):
-        assert_casts(varied(smaller(40, 3), width, torch.bfloat16).to(DEVICE), E4M3, wanted=[ROWS])
+        assert_casts(varied(smaller(40, 3), width, torch.bfloat16).to(DEVICE), E4M3, directions=[ROWS])
 
 
 @FLOAT8

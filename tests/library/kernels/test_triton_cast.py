@@ -44,16 +44,18 @@ def _every_value(hp_dtype, float8_dtype):
     """A row, or a column, has the values that share their upper 8 bits: all magnitudes of an amax, and all kinds."""
     hp = every_value(hp_dtype).view(256, 256)
     scales = (0.37, 448e12, 3e38, 1e-42, INF)
-    assert_casts(hp, float8_dtype, persistent=scales, given=[(torch.tensor(3.7), torch.tensor(1e-42))], wanted=[BOTH])
-    assert_casts(hp.t().contiguous(), float8_dtype, power_of_2=True, wanted=[BOTH, ROWS])
-    assert_casts(hp[hp.isfinite().all(1)], float8_dtype, wanted=[BOTH])
+    assert_casts(
+        hp, float8_dtype, persistent=scales, given=[(torch.tensor(3.7), torch.tensor(1e-42))], directions=[BOTH]
+    )
+    assert_casts(hp.t().contiguous(), float8_dtype, power_of_2=True, directions=[BOTH, ROWS])
+    assert_casts(hp[hp.isfinite().all(1)], float8_dtype, directions=[BOTH])
 
 
 def _unusual_amaxes(hp_dtype, float8_dtype):
     unknown = itertools.cycle((0.0, -0.0, -3.0, NAN, -0.0, 0.0, NAN, -3.0))
     for values, power_of_2 in itertools.product(UNUSUAL, (False, True)):
         hp = torch.tensor(values).repeat(2, 1).to(hp_dtype)
-        assert_casts(hp, float8_dtype, persistent=[next(unknown)], power_of_2=power_of_2, wanted=[BOTH, ROWS])
+        assert_casts(hp, float8_dtype, persistent=[next(unknown)], power_of_2=power_of_2, directions=[BOTH, ROWS])
 
 
 def _shapes(hp_dtype, float8_dtype):
@@ -71,9 +73,9 @@ def _blocks(hp_dtype, float8_dtype, power_of_2, mode):
         assert_block_casts(varied(144, 144, hp_dtype), float8_dtype, block_size, **scales)
     assert_block_casts(varied(130, 140, hp_dtype), float8_dtype, (128, 128), **scales)
     assert_block_casts(varied(130, 48, hp_dtype), float8_dtype, (1, 128), **scales)
-    assert_block_casts(varied(70, 45, hp_dtype), float8_dtype, (1, 32), **scales, wanted=[ROWS, COLUMNS])
-    assert_block_casts(varied(1, 1, hp_dtype), float8_dtype, (32, 32), **scales, wanted=[ROWS, COLUMNS])
-    assert_block_casts(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), **scales, wanted=[ROWS])
+    assert_block_casts(varied(70, 45, hp_dtype), float8_dtype, (1, 32), **scales, directions=[ROWS, COLUMNS])
+    assert_block_casts(varied(1, 1, hp_dtype), float8_dtype, (32, 32), **scales, directions=[ROWS, COLUMNS])
+    assert_block_casts(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), **scales, directions=[ROWS])
     for values in UNUSUAL:
         assert_block_casts(torch.tensor(values).repeat(16, 8).to(hp_dtype), float8_dtype, (1, 32), **scales)
 
@@ -107,7 +109,7 @@ def _saturated_elements_are_counted():
         above = np.nextafter(np.float32(limit), np.float32(INF))
         hp = torch.zeros(200, 100)
         hp[::50, ::99] = torch.tensor([[limit, -limit], [above, -above], [INF, NAN], [above, 0.0]])
-        assert_casts(hp, float8_dtype, persistent=[1.0], wanted=[BOTH])
+        assert_casts(hp, float8_dtype, persistent=[1.0], directions=[BOTH])
         assert scaling.cast_with_persistent_scale(hp, torch.tensor(1.0), float8_dtype)[3][1] == 3
 
 
@@ -152,19 +154,19 @@ def _bytes(cast):
     hp = varied(256, 512, torch.bfloat16)
     persistent = triton_cast.cast_with_persistent_scale
     casts = {
-        "tensorwise": lambda *wanted: triton_cast.cast_tensorwise(hp, E4M3, *wanted, False),
-        "known": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(2.0)),
-        "unknown": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(0.0)),
-        "rowwise": lambda *wanted: triton_cast.cast_rowwise(hp, E4M3, *wanted, False),
-        "blocks": lambda *wanted: triton_cast.cast_blockwise(hp, E4M3, *wanted, True, 1, 128, ""),
+        "tensorwise": lambda *directions: triton_cast.cast_tensorwise(hp, E4M3, *directions, False),
+        "known": lambda *directions: persistent(hp, E4M3, *directions, False, torch.tensor(2.0)),
+        "unknown": lambda *directions: persistent(hp, E4M3, *directions, False, torch.tensor(0.0)),
+        "rowwise": lambda *directions: triton_cast.cast_rowwise(hp, E4M3, *directions, False),
+        "blocks": lambda *directions: triton_cast.cast_blockwise(hp, E4M3, *directions, True, 1, 128, ""),
         "given": lambda rows, columns: triton_cast.cast_with_scale(
             hp, E4M3, torch.tensor(2.0) if rows else None, torch.ones(1, 512) if columns else None
         ),
     }
     moved = []
-    for wanted in (ROWS, COLUMNS, BOTH):
+    for directions in (ROWS, COLUMNS, BOTH):
         with counting_bytes() as counted:
-            casts[cast](*wanted)
+            casts[cast](*directions)
         hp_and_codes = counted.pop("bf16") + counted.pop("fp8e4nv")
         moved.append((hp_and_codes / hp.numel(), counted.total() / hp.numel()))
     return moved

@@ -179,7 +179,7 @@ def test_amaxes_of_groups(compiled, hp_dtype, tmp_path):
 
 @HP
 @pytest.mark.parametrize(
-    ("block_size", "wanted"),
+    ("block_size", "directions"),
     [
         ((1, 128), ROWS),
         ((1, 32), COLUMNS),
@@ -187,10 +187,10 @@ def test_amaxes_of_groups(compiled, hp_dtype, tmp_path):
         *at_night([((1, 128), COLUMNS), ((1, 32), ROWS), ((32, 32), BOTH), ((1, 128), BOTH), ((1, 32), BOTH)]),
     ],
 )
-def test_blocks(compiled, hp_dtype, block_size, wanted, tmp_path):
+def test_blocks(compiled, hp_dtype, block_size, directions, tmp_path):
     """Blocks of 128 x 128 spill up to 200 bytes where the width is no multiple of 16, and accesses are narrow."""
     mode = "" if 128 in block_size else "rceil"  # as the recipes have them
-    triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *wanted, True, *block_size, mode)
+    triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *directions, True, *block_size, mode)
     [[asm]] = compiled.values()
     assert CONVERSION[E4M3] in asm["ptx"]
     assert_fits(asm, tmp_path, 208 if "_cast_rows_and_columns" in compiled else 200)

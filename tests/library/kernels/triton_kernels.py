@@ -24,7 +24,7 @@ from tests.reference import assert_same_bits
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-WANTED = BOTH, ROWS, COLUMNS = (True, True), (True, False), (False, True)
+DIRECTIONS = BOTH, ROWS, COLUMNS = (True, True), (True, False), (False, True)
 """Whether a cast returns row codes and column codes."""
 UNUSUAL = (
     [0.0, -0.0],
@@ -59,13 +59,13 @@ def assert_equal(tensors, expected):
 
 
 def laid_out(row_codes, column_codes, rows=True, columns=True):
-    """Return the oracle's codes as row codes and column codes, None for those that are not wanted."""
+    """Return the oracle's codes as row codes and column codes, None for those that are not requested."""
     transposed = None if column_codes is None else column_codes.t().clone(memory_format=torch.contiguous_format).t()
     return row_codes if rows else None, transposed if columns else None
 
 
 def assert_operands(operands, row, column, rows, columns):
-    """Assert the codes, quant_scale and dequant_scale of the oracle's casts `row` and `column`, where wanted."""
+    """Assert the codes, quant_scale and dequant_scale of the oracle's casts `row` and `column`, where requested."""
     codes = laid_out(row[0], column[0], rows, columns)
     for operand, expected, (_, quant, dequant) in zip(operands, codes, (row, column), strict=True):
         assert (operand is None) == (expected is None)
@@ -74,8 +74,8 @@ def assert_operands(operands, row, column, rows, columns):
             assert dequant.shape == operand.layout.get_scale_shape(*expected.shape)
 
 
-@np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted
-def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, mode="", wanted=WANTED):
+@np.errstate(all="ignore")  # the interpreter's infinities and NaNs are intended
+def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, mode="", directions=DIRECTIONS):
     """Assert the oracle's casts: dynamic, with each `persistent` scale, and with each pair of `given` scales."""
     assert triton_cast.supports(hp, float8_dtype)
     host, device = hp.cpu(), hp.device
@@ -85,7 +85,7 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
     if not mode:  # no rule changes the amax
         for dim in (None, 0, 1):
             assert_equal([triton_cast.compute_amax(hp, dim)], [scaling.compute_amax(host, dim).float()])
-    for rows, columns in wanted:
+    for rows, columns in directions:
         args = (float8_dtype, rows, columns, power_of_2)
         assert_operands(triton_cast.cast_tensorwise(hp, *args, mode), by_matrix, by_matrix, rows, columns)
         assert_operands(triton_cast.cast_rowwise(hp, *args, mode), by_row, by_column, rows, columns)
@@ -107,19 +107,19 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
 def assert_casts_by_rule(hp, rule):
     """Assert the casts by a rule of serving engines: of tensors, rows and blocks, and with a given scale."""
     finite = hp[hp.isfinite().all(1)]
-    assert_casts(finite, E4M3, given=[(torch.rand(len(finite), 1) + 0.1, None)], mode=rule, wanted=[BOTH, ROWS])
+    assert_casts(finite, E4M3, given=[(torch.rand(len(finite), 1) + 0.1, None)], mode=rule, directions=[BOTH, ROWS])
     for block_size in ((1, 128), (128, 128)):
         assert_block_casts(hp, E4M3, block_size, False, rule)
 
 
 @np.errstate(all="ignore")
-def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(BOTH,)):
+def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, directions=(BOTH,)):
     """Assert the oracle's bits of the cast in blocks, along rows and along columns.
 
     The dequant_scale of row codes along 1 x n, and of column codes alone in square blocks, is column-major.
     """
     assert triton_cast.supports(hp, float8_dtype)
-    for rows, columns in wanted:
+    for rows, columns in directions:
         expected = []
         for size in (block_size, block_size[::-1]):
             options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}

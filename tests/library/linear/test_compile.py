@@ -167,8 +167,8 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power
     x = torch.randn(120, 200).bfloat16()
     compiled = torch.compile(produce_and_cast, fullgraph=True)(x, dims)
     separate = [tensor for dim in dims for tensor in produce_and_cast(x, (dim,))] or produce_and_cast(x, ())
-    for expected, eager, got in zip(separate, produce_and_cast(x, dims), compiled, strict=True):
-        assert got.float().equal(expected.float())  # every float8 value is a float32 value
+    for expected, eager, result in zip(separate, produce_and_cast(x, dims), compiled, strict=True):
+        assert result.float().equal(expected.float())  # every float8 value is a float32 value
         assert eager.float().equal(expected.float())
 
 

@@ -102,14 +102,14 @@ def test_views_copies_and_flattening_keep_every_operand(column):
     _, whole = cast_matrix(column)
     names, meta = whole.__tensor_flatten__()
     assert len(names) == (4 if column == "own" else 2)
-    again = Float8Tensor.__tensor_unflatten__({n: getattr(whole, n) for n in names}, meta, None, None)
-    for other in (again, whole.detach(), whole.clone(), copy.deepcopy(whole), whole.view(3, 4, 8), whole.view(-1, 8)):
+    rebuilt = Float8Tensor.__tensor_unflatten__({name: getattr(whole, name) for name in names}, meta, None, None)
+    for other in (rebuilt, whole.detach(), whole.clone(), copy.deepcopy(whole), whole.view(3, 4, 8), whole.view(-1, 8)):
         assert (other.operands().column is None) == (column == "none")
         for operand, expected in zip(other.operands(), whole.operands(), strict=True):
             if expected is not None:
                 assert torch.equal(operand.data.float(), expected.data.float())
                 assert torch.equal(operand.dequant_scale, expected.dequant_scale)
-    assert (again.column_data_fp8 is again.data_fp8) == (column == "shared")
+    assert (rebuilt.column_data_fp8 is rebuilt.data_fp8) == (column == "shared")
 
 
 def test_operations_that_codes_lack_are_refused():
