@@ -67,7 +67,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.parts import select_part_scales
-from quaver.recipes.scale_layout import ScaleLayout
+from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
 from quaver.recipes.scaling import Scales
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, set_local_tensor
@@ -357,7 +357,7 @@ def _quantize(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch.dtype
         scale, shard_layout = select_part_scales(quant_scale, shard.offsets, shard.local.shape, layout)
         return cast_blocks_with_scale(shard.local, scale, float8_dtype, shard_layout)
     scale = shard.narrow_scales(quant_scale)
-    by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
+    by_column = layout == COLUMNWISE
     codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)
     return typing.cast(Tensor, codes[by_column])
 

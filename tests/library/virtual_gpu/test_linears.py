@@ -11,6 +11,9 @@ from torch.profiler import profile
 pytest.importorskip("triton")
 
 from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, serving_config
+from quaver.fsdp.gathered import _quantize
+from quaver.fsdp.shard import WeightShard
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.runtime.devices import has_cuda
 from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths
 from tests.models import Block, rope_tables
@@ -50,6 +53,15 @@ def _block(recipe):
     return run_step(call, torch.randn(1, 32, 64), module=block)
 
 
+def _one_row_shard():
+    shard = WeightShard(torch.randn(1, 48).bfloat16(), (3, 48), 0, 2, None, None, None, torch.device("cpu"), ((), ()))
+    scales = torch.rand(3, 1) + 1, torch.rand(1, 48) + 1
+    return [
+        _quantize(shard, scale, torch.float8_e4m3fn, layout)
+        for scale, layout in zip(scales, (ROWWISE, COLUMNWISE), strict=True)
+    ]
+
+
 def compile_on_card(function, backend):
     """Return the function, compiled on a card; a CPU runs it eagerly."""
     return torch.compile(function, fullgraph=True, backend=backend) if backend and has_cuda() else function
@@ -79,6 +91,13 @@ def assert_near(results, expected, floor):
 def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe):
     results, expected, *_ = interpreter(on_card, "h100", _block, recipe)
     assert_near(results, expected, 25)
+
+
+def test_a_shard_of_one_row_has_the_codes_of_a_cpu(interpreter):
+    results, expected, *_ = interpreter(on_card, "h100", _one_row_shard)
+    assert [codes.view(torch.uint8).tolist() for codes in results] == [
+        codes.view(torch.uint8).tolist() for codes in expected
+    ]
 
 
 NATIVE = {
