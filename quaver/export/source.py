@@ -68,7 +68,8 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
     weights = StoredTensors(folder)
     model = build_skeleton(folder, config)
     admits = make_name_filter(filter_fqns, find_tied_modules(model))
-    convert_to_float8_training(model, config=recipe, module_filter_fn=admits)
+    with blame_input():
+        convert_to_float8_training(model, config=recipe, module_filter_fn=admits)
 
     def high_precision_model() -> nn.Module:
         model_class, _ = _find_model_class(folder, config)

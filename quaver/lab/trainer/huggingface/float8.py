@@ -24,7 +24,7 @@ from quaver.lab.trainer.huggingface.config import make_hf_config
 from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage, open_checkpoint
 from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.trainer.model import Llama, make_meta_llama
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.names import join_names
 
 S = TypeVar("S", bound=Settings)
@@ -57,10 +57,10 @@ def make_run_source(
     decide = partial(_decide_as_run, converted) if converted else make_name_filter(filter_fqns)
     if recipe is None:
         convert_chosen(model, config, decide)
-    else:
-        convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
-    if recipe is None:
         _load_scales(model, CheckpointReader(checked.weights))
+    else:
+        with blame_input():
+            convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
     progress = checked.record["progress"]
 
     def high_precision_model() -> nn.Module:
