@@ -1,10 +1,11 @@
-"""The small model of the distributed tests, and one process that computes what the ranks together must."""
+"""The small model of the distributed tests, its shards, and one process that computes what the ranks must."""
 
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from quaver import (
     Float8Linear,
@@ -16,6 +17,7 @@ from quaver import (
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.serving import SERVING, serving_config
+from tests.ranks import mesh_of
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
 HIDDEN = 42
@@ -37,7 +39,7 @@ class Block(nn.Module):
 
 
 def make_model(layers=2, dim=DIM, hidden=HIDDEN):
-    """The same weights on every call, with rows and columns of unlike size: no part has the scale of another."""
+    """Return the same weights on every call, in rows and columns of unlike size: no part has the scale of another."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(dim, hidden) for _ in range(layers)], nn.Linear(dim, 3))
     with torch.no_grad():
@@ -49,7 +51,7 @@ def make_model(layers=2, dim=DIM, hidden=HIDDEN):
 
 
 def batches(steps, ranks, dim=DIM):
-    """One global batch [ranks * TOKENS, dim] for each step; rank r takes the r-th part of it."""
+    """Return a global batch [ranks * TOKENS, dim] for each step. Rank r takes the r-th part of it."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(ranks * TOKENS, dim, generator=generator) for _ in range(steps)]
 
@@ -59,7 +61,7 @@ def loss_of(output):
 
 
 def config_of(recipe, **options):
-    """The config of a recipe or a serving engine, either with a ":backward"; "tensorwise_power_of_2" rounds scales."""
+    """Return the config of a recipe or a serving engine, either with a ":backward", or of "tensorwise_power_of_2"."""
     engine, colon, backward = recipe.partition(":")
     if engine in SERVING:
         base = f"{SERVING[engine].recipe}:{backward}" if colon else None
@@ -69,42 +71,79 @@ def config_of(recipe, **options):
     return replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
-def quantized(hp, config, operand="weight", scale=None):
-    """Both operands of a whole matrix, as one process quantizes it."""
+def quantize(hp, config, operand="weight", scale=None):
+    """Return both operands of a whole matrix, as one process quantizes it."""
     return Quantizer(getattr(config.casts, operand), hp.dtype, scale)(hp.detach(), row=True, column=True)
 
 
 def scaling_snapshot(model):
-    """Copies of all persistent scales and histories, by name."""
+    """Return copies of all persistent scales and histories, by name."""
     return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
 
 
 def scale_states_of(model):
-    """The persistent scales of each conversion."""
+    """Return the persistent scales of each conversion."""
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
     return list(dict.fromkeys(linear.scaling.state for linear in linears if linear.scaling is not None))
 
 
 def assert_same_scaling_on_all_ranks(model):
-    """Persistent scales, histories and what the last sync found, to the bit."""
+    """Assert that persistent scales, histories and the amaxes of the last sync have the same bits on all ranks."""
     state = float8_scaling_state(model)
     if not state:
         return
-    observed = [of_model.last_step for of_model in scale_states_of(model)]
-    mine = torch.cat([value.flatten() for value in (*state.state_dict().values(), *observed)]).view(torch.int32)
-    low, high = mine.clone(), mine.clone()
+    values = [*state.state_dict().values(), *(states.last_step for states in scale_states_of(model))]
+    low = torch.cat([value.flatten() for value in values]).view(torch.int32)
+    high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
     dist.all_reduce(high, dist.ReduceOp.MAX)
-    assert torch.equal(low, high), [n for n, v in enumerate(low != high) if v]
+    assert torch.equal(low, high), (low != high).nonzero()
+
+
+def world_mesh():
+    return mesh_of((dist.get_world_size(),))
+
+
+def shard_model(config, *, mesh=None, compiled=None, model=None, **options):
+    """Convert the small model, and give it to fully_shard block by block; `compiled` is a backend."""
+    mesh = mesh or world_mesh()
+    model = model or make_model()
+    if config is not None:
+        convert_to_float8_training(model, config=config)
+    for block in model:
+        if compiled:
+            block.compile(fullgraph=True, backend=compiled)
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def part_of(batch):
+    """Return this rank's part of a global batch."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def train_step(model, optimizer, batch):
+    """Train a step on this rank's part, and return the mean loss over ranks."""
+    loss = loss_of(model(part_of(batch)))
+    loss.backward()
+    return finish_step(loss, optimizer)
+
+
+def finish_step(loss, optimizer):
+    """Update the weights, and return the mean loss over ranks."""
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(mean := loss.detach().clone())
+    return mean.item() / dist.get_world_size()
 
 
 def single_process_losses(config, steps, ranks, **options):
-    """The losses of `single_process`."""
+    """Return the losses of `single_process`."""
     return single_process(config, steps, ranks, **options)[0]
 
 
 def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_gather=False, compiled=None):
-    """The losses of one process that takes the ranks' parts of each global batch one after another.
+    """Train one process on the ranks' parts of each global batch, one after another.
 
     With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
     the weights that are all-gathered in float8, which are quantized from the master.
@@ -134,20 +173,20 @@ def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_g
 
 
 def train_in_parts(model, optimizer, batches, parts, backward=None):
-    """The losses, and `scaling_snapshot` after each step's sync, of one process that takes parts one after another.
+    """Train one process on parts, one after another; return losses, and `scaling_snapshot` after each step's sync.
 
     Args:
-        backward: of a part; returns its loss, divided by the parts.
+        backward: runs a part, and returns its loss, divided by the parts; None for the mean square of the output.
     """
 
-    def plain(part):
+    def run_part(part):
         loss = loss_of(model(part)) / parts
         loss.backward()
         return loss
 
     losses, snapshots = [], []
     for batch in batches:
-        losses.append(sum((backward or plain)(part).item() for part in batch.chunk(parts)))
+        losses.append(sum((backward or run_part)(part).item() for part in batch.chunk(parts)))
         optimizer.step()
         optimizer.zero_grad()
         sync_float8_amax_and_scale_history(model)
@@ -156,18 +195,18 @@ def train_in_parts(model, optimizer, batches, parts, backward=None):
 
 
 def assert_same_snapshots(snapshots, expected, rtol_of_step, what, grad_outputs=1):
-    """After each step: histories and scales, each recorded once a step.
+    """Assert that histories and scales are near after each step, and that each step recorded them once.
 
     Args:
-        grad_outputs: by what the ranks' amaxes are larger, where a rank does not divide its loss by the ranks.
+        grad_outputs: the factor of the ranks' amaxes, where a rank does not divide its loss by the ranks.
     """
-    for step, (snapshot, of_one) in enumerate(zip(snapshots, expected, strict=True)):
-        assert snapshot.keys() == of_one.keys()
+    for step, (snapshot, reference) in enumerate(zip(snapshots, expected, strict=True)):
+        assert snapshot.keys() == reference.keys()
         for name, value in snapshot.items():
             factor, message = 1.0, f"{what} {step} {name}"
             if "grad_output" in name:
                 factor = grad_outputs if name.endswith("history") else 1 / grad_outputs
-            torch.testing.assert_close(value, of_one[name] * factor, rtol=rtol_of_step(step), atol=0, msg=message)
+            torch.testing.assert_close(value, reference[name] * factor, rtol=rtol_of_step(step), atol=0, msg=message)
             assert value.count_nonzero() == (step + 1 if value.dim() else 1), message
 
 
@@ -177,7 +216,7 @@ def _used_parameters(model, config, dtype, float8_gather):
     for name, parameter in model.named_parameters():
         if float8_gather and name in linears:
             scale = linears[name].persistent_scales(parameter.device).weight
-            value = Float8Tensor.from_operands(*quantized(parameter, config, scale=scale), dtype)
+            value = Float8Tensor.from_operands(*quantize(parameter, config, scale=scale), dtype)
         else:
             value = parameter.detach().to(dtype, copy=True)
         used[name] = value.requires_grad_()

@@ -2,21 +2,20 @@
 
 import contextlib
 import copy
-from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import quaver.fsdp.gathered as fsdp
 from quaver import cast_weights_once, convert_to_float8_training, set_high_precision_matmuls
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp import gathered
 from tests import steps
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import batches, loss_of, make_model
+from tests.library.distributed.models import batches, loss_of, make_model, part_of, shard_model, world_mesh
 from tests.library.distributed.test_delayed_fsdp import train
-from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
 from tests.library.distributed.test_fsdp_features import change_weights, gathering, model_by
 from tests.ranks import on_ranks
 from tests.thinned import at_night
@@ -27,15 +26,15 @@ LINEARS = 5
 
 def run_step(model, batch, microbatches=MICROBATCHES, **options):
     """Run this rank's parts of the microbatches of `batch`, and return the losses."""
-    parts = torch.cat([part_of(each) for each in batch.chunk(microbatches)])
+    parts = torch.cat([part_of(microbatch) for microbatch in batch.chunk(microbatches)])
     return steps.train(model, None, [parts], microbatches=microbatches, **options)
 
 
 SCOPES = (contextlib.nullcontext, cast_weights_once)
 CASES = [("rowwise", "checkpointed"), ("delayed", "keep gathered")]
-NIGHTLY = [("rowwise_with_gw_hp", "keep gathered"), ("delayed", "checkpointed")]
-NIGHTLY += [("rowwise_with_tensorwise_weight", "hsdp"), ("tensorwise", "cpu offload")]
-NIGHTLY += [("tensorwise", "plain"), ("rowwise", "mixed precision"), ("tensorwise", "meta"), ("delayed", "hsdp")]
+NIGHTLY = [("rowwise_with_gw_hp", "keep gathered"), ("delayed", "checkpointed"), ("delayed", "hsdp")]
+NIGHTLY += [("rowwise_with_tensorwise_weight", "hsdp"), ("rowwise", "mixed precision")]
+NIGHTLY += [("tensorwise", how) for how in ("cpu offload", "plain", "meta")]
 
 
 @pytest.mark.parametrize(
@@ -53,23 +52,14 @@ def test_changes_no_bit_of_the_losses(ranks, cases):
 
 
 def _count(recipe, how, scope):
-    """Casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
+    """Return the casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
     model = model_by(how, gathering(recipe))
     precompute_float8_dynamic_scale_for_fsdp(model)
-    casts, cast_with_scale = Counter(), fsdp.cast_with_scale
-
-    def counted(hp, *args):
-        casts[hp.shape] += 1
-        return cast_with_scale(hp, *args)
-
-    fsdp.cast_with_scale, counter = counted, CollectiveCounter()
     batch = batches(1, MICROBATCHES * dist.get_world_size())[0]
-    try:
-        with counter, scope(model):
-            run_step(model, batch)
-    finally:
-        fsdp.cast_with_scale = cast_with_scale
-    return casts.total(), dict(counter.calls), dict(counter.bytes)
+    spy = mock.patch.object(gathered, "cast_with_scale", wraps=gathered.cast_with_scale)
+    with spy as cast, CollectiveCounter() as counter, scope(model):
+        run_step(model, batch)
+    return cast.call_count, dict(counter.calls), dict(counter.bytes)
 
 
 @pytest.mark.parametrize(

@@ -30,20 +30,15 @@ from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.steps import assert_same, draw, full
 from tests.thinned import at_night
 
-
-def these(*quick):
-    """Every recipe that scales dynamically, all but the `quick` ones nightly."""
-    return [pytest.param(recipe, marks=() if recipe in quick else pytest.mark.nightly) for recipe in RECIPES]
-
-
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BEFORE, AFTER = 2, 2
 SHAPES = {"fsdp": (6, 18), "fsdp and tp": (2, 4, 32)}
+OTHERS = [(recipe,) for recipe in RECIPES if recipe != "rowwise"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def one_process(recipe, *, gather=True, other_weights=False, layout="fsdp"):
+def build(recipe, *, gather=True, other_weights=False, layout="fsdp"):
     """Return the model of a layout, and an optimizer without state; a checkpoint must replace the other weights."""
     config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
     by_rows = layout == "fsdp"
@@ -53,9 +48,9 @@ def one_process(recipe, *, gather=True, other_weights=False, layout="fsdp"):
     return model, adamw(model)
 
 
-def sharded(recipe, *, layout="fsdp", **options):
-    """Shards of 18 and 42 rows, and of 3, which is less than 4 ranks have; "fsdp and tp": 2 x 2."""
-    model, _ = one_process(recipe, layout=layout, **options)
+def shard(recipe, *, layout="fsdp", **options):
+    """Build, and shard weights of 18, 42 and of 3 rows, which is less than 4 ranks have; "fsdp and tp": 2 x 2."""
+    model, _ = build(recipe, layout=layout, **options)
     if layout == "fsdp":
         mesh = mesh_of((dist.get_world_size(),))
     else:
@@ -79,7 +74,7 @@ def make_other(model):
 
 
 def train(model, optimizer, count, start=0, *, precompute=False, shape=SHAPES["fsdp"]):
-    """The losses of steps `start` to `start + count`, each with a batch of another size; every rank takes the same."""
+    """Train steps `start` to `start + count`, each on a batch of another size; every rank takes the same."""
     batches = [draw(*shape, seed=step) * (1 + step) for step in range(start, start + count)]
     after = {"after": precompute_float8_dynamic_scale_for_fsdp} if precompute else {}
     return steps.train(model, optimizer, batches, **after)
@@ -109,17 +104,16 @@ def load(model, optimizer, path, *, with_scales=True, **options):
     set_state(model, optimizer, state)
 
 
-def found_in(model):
-    """The whole weights, and the scales and histories."""
+def copy_state(model):
+    """Return the whole weights, and the scales and histories."""
     weights = {name: full(weight).clone() for name, weight in get_model_state_dict(model).items()}
     return weights, scaling_snapshot(model)
 
 
 def assert_plain(state, *, is_sharded):
     """Assert that all are plain tensors, or DTensors of them if `is_sharded`."""
-    tensors = [*state["model"].values()]
-    for of_parameter in state["optimizer"]["state"].values():
-        tensors += of_parameter.values()
+    states = state["optimizer"]["state"].values()
+    tensors = [*state["model"].values(), *(value for moments in states for value in moments.values())]
     assert tensors
     for tensor in tensors:
         assert type(tensor) in ((torch.Tensor, DTensor) if is_sharded else (torch.Tensor,))
@@ -128,21 +122,21 @@ def assert_plain(state, *, is_sharded):
 
 
 def _save(recipe, path, layout="fsdp"):
-    """What is saved, and the losses and the state of the run that goes on.
+    """Train and save; return what is saved, and the losses and the state of the run that goes on.
 
     With "fsdp and tp" gate and up have names that share nothing, so one of them casts the input of both.
     """
-    model, optimizer = sharded(recipe, layout=layout)
+    model, optimizer = shard(recipe, layout=layout)
     train(model, optimizer, BEFORE, precompute=True, shape=SHAPES[layout])
     state = state_of(model, optimizer)
     assert_plain(state, is_sharded=True)
-    assert state["model"].keys() == one_process(recipe, layout=layout)[0].state_dict().keys()
+    assert state["model"].keys() == build(recipe, layout=layout)[0].state_dict().keys()
     save(model, optimizer, path)
-    gathered, saved = state_of(model, optimizer, FULL), found_in(model)
+    gathered, saved = state_of(model, optimizer, FULL), copy_state(model)
     if dist.get_rank() == 0:  # the only rank that gets it
         assert_plain(gathered, is_sharded=False)
         assert_same(gathered["model"], saved[0])
-    return saved, train(model, optimizer, AFTER, BEFORE, shape=SHAPES[layout]), found_in(model)
+    return saved, train(model, optimizer, AFTER, BEFORE, shape=SHAPES[layout]), copy_state(model)
 
 
 def _load_and_go_on(recipe, path, make, gather, saved, losses=None, then=None, layout="fsdp"):
@@ -150,11 +144,11 @@ def _load_and_go_on(recipe, path, make, gather, saved, losses=None, then=None, l
     if recipe in RECIPES or not gather:  # over scales and moments of other weights; once into a state that has none
         train(model, optimizer, 1, precompute=gather, shape=SHAPES[layout])
     load(model, optimizer, path)
-    assert_same(found_in(model), saved)
+    assert_same(copy_state(model), saved)
     if losses is not None:
         assert train(model, optimizer, AFTER, BEFORE, shape=SHAPES[layout]) == losses
-        assert_same(found_in(model), then)
-    if make is sharded and recipe in PERSISTENT_RECIPES:
+        assert_same(copy_state(model), then)
+    if make is shard and recipe in PERSISTENT_RECIPES:
         assert_same_scaling_on_all_ranks(model)
     return model, optimizer
 
@@ -164,64 +158,62 @@ def _load_on_ranks(*arguments):
 
 
 @pytest.mark.parametrize(  # dynamic scales of two payloads, and persistent ones
-    "recipe", [*these("rowwise"), PERSISTENT_RECIPES[0], *at_night([PERSISTENT_RECIPES[1:]])]
+    "recipe", ["rowwise", PERSISTENT_RECIPES[0], *at_night([PERSISTENT_RECIPES[1:], *OTHERS])]
 )
 def test_saved_on_4_ranks_loaded_on_2_and_1(recipe, tmp_path):
-    """Weights, scales and histories are exact, and so are the steps that follow: those of the run that went on."""
+    """Weights, scales and histories are exact, and the steps that follow are those of the run that went on."""
     path = str(tmp_path)
     saved, *then = run(4, _save, recipe, path)[0]
     assert all((value[-BEFORE:] > 0).all() for name, value in saved[1].items() if name.endswith("history"))
-    run(2, _load_on_ranks, recipe, path, sharded, True, saved, *then)
-    _load_and_go_on(recipe, path, one_process, False, saved, *then)
+    run(2, _load_on_ranks, recipe, path, shard, True, saved, *then)
+    _load_and_go_on(recipe, path, build, False, saved, *then)
     plain = make_model(layers=2)
     make_other(plain)
     load(plain, adamw(plain), path, with_scales=False)
     assert_same(get_model_state_dict(plain), saved[0])
 
 
-@pytest.mark.parametrize("recipe", these("rowwise"))
+@pytest.mark.parametrize("recipe", ["rowwise", *at_night(OTHERS)])
 @on_ranks(4)
 def test_a_whole_state_is_loaded_on_4_ranks(recipe):
-    """That of an unconverted model, from every rank, and from rank 0 alone."""
+    """The state is that of an unconverted model, from every rank or from rank 0 alone."""
     state = {name: value * 3 for name, value in make_model(layers=2).state_dict().items()}
-    for options in (
-        StateDictOptions(full_state_dict=True),
-        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    ):
-        model, optimizer = sharded(recipe, other_weights=True)
+    for from_rank_0 in (False, True):
+        model, optimizer = shard(recipe, other_weights=True)
         train(model, optimizer, 1, precompute=True)
-        given = {} if options.broadcast_from_rank0 and dist.get_rank() else dict(state)
-        set_model_state_dict(model, given, options=options)
+        own_state = {} if from_rank_0 and dist.get_rank() else dict(state)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+        set_model_state_dict(model, own_state, options=options)
         assert_same(get_model_state_dict(model), state)
-        fresh, _ = sharded(recipe)
+        fresh, _ = shard(recipe)
         fresh.load_state_dict(get_model_state_dict(model))
         assert train(model, adamw(model), 2) == train(fresh, adamw(fresh), 2)
 
 
 def _save_2d(recipe, path, layout):
-    """What is saved; a loss is that of a rank's part of the sequence, so the same ranks compare theirs."""
+    """Save, load and go on; a loss is that of a rank's part of the sequence, so the same ranks compare theirs."""
     saved, *then = _save(recipe, path, layout)
-    _load_and_go_on(recipe, path, sharded, True, saved, *then, layout)
+    _load_and_go_on(recipe, path, shard, True, saved, *then, layout)
     return saved
 
 
-@pytest.mark.parametrize("recipe", [*these(), "delayed"])
+@pytest.mark.parametrize("recipe", ["delayed", *at_night([("rowwise",), *OTHERS])])
 def test_tensor_parallel_to_one_process_and_back(recipe, tmp_path):
     layout, path = "fsdp and tp", str(tmp_path / "2d")
     saved = run(4, _save_2d, recipe, path, layout)[0]
-    model, optimizer = _load_and_go_on(recipe, path, one_process, True, saved, None, None, layout)
+    model, optimizer = _load_and_go_on(recipe, path, build, True, saved, None, None, layout)
     train(model, optimizer, 1, BEFORE, precompute=True, shape=SHAPES[layout])
     save(model, optimizer, str(tmp_path / "one"))
-    run(4, _load_on_ranks, recipe, str(tmp_path / "one"), sharded, True, found_in(model), None, None, layout)
+    run(4, _load_on_ranks, recipe, str(tmp_path / "one"), shard, True, copy_state(model), None, None, layout)
 
 
 @on_ranks(2)
 def test_a_checkpoint_without_scales_starts_as_a_new_model(tmp_path):
     """torch.distributed.checkpoint refuses it unless it is told that entries may be missing."""
-    source, source_optimizer = sharded("tensorwise")
+    source, source_optimizer = shard("tensorwise")
     train(source, source_optimizer, BEFORE)
     dcp.save(state_of(source, source_optimizer), checkpoint_id=tmp_path)
-    model, optimizer = sharded("delayed", other_weights=True)
+    model, optimizer = shard("delayed", other_weights=True)
     with pytest.raises(CheckpointException, match="(?s)Missing key.*float8"):
         load(model, optimizer, tmp_path)
     load(model, optimizer, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -232,14 +224,14 @@ def test_a_checkpoint_without_scales_starts_as_a_new_model(tmp_path):
 
 @on_ranks(2)
 def test_torch_refuses_a_history_of_another_length(tmp_path):
-    """What a model with dynamic scales does not ask for is left where it is.
+    """A model with dynamic scales loads the checkpoint without its histories.
 
     load_state_dict itself takes the newest entries of a history; when this fails, torch's checkpoints do as well.
     """
-    source, source_optimizer = sharded("delayed")
+    source, source_optimizer = shard("delayed")
     train(source, source_optimizer, BEFORE)
     save(source, source_optimizer, tmp_path)
-    model, optimizer = sharded("tensorwise", other_weights=True)
+    model, optimizer = shard("tensorwise", other_weights=True)
     load(model, optimizer, tmp_path)
     assert_same(get_model_state_dict(model), get_model_state_dict(source))
     shorter = config_of("delayed", delayed_scaling_config=DelayedScalingConfig(history_len=2))

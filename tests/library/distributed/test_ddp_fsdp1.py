@@ -19,7 +19,7 @@ WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]
 COMPILED = ["DDP of compiled blocks", "compiled DDP"]
 
 
-def wrapped(recipe, how, layers=2):
+def wrap(recipe, how, layers=2):
     config = config_of(recipe, enable_fsdp_float8_all_gather="weights to gather" in how)
     model = convert_to_float8_training(make_model(layers), config=config)
     if how.startswith("FSDP1"):
@@ -30,7 +30,7 @@ def wrapped(recipe, how, layers=2):
         for block in model:
             block.compile(fullgraph=True, backend="aot_eager")
     model = DistributedDataParallel(model)
-    # torch splits the graph of the whole into its buckets
+    # torch splits the graph of the whole into its buckets.
     return torch.compile(model, backend="aot_eager") if how == "compiled DDP" else model
 
 
@@ -47,10 +47,10 @@ def wrapped(recipe, how, layers=2):
 def test_steps_equal_one_process(recipe, wrappers):
     expected = single_process(config_of(recipe), STEPS, 2)
     for how in wrappers:
-        got = train(wrapped(recipe, how))
-        check_against_one_process(got, expected, 2, how)
+        results = train(wrap(recipe, how))
+        check_against_one_process(results, expected, 2, how)
         if recipe in PERSISTENT_RECIPES:
-            check_exchanges(got[2], recipe, how, gathers=False)
+            check_exchanges(results[2], recipe, how, gathers=False)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,7 @@ def test_steps_equal_one_process(recipe, wrappers):
 def test_compiled_steps_equal_one_process(recipe, wrappers):
     expected = single_process(config_of(recipe), STEPS, 2, layers=1)
     for how in wrappers:
-        got = train(wrapped(recipe, how, layers=1), compiled=True)
-        check_against_one_process(got, expected, 2, how)
+        check_against_one_process(train(wrap(recipe, how, layers=1), compiled=True), expected, 2, how)
 
 
 SCOPES = [cast_weights_once, contextlib.nullcontext]
@@ -71,14 +70,14 @@ SCOPES = [cast_weights_once, contextlib.nullcontext]
 @pytest.mark.parametrize(("scope", "recipe"), first(2, zip(SCOPES * 2, RECIPES, strict=True)))
 @on_ranks(2)
 def test_accumulated_gradients(scope, recipe):
-    """With weights cast once; under FSDP1 the scope leaves sharded weights alone."""
+    """Under FSDP1 cast_weights_once leaves sharded weights alone."""
     expected = single_process(config_of(recipe), STEPS, 4)
     for how in ("DDP", "FSDP1"):
-        model = wrapped(recipe, how)
-        got = train(model, accumulate=2, no_sync=model.no_sync, scope=scope)
-        check_against_one_process(got, expected, 4, how)
+        model = wrap(recipe, how)
+        results = train(model, accumulate=2, no_sync=model.no_sync, scope=scope)
+        check_against_one_process(results, expected, 4, how)
 
 
 @on_ranks(2)
 def test_fsdp1_refuses_weights_to_gather():
-    assert "fully_shard" in refusal(lambda: train(wrapped("tensorwise", "FSDP1, weights to gather")))
+    assert "fully_shard" in refusal(lambda: train(wrap("tensorwise", "FSDP1, weights to gather")))

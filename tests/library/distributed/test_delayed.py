@@ -28,10 +28,12 @@ from tests.library.distributed.models import (
     config_of,
     loss_of,
     make_model,
+    part_of,
     scale_states_of,
     scaling_snapshot,
+    shard_model,
+    world_mesh,
 )
-from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
 from tests.library.distributed.test_tensor_parallel import model_of, part, spread
 from tests.library.distributed.test_tensor_parallel_steps import sharing
 from tests.ranks import on_ranks, refusal
@@ -41,7 +43,7 @@ STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 
 class Experts(nn.Module):
-    """Each rank runs those that it is told to."""
+    """Linears, of which each rank runs those that it chooses."""
 
     def __init__(self):
         super().__init__()
@@ -62,27 +64,27 @@ def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_no
         if chosen:
             loss_of(model(torch.full((TOKENS, DIM), float(2 + step + rank)), chosen)).backward()
         (state,) = scale_states_of(model)
-        seen = state.amax_buffer[:3, 0].clone()
-        assert ((seen > 0) if rank == 0 else (seen == -1)).all()
+        amaxes = state.amax_buffer[:3, 0]
+        assert ((amaxes > 0) if rank == 0 else (amaxes == -1)).all()
         sync_float8_amax_and_scale_history(model)
         assert_same_scaling_on_all_ranks(model)
         snapshots.append(scaling_snapshot(model))
         assert snapshots[step]["experts.0.input.amax_history"][-1] == 2 + step
-    first, *more = ({n: v for n, v in s.items() if n.startswith("experts.1")} for s in snapshots)
+    first, *later = (
+        {name: value for name, value in snapshot.items() if name.startswith("experts.1")} for snapshot in snapshots
+    )
     assert first["experts.1.input.amax_history"].tolist() == [0.0] * 15 + [3.0]  # of rank 1, the larger
-    for later in more:
-        assert_same(later, first)
+    assert_same(later, [first] * 2)
     assert not any(value.any() for name, value in snapshots[-1].items() if name.startswith("experts.2"))
 
 
 def static_config(**options):
-    return Float8LinearConfig(
-        cast_config_input=STATIC, cast_config_weight=STATIC, cast_config_grad_output=STATIC, **options
-    )
+    casts = {f"cast_config_{operand}": STATIC for operand in ("input", "weight", "grad_output")}
+    return Float8LinearConfig(**casts, **options)
 
 
-def calibrated(model, batches, divided_by=1):
-    """The scales after a calibration; the weights have grown since."""
+def calibrate(model, batches, divided_by=1):
+    """Calibrate, grow the weights, and return the scales."""
     with calibrate_float8_static_scales(model):
         for batch in batches:
             (loss_of(model(batch)) / divided_by).backward()
@@ -93,23 +95,23 @@ def calibrated(model, batches, divided_by=1):
 
 
 def _calibrate(how):
-    """Snapshots after a first and a second calibration, and the amax exchanges of a step after each."""
+    """Calibrate twice; return the scales after each calibration, and the amax exchanges of a step after it."""
     ranks = dist.get_world_size()
     if how == "tp":
         config = static_config(shared_inputs=sharing("delayed").shared_inputs)
         model, inputs = spread(model_of(config), world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
-        of_rank = [part(input, 1) for input in inputs]
+        parts = [part(input, 1) for input in inputs]
     else:
         model = shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
-        of_rank = [part_of(batch) for batch in batches(4, ranks)]
+        parts = [part_of(batch) for batch in batches(4, ranks)]
     with pytest.raises(RuntimeError, match="never measured"):
-        model(of_rank[0])
+        model(parts[0])
     result = []
     for index in (0, 2):
-        calibrated(model, of_rank[index : index + 2], ranks if how == "tp" else 1)
+        calibrate(model, parts[index : index + 2], ranks if how == "tp" else 1)
         assert_same_scaling_on_all_ranks(model)
         with CollectiveCounter() as counter:
-            model(of_rank[0]).square().mean().backward()
+            model(parts[0]).square().mean().backward()
         exchanges = [dtype for dtype, _ in counter.of("all_reduce") if dtype is torch.int32 or how != "tp"]
         result.append((scaling_snapshot(model), len(exchanges)))
     before = scaling_snapshot(model)
@@ -124,23 +126,20 @@ def test_static_scales_are_calibrated_over_all_ranks(how):
     model = convert_to_float8_training(make_model(), config=static_config())
     inputs = [batch.chunk(2) for batch in batches(4, 2)]
     for (snapshot, exchanges), index in zip(_calibrate(how), (0, 2), strict=True):
-        assert_same(snapshot, calibrated(model, itertools.chain(*inputs[index : index + 2])))
+        assert_same(snapshot, calibrate(model, itertools.chain(*inputs[index : index + 2])))
         assert exchanges == 0
 
 
 @on_ranks(2)
 def test_static_scales_are_calibrated_with_tensor_parallelism():
-    """Scales of one process within the rounding of float32 sums; and no exchange after it."""
+    """Scales are those of one process within the rounding of float32 sums, and later steps exchange none."""
     torch.manual_seed(5)
     result = _calibrate("tp")
     torch.manual_seed(5)
     model = model_of(static_config(shared_inputs=sharing("delayed").shared_inputs))
     inputs = [torch.randn(2, 16, 32) for _ in range(4)]
     for (snapshot, exchanges), index in zip(result, (0, 2), strict=True):
-        of_one = calibrated(model, inputs[index : index + 2])
-        assert snapshot.keys() == of_one.keys()
-        for name, value in snapshot.items():
-            torch.testing.assert_close(value, of_one[name], rtol=1e-5, atol=0, msg=name)
+        torch.testing.assert_close(snapshot, calibrate(model, inputs[index : index + 2]), rtol=1e-5, atol=0)
         assert exchanges == 0
 
 
@@ -152,16 +151,16 @@ def test_a_compiled_sync_takes_the_maximum_over_ranks():
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     for batch in batches(3, dist.get_world_size()):
-        for each, step in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
-            loss_of(each(part_of(batch) * (1 + dist.get_rank()))).backward()
-            step(each)
+        for trained, sync_scales in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
+            loss_of(trained(part_of(batch) * (1 + dist.get_rank()))).backward()
+            sync_scales(trained)
         assert_same(scaling_snapshot(twin), scaling_snapshot(model))
         assert_same_scaling_on_all_ranks(twin)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def _disagree(how, call):
-    """Rank 1 differs."""
+    """Train a step on two ranks, of which rank 1 differs."""
     other, config = dist.get_rank() == 1, config_of("delayed") if call == "sync" else static_config()
     if how == "config" and other:
         changed = {"delayed_scaling_config": DelayedScalingConfig(history_len=8)}
@@ -187,6 +186,6 @@ def test_ranks_that_disagree_get_an_error_and_no_hang():
 @on_ranks(2)
 def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
     model = spread(model_of(static_config(shared_inputs=())), world_mesh())
-    message = refusal(calibrated, model, [part(torch.randn(2, 16, 32), 1)])
+    message = refusal(calibrate, model, [part(torch.randn(2, 16, 32), 1)])
     assert message.startswith("RuntimeError: calibration: 0.attention.k.input was not cast")
     assert "must be named in Float8LinearConfig.shared_inputs" in message

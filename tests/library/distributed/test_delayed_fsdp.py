@@ -20,10 +20,11 @@ from tests.library.distributed.models import (
     config_of,
     loss_of,
     make_model,
+    part_of,
     scaling_snapshot,
+    shard_model,
     single_process,
 )
-from tests.library.distributed.test_fsdp import part_of, shard_model
 from tests.library.distributed.test_fsdp_features import model_by
 from tests.ranks import on_ranks
 from tests.reference import PERSISTENT_RECIPES
@@ -46,14 +47,14 @@ def train(
     autocast=False,
     compiled=False,
 ):
-    """Train on this rank's parts: losses, snapshots after each sync, and the collectives of each step.
+    """Train on this rank's parts; return losses, snapshots after each sync, and the collectives of each step.
 
     Collectives are (calls, bytes) of all-reduces in the forwards, in the sync and in the backwards, and of gathers in
     the forwards. Those of compiled code are not counted, because a dispatch mode turns the compiler off; after its
     first step it may not be compiled again.
     """
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    ranks = dist.get_world_size()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, ranks = torch.optim.AdamW(trained, lr=LEARNING_RATE), dist.get_world_size()
     losses, snapshots, exchanged = [], [], []
     for step, batch in enumerate(batches(steps, accumulate * ranks)):
         total, forward, sync, backward = 0.0, CollectiveCounter(), CollectiveCounter(), CollectiveCounter()
@@ -62,8 +63,8 @@ def train(
             for index, microbatch in enumerate(batch.chunk(accumulate)):
                 last = index == accumulate - 1
                 with contextlib.nullcontext() if last or no_sync is None else no_sync():
-                    counted = contextlib.nullcontext() if compiled else forward
-                    with counted, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    counter = contextlib.nullcontext() if compiled else forward
+                    with counter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                         loss = loss_of(model(part_of(microbatch).requires_grad_())) / accumulate
                     with contextlib.nullcontext() if compiled else backward:
                         loss.backward()
@@ -78,27 +79,27 @@ def train(
         dist.all_reduce(mean := torch.tensor(total))
         losses.append(mean.item() / ranks)
         snapshots.append(scaling_snapshot(model))
-        reduced = [(c.calls["all_reduce"], c.bytes["all_reduce"]) for c in (forward, sync, backward)]
-        exchanged.append([*reduced, (forward.calls["all_gather"], forward.bytes["all_gather"])])
+        counted = [(counter, "all_reduce") for counter in (forward, sync, backward)] + [(forward, "all_gather")]
+        exchanged.append([(counter.calls[kind], counter.bytes[kind]) for counter, kind in counted])
     torch._dynamo.config.error_on_recompile = False
     return losses, snapshots, exchanged
 
 
-def check_against_one_process(got, expected, ranks, what):
-    """Losses, scales and histories.
+def check_against_one_process(results, expected, ranks, what):
+    """Compare losses, scales and histories.
 
-    The first step is bit for bit what one process computes: the amaxes of it and the scales made of them. A rank does
-    not divide its loss by the ranks (powers of two here), the one process does. After that the ranks have added
-    gradients in another order: see test_fsdp.py for 1e-5 of the losses; amaxes move by float32 rounding at most.
+    Amaxes and scales of the first step have the bits of one process, except for the loss, which a rank does not divide
+    by the ranks (powers of two here). After it the ranks have added gradients in another order: see test_fsdp.py for
+    1e-5 of the losses; amaxes move by float32 rounding at most.
     """
-    (losses, snapshots, _), (expected_losses, expected_snapshots) = got, expected
+    (losses, snapshots, _), (expected_losses, expected_snapshots) = results, expected
     assert losses[0] == pytest.approx(expected_losses[0], rel=1e-6), what
     assert losses == pytest.approx(expected_losses, rel=1e-5), what
     assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-6 if step else 0, what, ranks)
 
 
 def check_exchanges(exchanged, recipe, what, *, gathers=True, precompute=False, tensors=None):
-    """One all-reduce of 8 bytes a tensor in the sync; in forwards one for all weights, and only while unknown."""
+    """Assert one all-reduce in the sync, of 8 bytes a tensor, and one in forwards for unknown scales of weights."""
     persistent = HAS_PERSISTENT_WEIGHTS[recipe]
     tensors = tensors or LINEARS * (3 if persistent else 2)
     for step, (forward, sync, backward, _) in enumerate(exchanged):
@@ -117,8 +118,8 @@ def _fsdp(recipe, how):
 REDUCE_GRADIENTS = ("hsdp", "DDP", "DDP, weights to gather")
 
 
-def gathered_bytes(ranks):
-    """Of the forward: 3 groups, whose weights are a byte per element, padded to what divides by the ranks."""
+def count_gathered_bytes(ranks):
+    """Return the gathers of a forward and their bytes: 3 groups, a byte per element of padded weights."""
     sent = 0
     for name, parameter in make_model().named_parameters():
         elements = -(-parameter.shape[0] // ranks) * ranks * parameter[0].numel()
@@ -148,11 +149,11 @@ def test_every_way_to_use_fsdp2(recipe, ranks, ways):
         options = {"param_dtype": torch.bfloat16, "float8_gather": True}
         expected["mixed precision"] = single_process(config, STEPS, ranks, **options)
     for how in ways:
-        got = train(_fsdp(recipe, how), precompute=how == "precomputed")
-        check_against_one_process(got, expected[how], ranks, how)
-        check_exchanges(got[2], recipe, how, gathers=how != "high precision", precompute=how == "precomputed")
+        results = train(_fsdp(recipe, how), precompute=how == "precomputed")
+        check_against_one_process(results, expected[how], ranks, how)
+        check_exchanges(results[2], recipe, how, gathers=how != "high precision", precompute=how == "precomputed")
         if how == "plain":
-            assert [gathers for *_, gathers in got[2]] == [gathered_bytes(ranks)] * STEPS
+            assert [gathers for *_, gathers in results[2]] == [count_gathered_bytes(ranks)] * STEPS
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_every_way_to_use_fsdp2(recipe, ranks, ways):
 )
 @on_ranks(2)
 def test_accumulated_gradients(recipe):
-    """Two microbatches a step, gradients reduced after the second only."""
+    """A step has two microbatches, and reduces gradients after the second only."""
     model = _fsdp(recipe, "plain")
 
     @contextlib.contextmanager
@@ -173,7 +174,7 @@ def test_accumulated_gradients(recipe):
         accumulated = train(model, accumulate=2, no_sync=no_sync)
     assert counter.calls["reduce_scatter"] == LAYERS * STEPS
     losses, snapshots = single_process(config_of(recipe), STEPS, 4)
-    expected = losses, [_half_of_grad_outputs(snapshot) for snapshot in snapshots]
+    expected = losses, [_halve_grad_outputs(snapshot) for snapshot in snapshots]
     check_against_one_process(accumulated, expected, 4, "accumulated")
     if recipe in PERSISTENT_RECIPES:
         check_exchanges(accumulated[2], recipe, "accumulated")
@@ -182,7 +183,7 @@ def test_accumulated_gradients(recipe):
 
 
 def _train_with_evaluations(how, scope, evaluates):
-    """Losses, and scales after each step. The model is evaluated before each step and within it, with other inputs."""
+    """Train; return losses, and scales after each step. Evaluations run before each step and within it."""
     model, losses, snapshots = _fsdp("delayed", how), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
@@ -214,11 +215,9 @@ def _train_with_evaluations(how, scope, evaluates):
 @on_ranks(2)
 def test_evaluations_change_no_scale(how, scope):
     """An evaluation may leave weights unsharded, or codes in the scope, which the next forward then trains with."""
-    (losses, snapshots), (expected, expected_snapshots) = (
-        _train_with_evaluations(how, scope, evaluates) for evaluates in (True, False)
-    )
-    assert losses == expected
-    assert_same(snapshots, expected_snapshots)
+    results, expected = (_train_with_evaluations(how, scope, evaluates) for evaluates in (True, False))
+    assert_same(results, expected)
+    snapshots = results[1]
     assert all(value[-STEPS:].all() for name, value in snapshots[-1].items() if name.endswith("weight.amax_history"))
 
 
@@ -231,17 +230,17 @@ def test_frozen_weights(recipe):
     model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True), model=model)
     losses, snapshots, exchanged = train(model)
     assert losses[-1] < losses[0]
-    sync = [step[1] for step in exchanged]
-    assert sync[1:] == [(1, 8 * LINEARS * (3 if HAS_PERSISTENT_WEIGHTS[recipe] else 2))] * (STEPS - 1)
+    forwards, syncs, *_ = zip(*exchanged[1:], strict=True)
+    assert set(syncs) == {(1, 8 * LINEARS * (3 if HAS_PERSISTENT_WEIGHTS[recipe] else 2))}
     if HAS_PERSISTENT_WEIGHTS[recipe]:
-        assert [step[0] for step in exchanged][1:] == [(0, 0)] * (STEPS - 1)
+        assert set(forwards) == {(0, 0)}
         history = snapshots[-1]["0.up.weight.amax_history"]
         assert history[-1] > 0
         assert (history[-STEPS:] == history[-1]).all()  # it is seen in each step, and does not change
 
 
-def _half_of_grad_outputs(snapshot):
-    """A rank divides its loss by 2 microbatches, where one process divides it by 4 parts."""
+def _halve_grad_outputs(snapshot):
+    """Scale by the factor between a rank's loss, divided by 2 microbatches, and one process's, divided by 4 parts."""
     factors = {"amax_history": 0.5, "quant_scale": 2.0}
     return {
         name: value * factors[name.rpartition(".")[2]] if "grad_output" in name else value
@@ -249,8 +248,8 @@ def _half_of_grad_outputs(snapshot):
     }
 
 
-def _compiled_blocks(recipe, backend, checkpointed, order):
-    """Blocks compiled, by checkpoint_wrapper inside or outside, then sharded; `backend` None for eager."""
+def _compile_blocks(recipe, backend, checkpointed, order):
+    """Shard blocks that are compiled around or inside checkpoint_wrapper; `backend` None for eager."""
     model = convert_to_float8_training(make_model(1), config=config_of(recipe, enable_fsdp_float8_all_gather=True))
     for index, block in enumerate(model[:-1]):
         if backend and order == "checkpoint outside":
@@ -262,13 +261,8 @@ def _compiled_blocks(recipe, backend, checkpointed, order):
     return shard_model(None, model=model)
 
 
-COMPILED = [
-    (checkpointed, autocast, order)
-    for checkpointed, autocast, order in itertools.product(
-        [False, True], [False, True], ["checkpoint inside", "checkpoint outside"]
-    )
-    if checkpointed or order == "checkpoint inside"
-]
+COMPILED = [(False, autocast, "checkpoint inside") for autocast in (False, True)]
+COMPILED += itertools.product([True], [False, True], ["checkpoint inside", "checkpoint outside"])
 
 
 @pytest.mark.parametrize(
@@ -285,12 +279,12 @@ def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case, backend)
     Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py.
     """
     (checkpointed, autocast, order), results = case, []
-    for of_case in (None, backend):
+    for compiler in (None, backend):
         torch.compiler.reset()
         counters.clear()
-        model = _compiled_blocks(recipe, of_case, checkpointed, order)
-        results.append(train(model, autocast=autocast, compiled=of_case is not None))
-        assert bool(counters["stats"]["unique_graphs"]) == (of_case is not None)
+        model = _compile_blocks(recipe, compiler, checkpointed, order)
+        results.append(train(model, autocast=autocast, compiled=compiler is not None))
+        assert bool(counters["stats"]["unique_graphs"]) == (compiler is not None)
     (eager, compiled), rtol = results, 1e-6 if backend == "aot_eager" else 1e-5
     assert compiled[0] == pytest.approx(eager[0], rel=rtol)
     assert_same_snapshots(compiled[1], eager[1], lambda step: rtol, "compiled")

@@ -26,12 +26,20 @@ from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp import gathered
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import LEARNING_RATE, batches, config_of, loss_of, train_in_parts
-from tests.library.distributed.test_fsdp import part_of, shard_model, train_step
+from tests.library.distributed.models import (
+    LEARNING_RATE,
+    batches,
+    config_of,
+    loss_of,
+    part_of,
+    shard_model,
+    train_in_parts,
+    train_step,
+)
 from tests.library.distributed.test_fsdp_features import gathering, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
-from tests.steps import assert_same
+from tests.steps import assert_same, full
 from tests.thinned import at_night
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "rowwise:dequantized")
@@ -41,9 +49,9 @@ STEPS = 2
 
 
 def shard_mixture(config, dim=0, is_transposed=False, dtype=None, **options):
-    """Experts sharded along `dim`, everything else along dim 0; three experts leave the last of 2 or 4 ranks fewer."""
-    by_dim = {"shard_placement_fn": lambda parameter: Shard(dim if parameter.dim() == 3 else 0)}
-    return shard_model(config, model=make_mixture(is_transposed=is_transposed).to(dtype), **by_dim, **options)
+    """Shard experts along `dim`, everything else along dim 0; three experts leave the last of 2 or 4 ranks fewer."""
+    options["shard_placement_fn"] = lambda parameter: Shard(dim if parameter.dim() == 3 else 0)
+    return shard_model(config, model=make_mixture(is_transposed=is_transposed).to(dtype), **options)
 
 
 def _losses(config, steps, layout, compiled=None):
@@ -52,7 +60,7 @@ def _losses(config, steps, layout, compiled=None):
     return [train_step(model, optimizer, batch) for batch in batches(steps, dist.get_world_size(), DIM)]
 
 
-def losses_of_one(config, steps, ranks, is_transposed):
+def train_one_process(config, steps, ranks, is_transposed):
     model = convert_to_float8_training(make_mixture(is_transposed=is_transposed), config=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     return train_in_parts(model, optimizer, batches(steps, ranks, DIM), ranks)[0]
@@ -67,16 +75,16 @@ def losses_of_one(config, steps, ranks, is_transposed):
     ],
 )
 def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
-    """As in test_fsdp.py: ranks add gradients in another order. The next test has the bits of a step."""
+    """Ranks add gradients in another order, as in test_fsdp.py. The next test has the bits of a step."""
     config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
     losses = run(ranks, _losses, config, STEPS, layout, compiled)[0]
-    expected = losses_of_one(config_of(recipe), STEPS, ranks, layout[1])
+    expected = train_one_process(config_of(recipe), STEPS, ranks, layout[1])
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def _results(config, layout, batch):
-    """This rank's output, and whole gradients after its backward."""
+    """Run a step, and return this rank's output and the whole gradients."""
     model = shard_mixture(config, *layout)
     output = model(part_of(batch))
     (loss_of(output) / dist.get_world_size()).backward()
@@ -93,7 +101,7 @@ def _results(config, layout, batch):
     ],
 )
 def test_two_ranks_have_the_bits_of_one_process(layout, gather, recipes):
-    """Of two ranks even the gradients: a sum of two has one order, and their mean halves it exactly."""
+    """Gradients have them, too: a sum of two has one order, and the mean halves it exactly."""
     batch = batches(1, 2, DIM)[0]
     for recipe in recipes:
         one = convert_to_float8_training(make_mixture(is_transposed=layout[1]), config=recipe)
@@ -103,7 +111,8 @@ def test_two_ranks_have_the_bits_of_one_process(layout, gather, recipes):
             expected = one(part)
             assert output.equal(expected), recipe
             (loss_of(expected) / 2).backward()
-        assert_same(results[0][1], {name: each.grad / 2 for name, each in one.named_parameters()}, recipe)
+        expected = {name: parameter.grad / 2 for name, parameter in one.named_parameters()}
+        assert_same(results[0][1], expected, recipe)
 
 
 def _save(folder, config, layout):
@@ -119,7 +128,7 @@ def _load(folder, config, layout):
     state_dict = get_model_state_dict(model)
     dcp.load(state_dict, checkpoint_id=folder)
     set_model_state_dict(model, state_dict)
-    return model(torch.ones(3, DIM)).detach(), {name: each.full_tensor() for name, each in model.state_dict().items()}
+    return model(torch.ones(3, DIM)).detach(), {name: full(value) for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("gather", [True, *at_night([(False,)])])
@@ -129,36 +138,32 @@ def test_a_checkpoint_loads_on_other_ranks_and_other_dims(tmp_path, gather):
     expected = {name: value * 1.25 for name, value in make_mixture().state_dict().items()}
     one = convert_to_float8_training(make_mixture(), config="blockwise")
     one.load_state_dict(expected)
-    for ranks, layout in ((1, LAYOUTS[0]), (4, LAYOUTS[0])):
-        for output, state_dict in run(ranks, _load, str(tmp_path), config, layout):
+    for ranks in (1, 4):
+        for output, state_dict in run(ranks, _load, str(tmp_path), config, LAYOUTS[0]):
             assert output.equal(one(torch.ones(3, DIM)))
             assert_same(state_dict, expected)
 
 
-def operands_that_differ(model, whole):
-    """Names and directions of the weights of experts whose gathered codes or scales are not those of whole weights."""
-    wrong = []
-    for block, of_one in zip(model, whole, strict=True):
+def assert_same_operands(model, whole):
+    """Assert that the gathered codes and scales of experts are those of whole weights."""
+    for block, expected_block in zip(model, whole, strict=True):
         block.unshard()
-        for weight in weights_of_module(of_one.experts):
+        for weight in weights_of_module(expected_block.experts):
             unsharded = getattr(block.experts, weight.name)
             assert isinstance(unsharded, Float8Tensor)
-            got = get_quantized_operands(unsharded, of_one.experts.is_transposed)
-            for direction, mine, expected in zip(got._fields, got, weight.quantize(), strict=True):
-                same = mine.layout == expected.layout
-                same = same and torch.equal(mine.data.view(torch.uint8), expected.data.view(torch.uint8))
-                if not same or not used_scales(mine, unsharded.shape).equal(used_scales(expected, unsharded.shape)):
-                    wrong.append((weight.name, direction))
+            operands = get_quantized_operands(unsharded, expected_block.experts.is_transposed)
+            for operand, expected in zip(operands, weight.quantize(), strict=True):
+                assert operand.layout == expected.layout
+                assert_same(operand.data.view(torch.uint8), expected.data.view(torch.uint8), weight.name)
+                scales = [select_scales(quantized, unsharded.shape) for quantized in (operand, expected)]
+                assert_same(*scales, weight.name)
         block.reshard()
-    return wrong
 
 
-def used_scales(operand, shape):
-    """The scales of blocks begin at any row of a matrix, so some have no block."""
+def select_scales(operand, shape):
+    """Return the scales of each expert. Scales of blocks begin at any row of a matrix, so some have no block."""
     experts, rows, _ = shape
-    return torch.cat(
-        [select_group(operand, g, g * rows, (g + 1) * rows).dequant_scale.reshape(1, -1) for g in range(experts)], dim=1
-    )
+    return [select_group(operand, index, index * rows, (index + 1) * rows).dequant_scale for index in range(experts)]
 
 
 @pytest.mark.parametrize(
@@ -178,17 +183,16 @@ def test_codes_and_scales_are_those_of_one_process(ranks, layout, half):
         model = shard_mixture(config, *layout, dtype=dtype)
         whole = make_mixture(is_transposed=layout[1]).to(dtype)
         convert_to_float8_training(whole, config=replace(config, enable_fsdp_float8_all_gather=False))
-        assert operands_that_differ(model, whole) == [], config
+        assert_same_operands(model, whole)
         with torch.no_grad():
-            for one in (model, whole):
-                for block in one:
-                    block.experts.down_proj.mul_(1.5)
+            for block in (*model, *whole):
+                block.experts.down_proj.mul_(1.5)
         precompute_float8_dynamic_scale_for_fsdp(model)
-        assert operands_that_differ(model, whole) == [], config
+        assert_same_operands(model, whole)
 
 
-def _scales(shape, recipe):
-    """How many the casts of experts' weights have together."""
+def _count_scales(shape, recipe):
+    """Return how many scales the casts of experts' weights have together."""
     experts, rows, columns = shape
     matrices = experts * rows
     blocks = {"blockwise": 128, "mxfp8": 32}
@@ -207,7 +211,7 @@ def _scales(shape, recipe):
 )
 @on_ranks()
 def test_bytes_and_collectives_of_a_step(ranks, recipe, casts):
-    """Of the second forward, and its backward, after a write to one weight of experts."""
+    """The step follows another one, and a write to one weight of experts."""
     for dim in (0, 1):
         counters = []
         for gather in (False, True):
@@ -219,27 +223,26 @@ def test_bytes_and_collectives_of_a_step(ranks, recipe, casts):
                 model(torch.ones(3, DIM)).sum().backward()
             counters.append(counter)
         in_high_precision, in_float8 = counters
-        block, params = model[0], list(model[0].parameters())
         calls = dict(in_float8.calls)
-        scales = _scales(make_mixture()[0].experts.down_proj.shape, recipe)
+        scales = _count_scales(make_mixture()[0].experts.down_proj.shape, recipe)
         assert in_float8.bytes["all_reduce"] == 4 * scales
         assert calls.pop("all_reduce") == 1
         assert calls == in_high_precision.calls
         sent = sum(
-            _padded(parameter, dim, ranks) * (casts if is_quantized else 4)
-            for parameter, is_quantized in ((each, each.dim() == 3 or each is block.out.weight) for each in params)
+            _count_sent(parameter, dim, ranks) * (casts if parameter.dim() == 3 or name == "out.weight" else 4)
+            for name, parameter in model[0].named_parameters()
         )
         assert in_float8.bytes["all_gather"] == calls["all_gather"] * sent  # each gathers a block
 
 
-def _padded(parameter, dim, ranks):
-    """Elements that the ranks send."""
+def _count_sent(parameter, dim, ranks):
+    """Return the elements that the ranks send, with padding."""
     if dim == 1 and parameter.dim() == 3:
         return parameter.numel()
     return -(-parameter.shape[0] // ranks) * ranks * parameter[0].numel()
 
 
-def _losses_by(how, recipe, scope, precompute):
+def _train(how, recipe, scope, precompute):
     model = model_by(how, gathering(recipe), make_mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
@@ -262,12 +265,12 @@ def _losses_by(how, recipe, scope, precompute):
 )
 @on_ranks()
 def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
-    """Scales computed before, and weights cast once: the plain way with both, the others with one of them in turn."""
-    expected = _losses_by("plain", "blockwise", contextlib.nullcontext, False)
+    """The plain way has scales computed before, or weights cast once; the others have one of them in turn."""
+    expected = _train("plain", "blockwise", contextlib.nullcontext, False)
     both = (contextlib.nullcontext, True), (cast_weights_once, False)
     for index, how in enumerate(ways):
         for scope, precompute in both if how == "plain" else [both[index % 2]]:
-            losses = _losses_by(how, "blockwise", scope, precompute)
+            losses = _train(how, "blockwise", scope, precompute)
             assert losses == (pytest.approx(expected, rel=1e-5) if how == "hsdp" else expected), how
 
 
@@ -275,16 +278,11 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
 def test_cast_weights_once_casts_shards_once_and_finds_changes():
     model, batch = shard_mixture(gathering("blockwise")), batches(1, 2, DIM)[0]
     shards = model[0].experts.gate_up_proj.to_local().flatten(0, 1).shape
-    casts, cast_blocks_with_scale = [], gathered.cast_blocks_with_scale
-
-    def count(hp, *args):
-        casts.append(hp.shape)
-        return cast_blocks_with_scale(hp, *args)
-
-    with mock.patch.object(gathered, "cast_blocks_with_scale", count), cast_weights_once(model):
+    spy = mock.patch.object(gathered, "cast_blocks_with_scale", wraps=gathered.cast_blocks_with_scale)
+    with spy as cast, cast_weights_once(model):
         for _ in range(3):
             model(part_of(batch)).sum().backward()
-    assert casts.count(shards) == 2  # of two blocks
+    assert [call.args[0].shape for call in cast.call_args_list].count(shards) == 2  # of two blocks
     message = "was changed inside cast_weights_once"
     with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
         model(part_of(batch))
@@ -306,8 +304,7 @@ def test_an_unsharded_weight_of_experts_takes_one_byte_per_element():
 
 @on_ranks(2)
 def test_what_cannot_be_sharded_says_so():
-    by_columns = {"shard_placement_fn": lambda parameter: Shard(2 if parameter.dim() == 3 else 0)}
-    model = shard_model(gathering("tensorwise"), model=make_mixture(), **by_columns)
+    model = shard_mixture(gathering("tensorwise"), dim=2)
     message = refusal(model, torch.ones(3, DIM))
     assert "NotImplementedError: expected weights of experts that FSDP2 shards along dim 0 or 1 and" in message
     message = refusal(convert_to_high_precision, model)

@@ -20,10 +20,14 @@ from tests.library.distributed.models import (
     config_of,
     loss_of,
     make_model,
-    quantized,
+    part_of,
+    quantize,
+    shard_model,
     single_process_losses,
+    train_step,
+    world_mesh,
 )
-from tests.ranks import mesh_of, on_ranks, run
+from tests.ranks import on_ranks, run
 from tests.reference import RECIPES
 from tests.thinned import at_night, first
 
@@ -32,54 +36,18 @@ TWO_PAYLOADS = ("rowwise", "rowwise_with_gw_hp")
 STEPS = 3
 
 
-def world_mesh():
-    return mesh_of((dist.get_world_size(),))
-
-
-def shard_model(config, *, mesh=None, compiled=None, model=None, **options):
-    """The small model, converted and given to fully_shard block by block; `compiled` is a backend."""
-    mesh = mesh or world_mesh()
-    model = model or make_model()
-    if config is not None:
-        convert_to_float8_training(model, config=config)
-    for block in model:
-        if compiled:
-            block.compile(fullgraph=True, backend=compiled)
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def part_of(batch):
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def train_step(model, optimizer, batch):
-    """One step on this rank's part; the mean loss over ranks."""
-    loss = loss_of(model(part_of(batch)))
-    loss.backward()
-    return finish_step(loss, optimizer)
-
-
-def finish_step(loss, optimizer):
-    """The mean loss over ranks."""
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(mean := loss.detach().clone())
-    return mean.item() / dist.get_world_size()
-
-
 def operands_that_differ(model, whole, config):
-    """Names and directions of the weights whose gathered codes or scales are not those of the whole weights."""
+    """Return names and directions of the weights whose gathered codes or scales are not those of the whole weights."""
     wrong = []
     for block in model:
         block.unshard()
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
-            gathered, expected = module.weight, quantized(whole.get_submodule(name).weight, config)
+            gathered, expected = module.weight, quantize(whole.get_submodule(name).weight, config)
             assert isinstance(gathered, Float8Tensor)
-            for direction, got, operand in zip(expected._fields, gathered.operands(), expected, strict=True):
-                same = torch.equal(got.data.view(torch.uint8), operand.data.view(torch.uint8))
-                if not same or not torch.equal(got.dequant_scale, operand.dequant_scale):
+            for direction, operand, whole_operand in zip(expected._fields, gathered.operands(), expected, strict=True):
+                same = torch.equal(operand.data.view(torch.uint8), whole_operand.data.view(torch.uint8))
+                if not same or not torch.equal(operand.dequant_scale, whole_operand.dequant_scale):
                     wrong.append((name, direction))
     for block in model:
         block.reshard()
@@ -120,8 +88,12 @@ def _losses(cases, steps):
 
 
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
-ALL_CASES = list(itertools.product(RECIPES, GATHERS, [None, "inductor"], [None, torch.bfloat16]))
-ALL_CASES = [(recipe, *gather, compiled, dtype) for recipe, gather, compiled, dtype in ALL_CASES]
+ALL_CASES = [
+    (recipe, *gather, compiled, dtype)
+    for recipe, gather, compiled, dtype in itertools.product(
+        RECIPES, GATHERS, [None, "inductor"], [None, torch.bfloat16]
+    )
+]
 PRECOMPUTED = [("tensorwise", True, True, None, None), ("rowwise", True, True, None, torch.bfloat16)]
 OTHERS = [
     ("tensorwise", True, False, None, torch.bfloat16),
@@ -176,7 +148,7 @@ DEEPSEEK = ((576, 7168),)
 )
 @on_ranks()
 def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
-    def make():
+    def build():
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(columns, rows, bias=False) for rows, columns in shapes))
         with torch.no_grad():
@@ -194,10 +166,10 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
     ):
         gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
         for precompute in (True, False):
-            model = shard_model(gathering, model=make())
+            model = shard_model(gathering, model=build())
             if precompute:
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            assert operands_that_differ(model, make(), gathering) == [], (gathering, precompute)
+            assert operands_that_differ(model, build(), gathering) == [], (gathering, precompute)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +179,7 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
         "blockwise",
         "rowwise:dequantized",
         "vllm-per-token:dequantized",
-        *at_night((each,) for each in (*RECIPES, "mxfp8") if each != "rowwise"),
+        *at_night((recipe,) for recipe in (*RECIPES, "mxfp8") if recipe != "rowwise"),
     ],
 )
 @on_ranks(2)
@@ -217,9 +189,9 @@ def test_gathering_in_float8_changes_no_bit_of_float32_training(recipe):
 
 
 def _count(recipe, gather, precompute):
-    """Of the second training step, calls and bytes of each kind of collective; and elements of padded parameters.
+    """Return the calls and bytes of each kind of collective in the second step, and the elements of padded parameters.
 
-    These are by what they are: of the blocks or of the last linear, weights of linears or not.
+    Elements are counted by group (the blocks, or the last linear) and by kind (weights of linears, or others).
     """
     model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=gather))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -240,11 +212,11 @@ def _count(recipe, gather, precompute):
     return counter.calls, counter.bytes, elements
 
 
-LINEAR_WEIGHTS = [p.shape for name, p in make_model().named_parameters() if name.endswith("weight") and p.dim() == 2]
+LINEAR_WEIGHTS = [parameter.shape for parameter in make_model().parameters() if parameter.dim() == 2]
 
 
-def scales_of(recipe, rows, columns):
-    """Of the casts of a weight for both of its matmuls."""
+def count_scales(recipe, rows, columns):
+    """Return the number of scales of a weight's casts for both of its matmuls."""
     blocks = {"blockwise": 128, "mxfp8_with_gw_hp": 32}
     if recipe in blocks:
         return math.ceil(rows / blocks[recipe]) * math.ceil(columns / blocks[recipe])
@@ -264,14 +236,14 @@ def test_bytes_and_collectives_of_a_step(ranks, precompute, recipes):
         # group, which has the last linear, stay for the backward.
         assert calls["all_gather"] in (5, 6)
         assert calls["all_reduce"] == 1, recipe  # all scales of the model
-        assert sent["all_reduce"] == 4 * sum(scales_of(recipe, *weight) for weight in LINEAR_WEIGHTS), recipe
+        assert sent["all_reduce"] == 4 * sum(count_scales(recipe, *shape) for shape in LINEAR_WEIGHTS), recipe
         gathers = {"blocks": 2, "last": calls["all_gather"] - 4}
         casts = 2 if recipe in TWO_PAYLOADS else 1
         assert sent["all_gather"] == sum(
             gathers[name] * (casts * elements[name, "weights"] + 4 * elements[name, "others"]) for name in gathers
         )
-        assert calls_hp == {name: n for name, n in calls.items() if name != "all_reduce"}
-        assert sent_hp["all_gather"] == sum(4 * gathers[group] * n for (group, _), n in elements.items())
+        assert calls_hp == {kind: count for kind, count in calls.items() if kind != "all_reduce"}
+        assert sent_hp["all_gather"] == sum(4 * gathers[group] * count for (group, _), count in elements.items())
 
 
 @pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2), ("rowwise:dequantized", 1)])
@@ -280,7 +252,7 @@ def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(r
     block = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))[0]
     block.unshard()
     weight = block.up.weight
-    storages = {t.untyped_storage() for t in (weight.data_fp8, weight.column_data_fp8)}
+    storages = {codes.untyped_storage() for codes in (weight.data_fp8, weight.column_data_fp8)}
     assert sum(storage.nbytes() for storage in storages) == casts * weight.numel()
     block.reshard()
     assert sum(storage.nbytes() for storage in storages) == 0
@@ -289,7 +261,7 @@ def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(r
 
 @on_ranks(2)
 def test_the_cost_of_precompute_does_not_grow_with_the_model():
-    """Kernels (operations that are no views) and collectives for 1, 10 and 100 linears."""
+    """Counts kernels (operations that are no views) and collectives for 1, 10 and 100 linears."""
     costs = []
     for layers in (1, 10, 100):
         model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(layers)])

@@ -22,15 +22,19 @@ from tests.library.distributed.models import (
     LEARNING_RATE,
     batches,
     config_of,
+    finish_step,
     loss_of,
     make_model,
-    quantized,
+    part_of,
+    quantize,
+    shard_model,
     single_process_losses,
+    train_step,
 )
-from tests.library.distributed.test_fsdp import finish_step, operands_that_differ, part_of, shard_model, train_step
+from tests.library.distributed.test_fsdp import operands_that_differ
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
 from tests.reference import RECIPES
-from tests.steps import assert_same, by_torch_save
+from tests.steps import assert_same, by_torch_save, full, results_of
 from tests.thinned import at_night
 
 STEPS = 2
@@ -41,8 +45,8 @@ def gathering(recipe):
 
 
 def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    losses = []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=LEARNING_RATE), []
     for batch in batches(steps, dist.get_world_size()):
         losses.append(step(model, optimizer, batch))
         if precompute:
@@ -51,7 +55,7 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
 
 
 def model_by(how, config, make=make_model):
-    """The model of `make`, with FSDP2 used in one particular way."""
+    """Return the model of `make`, with FSDP2 used in one particular way."""
     options, model = {}, make()
     if how in ("keep gathered", "always reshard"):
         options["reshard_after_forward"] = how == "always reshard"
@@ -85,7 +89,7 @@ def _losses_with(how, recipe):
 
 
 def _two_forwards(model, optimizer, batch):
-    """Two graphs are alive before the backward of either."""
+    """Run a step with two graphs that are alive before the backward of either."""
     losses = [loss_of(model(part_of(batch))) for _ in range(2)]
     for loss in losses:
         (loss / 2).backward()
@@ -101,7 +105,7 @@ def _retained_graph(model, optimizer, batch):
 
 
 def _after_exceptions(model, optimizer, batch):
-    """A forward that raises half way, and one whose graph is dropped, precede the step."""
+    """Run a step after a forward that raises half way, and one whose graph is dropped."""
 
     def fail(*_):
         raise ArithmeticError
@@ -157,8 +161,8 @@ CONTEXTS = {
 }
 
 
-def _gradients_with_nested_groups(mode, recipe, gathers):
-    """Of two steps of blocks whose linears are FSDP2 groups, in the second of which scales are known."""
+def _train_with_nested_groups(mode, recipe, gathers):
+    """Return the gradients of two steps of blocks whose linears are FSDP2 groups; the second step knows the scales."""
     model, ranks = make_model(2, dim=32, hidden=64), dist.get_world_size()
     config = config_of(recipe, enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model, config=config)
@@ -178,9 +182,9 @@ def _gradients_with_nested_groups(mode, recipe, gathers):
 @on_ranks(2)
 def test_a_policy_sees_no_operation_of_groups_inside_a_block():
     for recipe, gathers, *modes in (("tensorwise", True, "selective", *CONTEXTS), ("rowwise", False, "selective")):
-        expected = _gradients_with_nested_groups("none", recipe, gathers)
+        expected = _train_with_nested_groups("none", recipe, gathers)
         for mode in modes:
-            assert_same(_gradients_with_nested_groups(mode, recipe, gathers), expected)
+            assert_same(_train_with_nested_groups(mode, recipe, gathers), expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -192,14 +196,14 @@ def test_shards_of_the_other_dim(ranks):
 
 @on_ranks(4)
 def test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors():
-    """Its own limit; when this fails, torch has lifted it and docs/distributed.md can say so."""
+    """When this fails, torch has lifted its limit, and docs/distributed.md can say so."""
     message = refusal(losses_of, shard_model(gathering("tensorwise"), reshard_after_forward=2))
     assert "only Tensors of floating point dtype" in message
 
 
 @on_ranks(2)
 def test_frozen_weights():
-    """The model trains what is left, and computes the scales of what is frozen once."""
+    """The other weights train, and the scales of frozen weights are computed once."""
     model = make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
@@ -215,38 +219,28 @@ def test_frozen_weights():
 
 
 def change_weights(how, model, optimizer, state_dict):
-    """Change the first block's up.weight, and maybe others, in one of the `CHANGES`."""
-    weight = model[0].up.weight
+    """Change the first block's up.weight, and maybe others, by one of the `CHANGES`."""
     with torch.no_grad():
-        if how == "step":
-            optimizer.step()
-        elif how in ("load", "assign"):
-            model.load_state_dict(state_dict, assign=how == "assign")
-        elif how == "in place":
-            weight.mul_(2)
-        elif how == "data":
-            weight.data.mul_(2)
-        elif how == "to_local":
-            weight.to_local().mul_(2)
-        elif how == "transposed":
-            weight.to_local().t().mul_(2)
-        elif how == "each row":
-            for row in weight.to_local():
-                row.mul_(2)
-        elif how == "foreach multiply":
-            torch._foreach_mul_(list(model.parameters()), 2.0)
-        elif how == "to dtype":
-            model.to(torch.bfloat16)
-        elif how == "around":
-            model.state_dict()["0.up.weight"].to_local().mul_(2)
+        CHANGES[how](model, optimizer, state_dict)
 
 
-CHANGES = ["step", "load", "assign", "in place", "data", "to_local", "transposed", "each row", "foreach multiply"]
-CHANGES += ["to dtype", "around"]
+CHANGES = {
+    "step": lambda model, optimizer, state_dict: optimizer.step(),
+    "load": lambda model, optimizer, state_dict: model.load_state_dict(state_dict),
+    "assign": lambda model, optimizer, state_dict: model.load_state_dict(state_dict, assign=True),
+    "in place": lambda model, *_: model[0].up.weight.mul_(2),
+    "data": lambda model, *_: model[0].up.weight.data.mul_(2),
+    "to_local": lambda model, *_: model[0].up.weight.to_local().mul_(2),
+    "transposed": lambda model, *_: model[0].up.weight.to_local().t().mul_(2),
+    "each row": lambda model, *_: [row.mul_(2) for row in model[0].up.weight.to_local()],
+    "foreach multiply": lambda model, *_: torch._foreach_mul_(list(model.parameters()), 2.0),
+    "to dtype": lambda model, *_: model.to(torch.bfloat16),
+    "around": lambda model, *_: model.state_dict()["0.up.weight"].to_local().mul_(2),
+}
 
 
 def _is_scale_stale(how, afterwards, optimizer_options):
-    """Whether the scale that is used after a change, and after what follows it, is not that of the weights."""
+    """Return whether the scale that is used after a change, and after what follows it, is not that of the weights."""
     model = shard_model(gathering("tensorwise"), model=make_model(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
     loss_of(model(part_of(batches(1, dist.get_world_size())[0]))).backward()
@@ -260,20 +254,20 @@ def _is_scale_stale(how, afterwards, optimizer_options):
     full = model.state_dict()["0.up.weight"].full_tensor()
     model[0].unshard()
     scale = model[0].up.weight.dequant_scale
-    return not torch.equal(scale, quantized(full, gathering("tensorwise")).row.dequant_scale)
+    return not torch.equal(scale, quantize(full, gathering("tensorwise")).row.dequant_scale)
 
 
 @on_ranks(2)
 def test_a_precomputed_scale_is_not_used_after_the_weight_changes():
     cases = [(how, None, {"foreach": True}) for how in CHANGES if how != "around"]  # "around" alone is an error
-    cases += [("step", None, {"fused": True}), *(("around", then, {}) for then in ("precompute", "load"))]
+    cases += [("step", None, {"fused": True}), ("around", "precompute", {}), ("around", "load", {})]
     assert [case for case in cases if _is_scale_stale(*case)] == []
 
 
 @pytest.mark.parametrize("local", [True, False])
 @on_ranks(2)
 def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
-    """A write into a state_dict's tensor after precompute, such as dcp.load's, which the parameter does not see."""
+    """dcp.load, for example, writes into a state_dict's tensor after precompute, which the parameter does not see."""
     model, input = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
     state_dict = model.state_dict()
     precompute_float8_dynamic_scale_for_fsdp(model)
@@ -317,18 +311,9 @@ def test_ranks_that_disagree_get_an_error_and_no_hang():
 
 
 def test_a_rank_without_float8_all_gather_is_an_error_and_no_hang():
-    """It joins no check of the weights; the collectives of the ranks do not match, or end by their time limit."""
+    """That rank joins no check of the weights: collectives of the ranks do not match, or end by their time limit."""
     with pytest.raises(RanksError):
         run(2, _disagree, "flag", False, timeout=60, collective_timeout=3)
-
-
-def test_tied_weights_are_refused_and_nothing_is_changed():
-    model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(16, 16), "head": torch.nn.Linear(16, 16, bias=False)})
-    model["head"].weight = model["embedding"].weight
-    with pytest.raises(ValueError, match="the weight of head is tied to embedding, so it cannot be gathered in float8"):
-        convert_to_float8_training(model, config=gathering("tensorwise"))
-    assert type(model["head"]) is torch.nn.Linear
-    assert model["head"].weight is model["embedding"].weight
 
 
 @pytest.mark.parametrize(
@@ -336,21 +321,18 @@ def test_tied_weights_are_refused_and_nothing_is_changed():
     [*((recipe, False) for recipe in RECIPES), ("rowwise", True), *at_night([("tensorwise", True)])],
 )
 def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
-    models = [make_model(0 if compiled else 1) for _ in range(2)]
+    plain, wrapped = (
+        convert_to_float8_training(make_model(0 if compiled else 1), config=config)
+        for config in (config_of(recipe), gathering(recipe))
+    )
+    call = torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else None
     input = batches(1, 1)[0]
-    grads = []
-    for model, config in zip(models, (config_of(recipe), gathering(recipe)), strict=True):
-        convert_to_float8_training(model, config=config)
-        compiles = compiled and model is models[1]
-        run_model = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
-        loss_of(run_model(input)).backward()
-        grads.append([parameter.grad for parameter in model.parameters()])
+    assert_same(results_of(wrapped, input, call=call), results_of(plain, input))
+    for model in (plain, wrapped):
         torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    assert_same(*grads)
-    plain, wrapped = (model.state_dict() for model in models)
-    assert list(plain) == list(wrapped)
-    assert_same(wrapped, plain)
-    assert {type(value) for value in wrapped.values()} == {torch.Tensor}
+    assert list(wrapped.state_dict()) == list(plain.state_dict())
+    assert_same(wrapped.state_dict(), plain.state_dict())
+    assert {type(value) for value in wrapped.state_dict().values()} == {torch.Tensor}
 
 
 def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
@@ -374,12 +356,12 @@ def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
 
 
 def check_behaves_as(weight, plain):
-    """What others ask of a parameter is what the plain tensor inside answers."""
+    """Assert that methods and attributes of a parameter answer as the plain tensor inside."""
     assert weight.data_ptr() == plain.data_ptr() != 0
     assert weight.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
     assert weight.untyped_storage().nbytes() == plain.untyped_storage().nbytes()
-    for question in ("size", "stride", "storage_offset", "is_contiguous", "element_size", "numel", "is_shared"):
-        assert getattr(weight, question)() == getattr(plain, question)(), question
+    for method in ("size", "stride", "storage_offset", "is_contiguous", "element_size", "numel", "is_shared"):
+        assert getattr(weight, method)() == getattr(plain, method)(), method
     for attribute in ("dtype", "device", "layout", "is_leaf", "is_cpu", "nbytes"):
         assert getattr(weight, attribute) == getattr(plain, attribute), attribute
     assert torch.equal(weight, plain)
@@ -402,12 +384,12 @@ def test_a_weight_to_all_gather_answers_as_its_tensor():
         weight.numpy()
     with pytest.raises(RuntimeError, match="cannot assign to .data of a weight that is all-gathered in float8"):
         weight.data = torch.zeros_like(weight)
-    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), by_torch_save(weight, weights_only=True)):
-        assert isinstance(copied, Float8AllGatherWeight)
-        assert isinstance(copied, torch.nn.Parameter)
-        assert copied.requires_grad
-        assert copied.data_ptr() != weight.data_ptr()
-        assert torch.equal(copied, weight)
+    for twin in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), by_torch_save(weight, weights_only=True)):
+        assert isinstance(twin, Float8AllGatherWeight)
+        assert isinstance(twin, torch.nn.Parameter)
+        assert twin.requires_grad
+        assert twin.data_ptr() != weight.data_ptr()
+        assert torch.equal(twin, weight)
     tied = copy.deepcopy([weight, weight])
     assert tied[0] is tied[1]
     weight.share_memory_()
@@ -450,7 +432,7 @@ def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
     model, whole, moved = shard_model(config), make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     scaler = torch.amp.GradScaler("cpu", enabled="GradScaler" in how)
-    weight = next(each for each in model.parameters() if each.dim() == 2)
+    weight = model[0].up.weight
     for step, batch in enumerate(batches(2, 2)):
         scaler.scale(loss_of(model(part_of(batch)))).backward()
         before, is_bad = weight.to_local() * 1, step == 1 and dist.get_rank() == 0
@@ -464,5 +446,5 @@ def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
         if "precomputed" in how:
             precompute_float8_dynamic_scale_for_fsdp(model)
     assert moved == [True, "GradScaler" not in how and dist.get_rank() == 1]
-    whole.load_state_dict({name: each.full_tensor() for name, each in model.state_dict().items()})
+    whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
     assert operands_that_differ(model, whole, config) == []

@@ -30,39 +30,24 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(3, 12, 300) * 0.1)
 
 
-class Parts(nn.Module):
-    def __init__(self, parts):
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+def make_matrices(bias=False):
+    """Return linears with rows that no number of ranks divides, and rows of several blocks."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.up, model.down = nn.Linear(512, 67, bias=bias), nn.Linear(67 * 8, 129, bias=False)
+    model.wide = nn.Linear(600, 21, bias=False)
+    return model
 
 
 def make_model():
-    """Rows that no number of ranks divides, rows of several blocks, experts, a convolution, small parameters."""
-    torch.manual_seed(0)
-    return Parts(
-        {
-            "up": nn.Linear(512, 67),
-            "down": nn.Linear(67 * 8, 129, bias=False),
-            "wide": nn.Linear(600, 21, bias=False),
-            "experts": Experts(),
-            "conv": nn.Conv2d(30, 17, 3),
-            "norm": nn.LayerNorm(512),
-        }
-    )
-
-
-def make_matrices():
-    """The linears of `make_model`, without biases."""
-    model = make_model()
-    for name in ("experts", "conv", "norm"):
-        delattr(model, name)
-    model.up.register_parameter("bias", None)
+    """Return `make_matrices` with experts, a convolution and small parameters."""
+    model = make_matrices(bias=True)
+    model.experts, model.conv, model.norm = Experts(), nn.Conv2d(30, 17, 3), nn.LayerNorm(512)
     return model
 
 
 def give_gradients(model, step):
-    """The same on any number of ranks: each parameter's share of what one process draws."""
+    """Set gradients on any number of ranks: each parameter's share of what one process draws."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         values = torch.randn(2, *parameter.shape, generator=generator)
@@ -79,31 +64,31 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def result(model, optimizer):
-    """Parameters and states by name, in whole."""
-    return {
-        name: {"parameter": full(p).clone(), **{key: full(value).clone() for key, value in optimizer.state[p].items()}}
-        for name, p in model.named_parameters()
-    }
+def copy_states(model, optimizer):
+    """Return parameters and states by name, in whole."""
+    states = {}
+    for name, parameter in model.named_parameters():
+        states[name] = {key: full(value).clone() for key, value in optimizer.state[parameter].items()}
+        states[name]["parameter"] = full(parameter).clone()
+    return states
 
 
-def alone(steps=STEPS, dtype=torch.float32):
+def train_one_process(steps=STEPS, dtype=torch.float32):
     model = make_model().to(dtype)
     optimizer = Float8AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, range(steps))
-    return result(model, optimizer)
+    return copy_states(model, optimizer)
 
 
-def fsdp(dtype=torch.float32, placement=None, **options):
-    model = make_model().to(dtype)
-    model = fully_shard(model, shard_placement_fn=placement, **options)
+def shard(dtype=torch.float32, **options):
+    model = fully_shard(make_model().to(dtype), **options)
     return model, Float8AdamW(model.parameters(), lr=1e-2)
 
 
 def _fsdp_equals_one_process(dtype):
-    model, optimizer = fsdp(dtype)
+    model, optimizer = shard(dtype)
     train(model, optimizer, range(STEPS))
-    assert_same(result(model, optimizer), alone(dtype=dtype))
+    assert_same(copy_states(model, optimizer), train_one_process(dtype=dtype))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, *at_night([(8,)])])
@@ -113,17 +98,17 @@ def test_states_are_the_same_on_any_number_of_ranks(ranks):
 
 @on_ranks(4)
 def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
-    expected = alone()
+    expected = train_one_process()
     mesh = mesh_of((2, 2), ("replicate", "shard"))
-    by_rows = {"placement": lambda p: Shard(1) if p.dim() == 3 else None}
+    by_rows = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 3 else None}
     for options in ({"mesh": mesh}, by_rows, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
-        model, optimizer = fsdp(**options)
+        model, optimizer = shard(**options)
         train(model, optimizer, range(STEPS))
-        assert_same(result(model, optimizer), expected)
+        assert_same(copy_states(model, optimizer), expected)
 
 
-def row_parallel(parts, muon):
-    """`wide` has rows of 600, which two ranks or more cut within blocks; `up` rows of 512, which four do, not two."""
+def shard_rows(parts, muon):
+    """Shard rows of 600 (`wide`), which two ranks or more cut within blocks, and of 512 (`up`), which four do."""
     mesh = mesh_of((dist.get_world_size() // parts, parts), ("dp", "tp"))
     model = make_matrices() if muon else make_model()
     if parts > 1:
@@ -136,16 +121,16 @@ def row_parallel(parts, muon):
 
 
 def _reshard(folder, muon):
-    """A step on each degree of tensor parallelism, from the checkpoint of the one before."""
+    """Take a step on each degree of tensor parallelism, from the checkpoint of the one before."""
     for step, parts in enumerate((1, 4, 2)):
-        model, optimizer = row_parallel(parts, muon)
+        model, optimizer = shard_rows(parts, muon)
         if step:
             load(folder, step - 1, model, optimizer)
         train(model, optimizer, [step])
         save(folder, step, model, optimizer)
-    whole, of_whole = row_parallel(1, muon)
-    train(whole, of_whole, range(3))
-    assert_same(result(model, optimizer), result(whole, of_whole))
+    whole, whole_optimizer = shard_rows(1, muon)
+    train(whole, whole_optimizer, range(3))
+    assert_same(copy_states(model, optimizer), copy_states(whole, whole_optimizer))
 
 
 @pytest.mark.parametrize("muon", [True, *at_night([(False,)])])
@@ -169,81 +154,73 @@ def test_a_parameter_that_is_sharded_in_other_dims_has_float32_moments():
     assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def get_states(model, optimizer):
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def save(folder, step, model, optimizer):
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=f"{folder}/{step}")
+    dcp.save(get_states(model, optimizer), checkpoint_id=f"{folder}/{step}")
 
 
 def load(folder, step, model, optimizer):
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = get_states(model, optimizer)
     dcp.load(state, checkpoint_id=f"{folder}/{step}")
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 def _step_and_save(folder, step):
-    """A step from the checkpoint of the one before, if there is one."""
-    model, optimizer = fsdp()
+    """Take a step from the checkpoint of the one before, if there is one."""
+    model, optimizer = shard()
     if step:
         load(folder, step - 1, model, optimizer)
     train(model, optimizer, [step])
     save(folder, step, model, optimizer)
-    return result(model, optimizer)
+    return copy_states(model, optimizer)
 
 
 @pytest.mark.parametrize("degrees", [(4, 1, 2), *at_night([((4, 1, 3, *(2, 1, 3, 1) * 4),)])], ids=len)
 def test_checkpoints_reshard_to_other_numbers_of_ranks_to_the_bit(degrees, tmp_path):
     for step, ranks in enumerate(degrees):
         results = run(ranks, _step_and_save, str(tmp_path), step)
-    assert_same(results[0], alone(steps=len(degrees)))
+    assert_same(results[0], train_one_process(steps=len(degrees)))
 
 
 @on_ranks(2)
 def test_states_are_gathered_and_scattered_to_the_bit():
-    model, optimizer = fsdp()
+    model, optimizer = shard()
     train(model, optimizer, range(2))
-    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    gathered = get_optimizer_state_dict(model, optimizer, options=full)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_optimizer_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
         assert gathered["state"]["up.weight"]["exp_avg_fp8"].shape == (67, 512)
-    other, resumed = fsdp()
+    other, resumed = shard()
     other.load_state_dict(model.state_dict())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(other, resumed, gathered, options=options)
-    for each in ((model, optimizer), (other, resumed)):
-        train(*each, [2])
-    assert_same(result(other, resumed), result(model, optimizer))
-    copied = Float8AdamW(other.parameters(), lr=1e-2)
-    copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same([copied.state[p] for p in other.parameters()], [optimizer.state[p] for p in model.parameters()])
+    train(model, optimizer, [2])
+    train(other, resumed, [2])
+    assert_same(copy_states(other, resumed), copy_states(model, optimizer))
+    reloaded = Float8AdamW(other.parameters(), lr=1e-2)
+    reloaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(copy_states(other, reloaded), copy_states(model, optimizer))
 
 
 @on_ranks(2)
 def test_states_of_adamw_are_converted_where_they_lie():
-    models = [fsdp()[0] for _ in range(2)]
-    adamw = torch.optim.AdamW(models[0].parameters())
-    train(models[0], adamw, range(2))
-    ours = Float8AdamW(models[1].parameters())
-    ours.load_adamw_state_dict(adamw.state_dict())
-    single = make_model()
-    one_process = torch.optim.AdamW(single.parameters())
-    train(single, one_process, range(2))
-    expected = Float8AdamW(single.parameters())
-    expected.load_adamw_state_dict(one_process.state_dict())
-    for sharded, plain in zip(models[1].parameters(), single.parameters(), strict=True):
-        assert_same(ours.state[sharded], expected.state[plain])
-    adamw.load_state_dict(ours.adamw_state_dict())
-    assert all(isinstance(adamw.state[p]["exp_avg"], DTensor) for p in models[0].parameters())
+    states = []
+    for model in (make_model(), shard()[0]):
+        adamw, optimizer = torch.optim.AdamW(model.parameters()), Float8AdamW(model.parameters())
+        train(model, adamw, range(2))
+        optimizer.load_adamw_state_dict(adamw.state_dict())
+        states.append(copy_states(model, optimizer))
+    assert_same(*reversed(states))
+    adamw.load_state_dict(optimizer.adamw_state_dict())
+    assert all(isinstance(adamw.state[parameter]["exp_avg"], DTensor) for parameter in model.parameters())
 
 
-# ---- Muon ------------------------------------------------------------------------------------------------------------
-
-
-def muon(parallelize, folder=None):
-    """Parameters and states in whole after these steps of three matrices; a checkpoint between two of them."""
+def train_muon(parallelize, folder=None):
+    """Train three matrices, with a checkpoint between two steps; return parameters and states in whole."""
     model = parallelize(make_matrices())
     optimizer = Float8Muon(model.parameters(), lr=1e-2)
     train(model, optimizer, range(2))
@@ -252,10 +229,10 @@ def muon(parallelize, folder=None):
         optimizer = Float8Muon(model.parameters(), lr=1e-2)
         load(folder, 2, model, optimizer)
     train(model, optimizer, [2])
-    return result(model, optimizer)
+    return copy_states(model, optimizer)
 
 
-def _tensor_parallel(model):
+def _shard_tensors(model):
     mesh = mesh_of((1, dist.get_world_size()), ("dp", "tp"))
     plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
@@ -264,21 +241,21 @@ def _tensor_parallel(model):
     return model
 
 
-def _hsdp(model):
+def _replicate(model):
     return fully_shard(model, mesh=mesh_of((2, 2), ("replicate", "shard")))
 
 
-def _offloaded(model):
+def _offload(model):
     return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def _muon_equals_one_process(parallelize, folder):
-    assert_same(muon(parallelize, folder), muon(lambda model: model))
+    assert_same(train_muon(parallelize, folder), train_muon(lambda model: model))
 
 
 @pytest.mark.parametrize(
     ("ranks", "parallelize"),
-    [(3, fully_shard), (2, _tensor_parallel), *at_night([(2, fully_shard), (4, _hsdp), (2, _offloaded)])],
+    [(3, fully_shard), (2, _shard_tensors), *at_night([(2, fully_shard), (4, _replicate), (2, _offload)])],
 )
 def test_momentum_and_matrices_of_muon_are_the_same_on_any_number_of_ranks(ranks, parallelize, tmp_path):
     run(ranks, _muon_equals_one_process, parallelize, str(tmp_path))
@@ -286,14 +263,14 @@ def test_momentum_and_matrices_of_muon_are_the_same_on_any_number_of_ranks(ranks
 
 @on_ranks(2)
 def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler():
-    """AdamW and Muon in one optimizer, whose gradients are clipped, in a step before it and in one after."""
-    model, _ = fsdp()
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
+    """AdamW and Muon are in one optimizer, whose gradients are clipped; other steps change all weights."""
+    model, _ = shard()
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     optimizer = CombinedOptimizer(Float8Muon(matrices, lr=1e-2), Float8AdamW(others, lr=1e-2))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step, ruined in enumerate((None, "up", "experts", None)):
-        before, scale = copy.deepcopy(result(model, optimizer)), scaler.get_scale()
+        before, scale = copy.deepcopy(copy_states(model, optimizer)), scaler.get_scale()
         scaler.scale(torch.ones(()))  # makes the scale
         give_gradients(model, step)
         if ruined and dist.get_rank() == 1:
@@ -304,7 +281,7 @@ def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler()
         scaler.update()
         assert bool(norm.full_tensor().isfinite()) == (ruined is None)
         assert scaler.get_scale() == (scale / 2 if ruined else scale)
-        after = result(model, optimizer)
+        after = copy_states(model, optimizer)
         if ruined:
             assert_same(after, before)
         else:
@@ -313,7 +290,7 @@ def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler()
 
 @on_ranks(2)
 def test_gradients_of_another_layout_are_refused():
-    model, optimizer = fsdp()
+    model, optimizer = shard()
     give_gradients(model, 0)
     parameter = model.up.weight
     parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
@@ -321,18 +298,18 @@ def test_gradients_of_another_layout_are_refused():
         optimizer.step()
 
 
-def _steps_with_an_empty_shard(optimizer_of, dtype, gathers):
+def _train_with_an_empty_shard(make_optimizer, dtype, gathers):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1)).to(dtype)
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=gathers))
-    for each in (*model, model):
-        fully_shard(each)
-    optimizer = optimizer_of([each for each in model.parameters() if each.dim() == 2], lr=0.1)
+    for module in (*model, model):
+        fully_shard(module)
+    optimizer = make_optimizer([module.weight for module in model], lr=0.1)
     return steps.train(model, optimizer, [draw(4, 64).to(dtype)] * 3)
 
 
-@pytest.mark.parametrize(("optimizer_of", "dtype"), [(Float8AdamW, torch.float32), (Float8Muon, torch.bfloat16)])
-def test_a_rank_with_an_empty_shard_sees_each_step(optimizer_of, dtype):
-    """Else it would keep the scale that the others drop, and not join the collective that computes the next one."""
-    losses, expected = (run(2, _steps_with_an_empty_shard, optimizer_of, dtype, gathers) for gathers in (True, False))
+@pytest.mark.parametrize(("make_optimizer", "dtype"), [(Float8AdamW, torch.float32), (Float8Muon, torch.bfloat16)])
+def test_a_rank_with_an_empty_shard_sees_each_step(make_optimizer, dtype):
+    """Otherwise it would keep the scale that others drop, and not join the collective for the next one."""
+    losses, expected = (run(2, _train_with_an_empty_shard, make_optimizer, dtype, gathers) for gathers in (True, False))
     assert losses == expected

@@ -2,6 +2,7 @@
 
 Also where activations are stored in float8."""
 
+import contextlib
 import warnings
 from unittest import mock
 
@@ -15,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.torch_version import TorchVersion
 
-import quaver.linear.module
 from quaver import convert_to_float8_training
 from quaver.checkpointing import store_activations_in_float8
+from quaver.linear import function
 from quaver.linear.quantize import Quantizer
 from tests import ranks
 from tests.library.distributed.models import Block, config_of, loss_of
@@ -46,8 +47,8 @@ CASTS_OF_SPLIT_BACKWARDS = {"ScheduleInterleavedZeroBubble": 24, "ScheduleZBVZer
 the 3 stages after the first, for all of the 4 microbatches; DualPipeV splits some of them."""
 
 
-def parts_of_model(recipe, stores=False):
-    """Four modules that follow each other."""
+def build_parts(recipe, stores=False):
+    """Return four modules that follow each other."""
     torch.manual_seed(0)
     model = nn.ModuleList(Block() for _ in range(2 * RANKS))
     convert_to_float8_training(model, config=config_of(recipe))
@@ -60,74 +61,57 @@ def batch():
     return draw(MICROBATCHES * ROWS, DIM, seed=1)
 
 
-def gradients(model):
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+def gradients_of(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-class Counter:
-    """The float8 matmuls and casts of a block of code."""
-
-    def __enter__(self):
-        self.matmuls = self.casts = 0
-        multiply, cast = quaver.linear.function.mm, Quantizer.cast
-
-        def counted_mm(*arguments):
-            self.matmuls += 1
-            return multiply(*arguments)
-
-        def counted_cast(*arguments):
-            self.casts += 1
-            return cast(*arguments)
-
-        of_mm = mock.patch.object(quaver.linear.function, "mm", counted_mm)
-        self.patches = of_mm, mock.patch.object(Quantizer, "cast", counted_cast)
-        for each in self.patches:
-            each.start()
-        return self
-
-    def __exit__(self, *error):
-        for each in self.patches:
-            each.stop()
+@contextlib.contextmanager
+def count_calls():
+    """Yield a function that returns the counts of float8 matmuls and of casts."""
+    multiply = mock.patch.object(function, "mm", wraps=function.mm)
+    cast = mock.patch.object(Quantizer, "cast", autospec=True, side_effect=Quantizer.cast)
+    with multiply as matmuls, cast as casts:
+        yield lambda: (matmuls.call_count, casts.call_count)
 
 
-def one_process(recipe, last_first, stores=False):
-    """Losses of the microbatches, gradients, matmuls and casts."""
-    model, losses = parts_of_model(recipe, stores), []
-    with Counter() as counter:
+def train_one_process(recipe, last_first, stores=False):
+    """Return the losses of the microbatches, gradients, matmuls and casts."""
+    model, losses = build_parts(recipe, stores), []
+    with count_calls() as counts:
         for hidden in batch().chunk(MICROBATCHES):
             for part in model:
                 hidden = part(hidden)
             losses.append(loss_of(hidden))
         for loss in reversed(losses) if last_first else losses:
             loss.backward()
-    for gradient in gradients(model).values():
-        gradient.div_(MICROBATCHES)
-    return [loss.item() for loss in losses], gradients(model), counter.matmuls, counter.casts
+    for parameter in model.parameters():
+        parameter.grad.div_(MICROBATCHES)
+    return [loss.item() for loss in losses], gradients_of(model), *counts()
 
 
-def stage(module, index, stages):
-    """Without examples of its tensors, the first step would run the model once more to see them."""
+def make_stage(module, index, stages):
+    """Return a stage with examples of its tensors, without which the first step would run the model once more."""
     input, output = torch.empty(ROWS, DIM, requires_grad=index > 0), torch.empty(ROWS, DIM, requires_grad=True)
     return PipelineStage(module, index, stages, torch.device("cpu"), input_args=(input,), output_args=(output,))
 
 
-def pipelined(name, recipe, stores=False):
-    """The same of this rank's stages."""
-    kind, rank, model = getattr(pipelining, name), dist.get_rank(), parts_of_model(recipe, stores)
+def train_ranks(name, recipe, stores=False):
+    """Return what `train_one_process` returns, of this rank's stages."""
+    kind, rank, model = getattr(pipelining, name), dist.get_rank(), build_parts(recipe, stores)
     if name in SINGLE:
         mine, stages = {rank: nn.Sequential(*model[2 * rank : 2 * rank + 2])}, RANKS
     else:
         second = 2 * RANKS - 1 - rank if kind in V_SHAPED else rank + RANKS
         mine, stages = {index: model[index] for index in (rank, second)}, 2 * RANKS
-    made = [stage(module, index, stages) for index, module in mine.items()]
-    schedule = kind(made[0] if name in SINGLE else made, MICROBATCHES, loss_fn=lambda output, _: loss_of(output))
+    own_stages = [make_stage(module, index, stages) for index, module in mine.items()]
+    stage = own_stages[0] if name in SINGLE else own_stages
+    schedule = kind(stage, MICROBATCHES, loss_fn=lambda output, _: loss_of(output))
     losses = []
     arguments = (batch(),) if 0 in mine else ()
     last = {"target": batch(), "losses": losses} if stages - 1 in mine else {}
-    with Counter() as counter:
+    with count_calls() as counts:
         schedule.step(*arguments, **last)
-    mine_of_model = {name: grad for name, grad in gradients(model).items() if grad is not None}
-    return [loss.item() for loss in losses], mine_of_model, counter.matmuls, counter.casts
+    return [loss.item() for loss in losses], gradients_of(model), *counts()
 
 
 STORING = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
@@ -140,47 +124,43 @@ STORING = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubb
 def test_a_schedule_equals_one_process(name, recipe, stores):
     if name in CASTS_OF_SPLIT_BACKWARDS and TorchVersion(torch.__version__) < "2.13":
         pytest.skip("PyTorch 2.11 splits no backward of an autograd.Function in Python")
-    losses, expected, matmuls, casts = one_process(recipe, name in LAST_MICROBATCH_FIRST, stores)
-    results = ranks.run(RANKS, pipelined, name, recipe, stores)
-    losses_of, gradients_of, matmuls_of, casts_of = zip(*results, strict=True)
-    assert sum(losses_of, []) == losses
-    found = {name: grad for of_rank in gradients_of for name, grad in of_rank.items()}
-    assert_same(found, expected)
-    assert sum(matmuls_of) == matmuls
+    losses, gradients, matmuls, casts = train_one_process(recipe, name in LAST_MICROBATCH_FIRST, stores)
+    results = zip(*ranks.run(RANKS, train_ranks, name, recipe, stores), strict=True)
+    rank_losses, rank_gradients, rank_matmuls, rank_casts = results
+    assert sum(rank_losses, []) == losses
+    assert_same(rank_gradients[0] | rank_gradients[1], gradients)
+    assert sum(rank_matmuls) == matmuls
     # Row-wise, grad_output has a cast for each matmul anyway; tensorwise, one cast serves both.
-    assert sum(casts_of) == casts + (recipe == "tensorwise") * CASTS_OF_SPLIT_BACKWARDS.get(name, 0)
+    assert sum(rank_casts) == casts + (recipe == "tensorwise") * CASTS_OF_SPLIT_BACKWARDS.get(name, 0)
     if stores:
-        kept = one_process(recipe, last_first=False)[1]
-        assert not all(torch.equal(kept[parameter], gradient) for parameter, gradient in found.items())
+        exact = train_one_process(recipe, last_first=False)[1]
+        assert not all(torch.equal(exact[parameter], gradient) for parameter, gradient in gradients.items())
 
 
-def sharded(name, is_float8):
-    """The parameters of this rank's stages that have no gradient, each under FSDP2 on one rank, and the warnings."""
+def train_sharded(name, is_float8):
+    """Train stages under FSDP2 on one rank; return this rank's parameters without a gradient, and the warnings."""
     rank, mesh = dist.get_rank(), ranks.mesh_of((RANKS, 1), ("pp", "dp"))["dp"]
     model = nn.ModuleList(Block() for _ in range(2 * RANKS))
     if is_float8:
         convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
     mine = {index: model[index] for index in (rank, rank + RANKS)}
     for part in mine.values():
-        for each in (part.up, part.down, part):
-            fully_shard(each, mesh=mesh)
-    schedule = getattr(pipelining, name)(
-        [stage(module, index, 2 * RANKS) for index, module in mine.items()],
-        MICROBATCHES,
-        loss_fn=lambda output, _: loss_of(output),
-    )
+        for module in (part.up, part.down, part):
+            fully_shard(module, mesh=mesh)
+    stages = [make_stage(module, index, 2 * RANKS) for index, module in mine.items()]
+    schedule = getattr(pipelining, name)(stages, MICROBATCHES, loss_fn=lambda output, _: loss_of(output))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         schedule.step(*((batch(),) if rank == 0 else ()), **({} if rank == 0 else {"target": batch()}))
-    missing = [f"{index}.{n}" for index, part in mine.items() for n, p in part.named_parameters() if p.grad is None]
-    return missing, [str(each.message) for each in caught if "zero-bubble" in str(each.message)]
+    missing = [name for part in mine.values() for name, parameter in part.named_parameters() if parameter.grad is None]
+    return missing, [str(warning.message) for warning in caught if "zero-bubble" in str(warning.message)]
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="PyTorch 2.11 splits no backward of a Function")
 @pytest.mark.parametrize("is_float8", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_zero_bubble_schedules_lose_gradients_under_fsdp2(is_float8):
-    """With nn.Linear too: docs/distributed.md says so, and a weight that FSDP2 gathered in float8 warns."""
+    """docs/distributed.md says so, of nn.Linear too; a weight that FSDP2 gathered in float8 warns."""
     for name, loses in (("ScheduleInterleaved1F1B", False), ("ScheduleInterleavedZeroBubble", True)):
-        missing, warned = (sum(each, []) for each in zip(*ranks.run(RANKS, sharded, name, is_float8), strict=True))
-        assert bool(missing) == loses
-        assert bool(warned) == (loses and is_float8)
+        missing, messages = zip(*ranks.run(RANKS, train_sharded, name, is_float8), strict=True)
+        assert any(missing) == loses
+        assert any(messages) == (loses and is_float8)

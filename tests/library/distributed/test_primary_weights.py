@@ -1,6 +1,5 @@
 """Float8 primary weights under DDP equal ordinary ones, and the bytes per element in docs/primary-weights.md."""
 
-import functools
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -13,26 +12,35 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-import quaver.fsdp.gathered as fsdp
-import quaver.linear.quantize as quantize
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp import gathered
 from quaver.fsdp.siblings import get_all_gather_state
+from quaver.linear import quantize
 from quaver.recipes.config import ScalingGranularity
 from quaver.weights.primary_weight import Float8PrimaryWeight
-from tests.library.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
+from tests.library.distributed.models import (
+    DIM,
+    HIDDEN,
+    LEARNING_RATE,
+    batches,
+    config_of,
+    loss_of,
+    make_model,
+    part_of,
+    shard_model,
+)
 from tests.library.distributed.test_cast_weights_once import MICROBATCHES, run_step
-from tests.library.distributed.test_fsdp import part_of, shard_model
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import on_ranks, run
-from tests.steps import assert_same, train
+from tests.steps import assert_same, draw, train
 
 LAYERS = 2
 
 
 def _train_under_ddp(recipe, master_dtype, **options):
-    """The losses of three steps, and the weights; `master_dtype` is None for ordinary parameters."""
+    """Return the losses of three steps, and the weights; `master_dtype` is None for ordinary parameters."""
     model = convert_to_float8_training(make_model(LAYERS), config=recipe)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,8 +50,10 @@ def _train_under_ddp(recipe, master_dtype, **options):
         torch.manual_seed(dist.get_rank())
         optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
     replicas = DistributedDataParallel(model, **options)
-    given = batches(3, MICROBATCHES * dist.get_world_size())
-    parts = [torch.cat([part_of(each) for each in batch.chunk(MICROBATCHES)]) for batch in given]
+    parts = [
+        torch.cat([part_of(microbatch) for microbatch in batch.chunk(MICROBATCHES)])
+        for batch in batches(3, MICROBATCHES * dist.get_world_size())
+    ]
     losses = train(replicas, optimizer, parts, microbatches=MICROBATCHES)
     return losses, model.state_dict()
 
@@ -53,43 +63,38 @@ def _train_under_ddp(recipe, master_dtype, **options):
 )
 @on_ranks(2)
 def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, options):
-    expected, weights = _train_under_ddp(recipe, None, **options)
-    losses, masters = _train_under_ddp(recipe, torch.float32, **options)
-    assert_same((losses, masters), (expected, weights))
-    losses, masters = _train_under_ddp(recipe, torch.bfloat16, **options)
-    gathered = [None, None]
-    dist.all_gather_object(gathered, (losses, masters))
-    assert gathered[0][0] != gathered[1][0]
-    # Ranks round alike, however they were seeded.
-    assert_same(gathered[0][1], gathered[1][1])
+    expected = _train_under_ddp(recipe, None, **options)
+    assert_same(_train_under_ddp(recipe, torch.float32, **options), expected)
+    results = [None, None]
+    dist.all_gather_object(results, _train_under_ddp(recipe, torch.bfloat16, **options))
+    (losses, masters), (other_losses, other_masters) = results
+    assert losses != other_losses
+    assert_same(masters, other_masters)  # ranks round alike, however they were seeded
 
 
-# ---- experts: shards are masters, and a checkpoint goes to one process and back -------------------------------------
-
-
-def mixture_of_ranks():
-    """Three experts: the second rank has one."""
+def build_shards():
+    """Shard three experts, of which the second rank has one."""
     config = config_of("blockwise", enable_fsdp_float8_all_gather=True)
     model = shard_model(config, model=make_mixture())
     return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
-def mixture_of_one():
+def build_whole():
     model = convert_to_float8_training(make_mixture(), config="blockwise")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     return model, use_float8_primary_weights(model, optimizer)
 
 
 def _train_mixture(folder, ranks, steps, load=None, save=None):
-    """The losses of `steps`, from and to a checkpoint; those of all ranks on average."""
-    model, optimizer = mixture_of_ranks() if ranks > 1 else mixture_of_one()
+    """Train from and to a checkpoint, and return the losses of `steps`, the means over all ranks."""
+    model, optimizer = build_shards() if ranks > 1 else build_whole()
     if load is not None:
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(state, checkpoint_id=f"{folder}/{load}")
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     losses = []
     for step in steps:
-        batch = torch.randn(2 * MICROBATCHES * 8, MIXTURE_DIM, generator=torch.Generator().manual_seed(step))
+        batch = draw(2 * MICROBATCHES * 8, MIXTURE_DIM, seed=step)
         with cast_weights_once(model):
             for microbatch in batch.chunk(MICROBATCHES):
                 parts = [part_of(microbatch)] if ranks > 1 else microbatch.chunk(2)
@@ -102,25 +107,24 @@ def _train_mixture(folder, ranks, steps, load=None, save=None):
     if save is not None:
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.save(state, checkpoint_id=f"{folder}/{save}")
-    of_steps = torch.stack(losses).view(len(steps), -1).mean(1)
-    dist.all_reduce(of_steps.div_(ranks))
-    return of_steps.tolist()
+    means = torch.stack(losses).view(len(steps), -1).mean(1)
+    dist.all_reduce(means.div_(ranks))
+    return means.tolist()
 
 
 def test_experts_train_alike_as_shards_and_as_primary_weights(tmp_path):
-    """Two steps, a checkpoint, and another step on as many ranks, or on others."""
-    folder, first, then = str(tmp_path), range(2), range(2, 3)
-    losses = {}
-    for ranks in (1, 2):
-        losses[ranks] = run(ranks, _train_mixture, folder, ranks, first, None, f"of {ranks}")[0]
-    resumed = {
-        (before, after): run(after, _train_mixture, folder, after, then, f"of {before}")[0]
+    """Runs take two steps, a checkpoint, and another step on as many ranks, or on others."""
+    folder = str(tmp_path)
+    losses, shard_losses = (
+        run(ranks, _train_mixture, folder, ranks, range(2), None, f"of {ranks}")[0] for ranks in (1, 2)
+    )
+    expected, *resumed = (
+        run(after, _train_mixture, folder, after, range(2, 3), f"of {before}")[0]
         for before, after in ((1, 1), (1, 2), (2, 1))
-    }
-    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
-    for each in resumed.values():
-        assert each == pytest.approx(resumed[1, 1], rel=1e-5)
-    assert resumed[1, 1] != losses[1]
+    )
+    assert shard_losses == pytest.approx(losses, rel=1e-5)
+    assert resumed == [pytest.approx(expected, rel=1e-5)] * 2
+    assert expected != losses
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -184,20 +188,23 @@ LAYOUTS = {
 }
 
 
-def _count(shapes, cast, hp, *args):
-    shapes.append(hp.shape)
-    return cast(hp, *args)
-
-
 @contextmanager
-def counted_casts():
-    """The shapes of all weights and shards that were cast."""
+def record_casts():
+    """Yield the shapes of all weights and shards that are cast."""
     shapes = []
+
+    def record(cast):
+        def recording(hp, *args):
+            shapes.append(hp.shape)
+            return cast(hp, *args)
+
+        return recording
+
     with pytest.MonkeyPatch.context() as patch:
-        for module in (quantize, fsdp):
-            patch.setattr(module, "cast_with_scale", functools.partial(_count, shapes, module.cast_with_scale))
+        for module in (quantize, gathered):
+            patch.setattr(module, "cast_with_scale", record(module.cast_with_scale))
         tensorwise = ScalingGranularity.TENSORWISE
-        patch.setitem(quantize.CASTS, tensorwise, functools.partial(_count, shapes, quantize.CASTS[tensorwise]))
+        patch.setitem(quantize.CASTS, tensorwise, record(quantize.CASTS[tensorwise]))
         yield shapes
 
 
@@ -205,8 +212,8 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def bytes_of(linear):
-    """Of parameter, codes in a scope, master and gradient."""
+def count_bytes(linear):
+    """Return the bytes of the parameter, the codes in a scope, the master and the gradient."""
     weight = linear.weight
     if isinstance(weight, Float8PrimaryWeight):
         return [weight.data_fp8.nbytes, 0, weight.wrapped.nbytes, weight.grad.nbytes]
@@ -219,7 +226,7 @@ def bytes_of(linear):
 
 
 def _measure(make):
-    """Bytes per element of a weight, or of its shard, and casts of it in a step: the columns of the table."""
+    """Return the columns of the table: bytes per element of a weight or its shard, and its casts in a step."""
     model, optimizer, scope = make()
     blocks = getattr(model, "module", model)
     linear, dtype = blocks[0].up, F32 if hasattr(model, "reshard") else blocks[0].norm.weight.dtype
@@ -228,28 +235,28 @@ def _measure(make):
     optimizer.step()
     optimizer.zero_grad()
     precompute_float8_dynamic_scale_for_fsdp(model)
-    with counted_casts() as shapes:
+    with record_casts() as shapes:
         with scope(model):
             run_step(model, second.to(dtype))
-            taken = bytes_of(linear)
+            sizes = count_bytes(linear)
         optimizer.step()
     weight = linear.weight
     state = optimizer.state[weight.wrapped if isinstance(weight, Float8PrimaryWeight) else weight]
-    taken.append(sum(local(value).nbytes for value in state.values() if value.dim()))
+    sizes.append(sum(local(value).nbytes for value in state.values() if value.dim()))
     shape = local(weight).shape
-    casts = len([each for each in shapes if each in (shape, (HIDDEN, DIM))]) // LAYERS  # one in each layer
-    gathered = 0
+    casts = sum(cast_shape in (shape, (HIDDEN, DIM)) for cast_shape in shapes) // LAYERS  # one in each layer
+    unsharded = 0
     if hasattr(model, "reshard"):
         model[0].unshard()
-        gathered = getattr(linear.weight, "data_fp8", linear.weight).nbytes / linear.weight.numel()
-    taken = [each / shape.numel() for each in taken]
-    return [*taken, sum(taken), gathered, casts]
+        unsharded = getattr(linear.weight, "data_fp8", linear.weight).nbytes / linear.weight.numel()
+    per_element = [size / shape.numel() for size in sizes]
+    return [*per_element, sum(per_element), unsharded, casts]
 
 
 @on_ranks(2)
 def test_the_documented_bytes_are_those_of_each_layout():
     rows = {layout: _measure(make) for layout, make in LAYOUTS.items()}
     page = (Path(__file__).parents[3] / "docs" / "primary-weights.md").read_text()
-    counted = [f"| {' | '.join([*layout, *(f'{number:g}' for number in row)])} |" for layout, row in rows.items()]
+    measured = [f"| {' | '.join([*layout, *(f'{number:g}' for number in row)])} |" for layout, row in rows.items()]
     documented = [line for line in page.splitlines() if line.startswith(("| float", "| bfloat"))]
-    assert documented == counted, "\n".join(counted)
+    assert documented == measured, "\n".join(measured)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -22,13 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from quaver.checkpointing import activation_report, store_activations_in_float8
 from tests.ranks import mesh_of, on_ranks
 from tests.reference import sqnr_db
+from tests.steps import draw, full
 
 FLOAT32_SUMS_DB = 20 * math.log10(2**24 / 512)
 """Adding up to 512 float32 terms in another order may change a sum by 512 x 2^-24 of its terms: 90 dB."""
 
 
 class FeedForward(nn.Module):
-    """Its 512 hidden features are two blocks on each of two ranks."""
+    """A feed-forward whose 512 hidden features are two blocks on each of two ranks."""
 
     def __init__(self):
         super().__init__()
@@ -38,13 +38,9 @@ class FeedForward(nn.Module):
         return self.down(self.activation(self.up(x)))
 
 
-def gradients(model):
-    x = torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    model(x).square().sum().backward()
-    return {
-        name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
-        for name, each in model.named_parameters()
-    }
+def compute_gradients(model):
+    model(draw(2, 32, 128, seed=1).requires_grad_()).square().sum().backward()
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 @on_ranks(2)
@@ -52,12 +48,11 @@ def test_the_report_is_that_of_one_process_where_a_block_is_parallel_in_part():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.LayerNorm(128), FeedForward()))
     store_activations_in_float8(model)
-    expected = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
-    plan = {"0.1.up": ColwiseParallel(), "0.1.down": RowwiseParallel()}
-    parallelize_module(model, mesh_of((2,)), plan)
-    got = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
-    assert got == pytest.approx(expected, abs=0.01)
-    assert got["0"] < FLOAT32_SUMS_DB
+    expected = activation_report(model, lambda: compute_gradients(model)).gradient_sqnr_db
+    parallelize_module(model, mesh_of((2,)), {"0.1.up": ColwiseParallel(), "0.1.down": RowwiseParallel()})
+    sqnr = activation_report(model, lambda: compute_gradients(model)).gradient_sqnr_db
+    assert sqnr == pytest.approx(expected, abs=0.01)
+    assert sqnr["0"] < FLOAT32_SUMS_DB
 
 
 @on_ranks(2)
@@ -65,7 +60,6 @@ def test_each_rank_stores_its_part_of_what_one_process_stores():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), FeedForward())
     stored, parallel = copy.deepcopy(plain), copy.deepcopy(plain)
-    mesh = mesh_of((2,))
     for model in (stored, parallel):
         assert store_activations_in_float8(model) == ["1", "2", "2.activation"]
     plan = {
@@ -75,14 +69,14 @@ def test_each_rank_stores_its_part_of_what_one_process_stores():
         "2.up": ColwiseParallel(),
         "2.down": RowwiseParallel(),
     }
-    parallelize_module(parallel, mesh, plan)
-    exact, expected, got = gradients(plain), gradients(stored), gradients(parallel)
+    parallelize_module(parallel, mesh_of((2,)), plan)
+    exact, expected, gradients = (compute_gradients(model) for model in (plain, stored, parallel))
     for name in exact:
-        assert sqnr_db(expected[name], got[name]) > FLOAT32_SUMS_DB, name
-    assert sqnr_db(exact["0.weight"], got["0.weight"]) < FLOAT32_SUMS_DB
-    reports = [activation_report(model, lambda model=model: gradients(model)) for model in (stored, parallel)]
-    stored_in = [[each.module for each in report.saved if each.sqnr_db is not None] for report in reports]
-    assert stored_in[0] == stored_in[1] == ["1", "2.activation"]
+        assert sqnr_db(expected[name], gradients[name]) > FLOAT32_SUMS_DB, name
+    assert sqnr_db(exact["0.weight"], gradients["0.weight"]) < FLOAT32_SUMS_DB
+    for model in (stored, parallel):
+        report = activation_report(model, lambda model=model: compute_gradients(model))
+        assert [tensor.module for tensor in report.saved if tensor.sqnr_db is not None] == ["1", "2.activation"]
 
 
 @on_ranks(2)

@@ -28,8 +28,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.linear_sharding import AllGatherInput, is_all_gathered_in_float8
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import config_of, quantized
-from tests.library.distributed.test_fsdp import world_mesh
+from tests.library.distributed.models import config_of, quantize, world_mesh
 from tests.ranks import mesh_of, on_ranks, refusal, run
 from tests.reference import BLOCK_RECIPES, RECIPES, assert_same_bits
 from tests.steps import assert_same, full
@@ -39,44 +38,40 @@ RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def part(whole, dim):
-    """This rank's part of `whole` along `dim`; a scale that spans the dim belongs to every rank."""
+    """Return this rank's part of `whole` along `dim`; a scale that spans the dim belongs to every rank."""
     if whole.dim() == 0 or whole.shape[dim] == 1:
         return whole
     return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
-def uneven_magnitudes(*shape):
-    """Normal numbers with another magnitude in each row and column, and an outlier on the last rank only."""
+def draw_uneven(*shape):
+    """Return normal numbers with another magnitude in each row and column, and an outlier on the last rank only."""
     rows = torch.logspace(-3, 1, shape[-2]).view(-1, 1)
     matrix = torch.randn(shape) * rows * torch.logspace(1, -1, shape[-1])
     matrix[..., -1, -1] = 90.0
     return matrix
 
 
-def assert_part_of(got, whole, dim):
-    """An operand is this rank's part of `whole`, None for all of it, to the bit."""
-    if dim is not None:
-        whole = whole._replace(
-            data=part(whole.data, dim),
-            dequant_scale=None if whole.dequant_scale is None else part(whole.dequant_scale, dim),
-        )
-    assert (got.dequant_scale is None) == (whole.dequant_scale is None)
-    if whole.dequant_scale is None:
-        torch.testing.assert_close(got.data, whole.data, rtol=0, atol=0)
+def assert_part_of(operand, whole, dim):
+    """Assert that an operand has the bits of this rank's part of `whole` along `dim`, or of all for None."""
+    data, scale = (tensor if tensor is None else part_or_whole(tensor, dim) for tensor in whole[:2])
+    if scale is None:
+        assert operand.dequant_scale is None
+        torch.testing.assert_close(operand.data, data, rtol=0, atol=0)
     else:
-        assert_same_bits(got.data, whole.data, nan_bits=True)
-        assert_same_bits(got.dequant_scale, whole.dequant_scale, nan_bits=True)
+        assert_same_bits(operand.data, data, nan_bits=True)
+        assert_same_bits(operand.dequant_scale, scale, nan_bits=True)
 
 
-ASKS = [(True, True), (True, False), (False, True)]
+DIRECTIONS = [("row", "column"), ("row",), ("column",)]
 STYLES = [
     (Float8ColwiseParallel(), {"weight": (0, 0), "input": (None, None), "grad_output": (2, 1)}),
     (Float8RowwiseParallel(), {"weight": (1, 1), "input": (2, 1), "grad_output": (None, None)}),
     (Float8RowwiseParallel(output_layouts=Shard(1)), {"weight": (1, 1), "input": (2, 1), "grad_output": (1, None)}),
 ]
-"""Of each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
-# quant_scale: unknown, negative as in older checkpoints, one that fits the outliers, one that makes them saturate.
+"""For each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
 SCALES = [0.0, -3.0, 0.7, 40.0]
+"""quant_scale: unknown, negative as in older checkpoints, one that fits the outliers, one that makes them saturate."""
 EVERY = (*RECIPES, *BLOCK_RECIPES, "delayed")
 HP_DTYPES = (torch.float32, torch.bfloat16)
 CAST_CASES = [(2, recipe, {}, HP_DTYPES[index % 2]) for index, recipe in enumerate(EVERY)]
@@ -87,8 +82,8 @@ CAST_CASES += at_night((2, recipe, {}, HP_DTYPES[1 - index % 2]) for index, reci
 CAST_CASES += at_night([(4, "mxfp8", {}, torch.float32), (4, "blockwise", {}, torch.bfloat16)])
 
 
-def _linear(config, quant_scale, style=None, features=(48, 40)):
-    """A linear, and its persistent scales; each has the value that is given, as if a sync had set it."""
+def _build_linear(config, quant_scale, style=None, features=(48, 40)):
+    """Return a linear, and its persistent scales with this value, as if a sync had set it."""
     model = nn.Sequential(nn.Linear(*features, bias=False))
     convert_to_float8_training(model, config=config)
     if style is not None:
@@ -105,54 +100,51 @@ def _linear(config, quant_scale, style=None, features=(48, 40)):
 @pytest.mark.parametrize(("ranks", "recipe", "options", "hp_dtype"), CAST_CASES)
 @on_ranks()
 def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtype):
-    """Codes and scales to the bit, for either matmul and for both.
+    """Codes and scales have the same bits, for either matmul and for both.
 
     Persistent scales are known and unknown; what they observe is that of one device, too.
     """
     config = config_of(recipe, **options)
     # Features, in and out; batches and sequences. Each rank has one block of 128 or two; the first tokens cut blocks.
     one, two = 128 * ranks, 256 * ranks
-    of_blocks = [((two, one), (3, 16)), ((one, two), (2, one))]
-    for features, tokens in of_blocks if recipe in BLOCK_RECIPES else [((48, 40), (3, 16))]:
+    block_shapes = [((two, one), (3, 16)), ((one, two), (2, one))]
+    for features, tokens in block_shapes if recipe in BLOCK_RECIPES else [((48, 40), (3, 16))]:
         _check_operands(config, recipe == "delayed", features, tokens, hp_dtype)
 
 
 def _check_operands(config, is_delayed, features, tokens, hp_dtype):
     k, n = features
     whole = {
-        "weight": uneven_magnitudes(n, k).to(hp_dtype),
-        "input": uneven_magnitudes(*tokens, k).to(hp_dtype),
-        "grad_output": uneven_magnitudes(*tokens, n).to(hp_dtype),
+        "weight": draw_uneven(n, k).to(hp_dtype),
+        "input": draw_uneven(*tokens, k).to(hp_dtype),
+        "grad_output": draw_uneven(*tokens, n).to(hp_dtype),
     }
     for quant_scale, (style, dims) in itertools.product(SCALES if is_delayed else [None], STYLES):
-        linear, scales = _linear(config, quant_scale, style, features)
-        reference, of_one = _linear(config, quant_scale, features=features)
+        linear, scales = _build_linear(config, quant_scale, style, features)
+        reference, reference_scales = _build_linear(config, quant_scale, features=features)
         for operand, hp in whole.items():
             dim, dim_of_matrix = dims[operand]
-            local, casts = part_or_whole(hp, dim), getattr(config.casts, operand)
-            input = {"input": local, "reader": 0} if operand == "input" else {}
-            make = getattr(linear.sharding, f"{operand}_quantizer")
-            expected = quantized(hp, config, operand, of_one[operand])
-            for row, column in ASKS:
-                got = make(casts=casts, hp_dtype=hp_dtype, scale=scales[operand], **input)(
-                    local, row=row, column=column
-                )
-                if row:
-                    assert_part_of(got.row, expected.row, dim_of_matrix)
-                if column:
-                    assert_part_of(got.column, expected.column, dim_of_matrix)
+            local = part_or_whole(hp, dim)
+            options = {"casts": getattr(config.casts, operand), "hp_dtype": hp_dtype, "scale": scales[operand]}
+            options |= {"input": local, "reader": 0} if operand == "input" else {}
+            expected = quantize(hp, config, operand, reference_scales[operand])
+            for directions in DIRECTIONS:
+                quantizer = getattr(linear.sharding, f"{operand}_quantizer")(**options)
+                operands = quantizer(local, row="row" in directions, column="column" in directions)
+                for direction in directions:
+                    assert_part_of(getattr(operands, direction), getattr(expected, direction), dim_of_matrix)
         if quant_scale is not None:
             _check_observed(linear.scaling.state.amax_buffer, reference.scaling.state.amax_buffer, quant_scale)
     if not is_delayed and is_all_gathered_in_float8(config):
-        _check_all_gathered_input(config, whole["input"], quantized(whole["input"], config, "input"))
+        _check_all_gathered_input(config, whole["input"], quantize(whole["input"], config, "input"))
 
 
 def _check_observed(parts, whole, quant_scale):
-    """The largest amax of the parts is that of the whole; where elements of the whole saturate, some of a part do."""
-    of_ranks = parts.clone()
-    dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
-    assert torch.equal(of_ranks[:, 0], whole[:, 0])
-    assert torch.equal(of_ranks[:, 1] > 0, whole[:, 1] > 0)
+    """Assert that the ranks' largest amax is that of the whole, and that some part saturates where the whole does."""
+    largest = parts.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    assert torch.equal(largest[:, 0], whole[:, 0])
+    assert torch.equal(largest[:, 1] > 0, whole[:, 1] > 0)
     assert bool((whole[:2, 1] > 0).all()) == (quant_scale == 40.0)
 
 
@@ -165,20 +157,8 @@ def _check_all_gathered_input(config, input, expected):
         whole = whole.to_local() if as_dtensor else whole
         assert isinstance(whole, Float8Tensor)
         for tensor in (whole, whole.view(-1, input.shape[-1]), whole.view(-1, *input.shape)):
-            for got, of_whole in zip(tensor.operands(), expected, strict=True):
-                assert_part_of(got, of_whole, None)
-
-
-class Pair(nn.Module):
-    """Two linears that share an input, as gate and up do."""
-
-    def __init__(self, k, n, dtype, config):
-        super().__init__()
-        self.a = Float8Linear(k, n, dtype=dtype, config=config)
-        self.b = Float8Linear(k, n, bias=False, dtype=dtype, config=config)
-
-    def forward(self, input):
-        return self.a(input), self.b(input)
+            for operand, whole_operand in zip(tensor.operands(), expected, strict=True):
+                assert_part_of(operand, whole_operand, None)
 
 
 class One(nn.Module):
@@ -190,25 +170,33 @@ class One(nn.Module):
         return (self.a(input),)
 
 
+class Pair(One):
+    """Two linears that share an input, as gate and up do."""
+
+    def __init__(self, k, n, dtype, config):
+        super().__init__(k, n, dtype, config)
+        self.b = Float8Linear(k, n, bias=False, dtype=dtype, config=config)
+
+    def forward(self, input):
+        return self.a(input), self.b(input)
+
+
 def prepare(use_local_output, layout=None):
-    return PrepareFloat8ModuleInput(
-        input_layouts=Shard(1) if layout is None else layout,
-        desired_input_layouts=Replicate(),
-        use_local_output=use_local_output,
-    )
+    layouts = {"input_layouts": layout or Shard(1), "desired_input_layouts": Replicate()}
+    return PrepareFloat8ModuleInput(**layouts, use_local_output=use_local_output)
 
 
 class WholeWeight(ParallelStyle):
-    """The weight on every rank, as a DTensor; the input in a layout, and the output as nn.Linear's."""
+    """Keeps the weight on every rank, as a DTensor, with the input in a layout, and the output as nn.Linear's."""
 
     def __init__(self, layout):
         self.layout = layout
 
     def _apply(self, module, mesh):
-        def give(module, inputs, mesh):
+        def distribute(module, inputs, mesh):
             return DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False)
 
-        return distribute_module(module, mesh, None, give, lambda module, output, mesh: output.to_local())
+        return distribute_module(module, mesh, None, distribute, lambda module, output, mesh: output.to_local())
 
 
 @dataclasses.dataclass
@@ -223,10 +211,11 @@ class Arrangement:
 
 
 def arrangements():
-    colwise, whole_output = Float8ColwiseParallel, {"output_layouts": Replicate(), "use_local_output": False}
+    colwise, rowwise = Float8ColwiseParallel, Float8RowwiseParallel
+    whole_output = {"output_layouts": Replicate(), "use_local_output": False}
     pair = {"a": colwise(), "b": colwise()}
     by_sequence = {"input_layouts": Shard(1)}
-    of_torch = {"a": ColwiseParallel(), "b": ColwiseParallel()}
+    torch_pair = {"a": ColwiseParallel(), "b": ColwiseParallel()}
     torch_prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     return {
         "prepared": Arrangement(Pair, {"": prepare(False), **pair}, 1, 2),
@@ -237,13 +226,11 @@ def arrangements():
         "prepared whole, local": Arrangement(Pair, {"": prepare(True, Replicate()), **pair}, None, 2),
         "colwise, whole output": Arrangement(One, {"a": colwise(**by_sequence, **whole_output)}, 1, None, True),
         "colwise, output by sequence": Arrangement(One, {"a": colwise(output_layouts=Shard(1))}, None, 1),
-        "rowwise": Arrangement(One, {"a": Float8RowwiseParallel()}, 2, None),
-        "rowwise by sequence": Arrangement(One, {"a": Float8RowwiseParallel(output_layouts=Shard(1))}, 2, 1),
-        "rowwise, whole input": Arrangement(One, {"a": Float8RowwiseParallel(input_layouts=Replicate())}, None, None),
-        "rowwise, input by sequence": Arrangement(
-            One, {"a": Float8RowwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1))}, 1, 1
-        ),
-        "torch's prepared": Arrangement(Pair, {"": torch_prepare, **of_torch}, 1, 2),
+        "rowwise": Arrangement(One, {"a": rowwise()}, 2, None),
+        "rowwise by sequence": Arrangement(One, {"a": rowwise(output_layouts=Shard(1))}, 2, 1),
+        "rowwise, whole input": Arrangement(One, {"a": rowwise(input_layouts=Replicate())}, None, None),
+        "rowwise, input by sequence": Arrangement(One, {"a": rowwise(**by_sequence, output_layouts=Shard(1))}, 1, 1),
+        "torch's prepared": Arrangement(Pair, {"": torch_prepare, **torch_pair}, 1, 2),
         "torch's colwise, whole output": Arrangement(One, {"a": ColwiseParallel(**whole_output)}, None, None, True),
         "torch's rowwise": Arrangement(One, {"a": RowwiseParallel()}, 2, None),
         "torch's rowwise by sequence": Arrangement(One, {"a": RowwiseParallel(output_layouts=Shard(1))}, 2, 1),
@@ -260,7 +247,7 @@ def part_or_whole(whole, dim):
 
 
 def step(module, input, grad_outputs, dtensor=False):
-    """outputs, grad_input and the gradients of the parameters by name."""
+    """Return outputs, grad_input and the gradients of the parameters by name."""
     outputs = module(input)
     outputs = [output.to_local() for output in outputs] if dtensor else outputs
     torch.autograd.backward(outputs, grad_outputs)
@@ -272,21 +259,21 @@ def step(module, input, grad_outputs, dtensor=False):
 
 
 def step_on_parts(arrangement, module, input, grad_outputs, input_grad=True):
-    """`step` on this rank's parts of the input and of the gradients."""
+    """Run `step` on this rank's parts of the input and of the gradients."""
     parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
     local_input = part_or_whole(input, arrangement.input_dim).clone().requires_grad_(input_grad)
     return step(module, local_input, parts, arrangement.dtensor)
 
 
-def parts_of(arrangement, of_one_device):
-    """This rank's parts of what `step` returned on one device; gradients of parameters are whole."""
-    outputs, grad_input, gradients = of_one_device
+def select_parts(arrangement, results):
+    """Return this rank's parts of what `step` returned on one device; gradients of parameters are whole."""
+    outputs, grad_input, gradients = results
     outputs = [part_or_whole(output, arrangement.output_dim) for output in outputs]
     return outputs, grad_input if grad_input is None else part_or_whole(grad_input, arrangement.input_dim), gradients
 
 
-def assert_close(got, expected, size, what, terms=64):
-    """Within the rounding of sums that are taken in another order.
+def assert_close(actual, expected, size, what, terms=64):
+    """Assert that tensors differ by the rounding of sums in another order.
 
     Args:
         size: the sums over the absolute values of what is added.
@@ -297,9 +284,9 @@ def assert_close(got, expected, size, what, terms=64):
     an input are each rounded to 8 bits, independently; a rounding has a norm of at most 2^-9 of its result's, and at
     most 8 of them meet here. The factor 4: a subnormal code can stand for twice its value, in both operands.
     """
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype), what
-    error = (got.double() - expected.double()).abs()
-    if got.dtype is torch.float32:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    error = (actual.double() - expected.double()).abs()
+    if actual.dtype is torch.float32:
         excess = (error - 4 * 2 * terms * 2.0**-24 * size).max()
         assert excess <= 0, f"{what}: {excess:.3g} over the bound"
     else:
@@ -321,32 +308,31 @@ def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     input = (torch.randn(2, tokens, k) * torch.logspace(-1, 0, k)).to(hp_dtype)
     linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
     grad_outputs = [(torch.randn(2, tokens, n) * torch.logspace(0, -1, n)).to(hp_dtype) for _ in linears]
-    expected = step(reference, input.clone().requires_grad_(input_grad), grad_outputs)
+    whole_results = step(reference, input.clone().requires_grad_(input_grad), grad_outputs)
+    expected_outputs, expected_grad_input, expected = select_parts(arrangement, whole_results)
     # A hook of the compiled module itself would be a graph of its own, and a Float8Tensor cannot leave a graph.
     call = torch.compile(nn.Sequential(module), fullgraph=True, backend=compiled) if compiled else module
-    expected = parts_of(arrangement, expected)
-    got = step_on_parts(arrangement, call, input, grad_outputs, input_grad)
-    if compiled:
-        got[2].update({key.removeprefix("_orig_mod.0."): got[2].pop(key) for key in list(got[2])})
+    outputs, grad_input, gradients = step_on_parts(arrangement, call, input, grad_outputs, input_grad)
+    gradients = {name.removeprefix("_orig_mod.0."): gradient for name, gradient in gradients.items()}
 
     sizes = [input.double().abs() @ linear.weight.double().abs().t() for linear in linears]
     if linears[0].bias is not None:
         sizes[0] = sizes[0] + linears[0].bias.double().abs()
-    for got_output, whole, size in zip(got[0], expected[0], sizes, strict=True):
-        close(got_output, whole, part_or_whole(size, arrangement.output_dim), "output")
+    for output, expected_output, size in zip(outputs, expected_outputs, sizes, strict=True):
+        close(output, expected_output, part_or_whole(size, arrangement.output_dim), "output")
     pairs = list(zip(grad_outputs, linears, strict=True))
     size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
     if input_grad:
-        close(got[1], expected[1], part_or_whole(size, arrangement.input_dim), "grad_input")
+        close(grad_input, expected_grad_input, part_or_whole(size, arrangement.input_dim), "grad_input")
     else:
-        assert got[1] is expected[1] is None
+        assert grad_input is expected_grad_input is None
+    assert gradients.keys() == expected.keys()
     rows = input.double().abs().flatten(0, 1)
-    for key, linear_grad_output in zip("ab", grad_outputs, strict=False):
-        columns = linear_grad_output.double().abs().flatten(0, 1)
+    for key, grad_output in zip("ab", grad_outputs, strict=False):
+        columns = grad_output.double().abs().flatten(0, 1)
         for parameter, size in ((f"{key}.weight", columns.t() @ rows), (f"{key}.bias", columns.sum(0))):
-            if parameter in expected[2]:
-                close(got[2][parameter], expected[2][parameter], size, f"gradient of {parameter}")
-    assert got[2].keys() == expected[2].keys()
+            if parameter in expected:
+                close(gradients[parameter], expected[parameter], size, f"gradient of {parameter}")
 
 
 KINDS = [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
@@ -357,9 +343,9 @@ KINDS = [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "all"])
 @on_ranks(2)
 def test_equals_one_device(name, every):
-    """Output, grad_input and the gradients of weights and biases, each rank's part; `assert_close` says how closely.
+    """Each rank's part of the output, grad_input and gradients equals one device's; `assert_close` has the bound.
 
-    Of arrangements and recipes each pair at night, and in each run a quarter of them; a kind with each.
+    Every run takes a quarter of the pairs of arrangements and recipes, with one kind each, and the night takes all.
     """
     for index, recipe in enumerate((*RECIPES, *BLOCK_RECIPES), start=ARRANGEMENTS.index(name)):
         if not every and index % 4:
@@ -408,7 +394,7 @@ with prepared inputs, and test_train_distributed.py the tensorwise blocks of the
 
 @pytest.mark.parametrize(("name", "recipe", "hp_dtype", "backend"), at_night(COMPILED))
 def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
-    """One graph, and its numbers; aot_eager traces as Inductor does and generates no code."""
+    """There is one graph; aot_eager traces as Inductor does and generates no code."""
     run(2, _check_results, name, recipe, hp_dtype, backend)
 
 
@@ -416,7 +402,7 @@ def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
 @pytest.mark.parametrize("layouts", [{}, {"output_layouts": Replicate()}], ids=["parts", "whole"])
 @on_ranks(2)
 def test_features_that_ranks_do_not_divide(recipe, layouts):
-    """13 features on 2 ranks, 7 and 6; the tolerance is that of a float32 sum in another order, of numbers about 1."""
+    """2 ranks have 7 and 6 of 13 features. The tolerance is for float32 sums of numbers about 1 in another order."""
     config = config_of(recipe)
     arrangement = Arrangement(One, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)
     reference, down = One(32, 13, torch.float32, config), Float8Linear(13, 32, config=config)
@@ -424,25 +410,21 @@ def test_features_that_ranks_do_not_divide(recipe, layouts):
     parallelize_module(module, world_mesh(), arrangement.styles)
     parallelize_module(rowwise, world_mesh(), Float8RowwiseParallel())
     input, grad_output = torch.randn(2, 16, 32), torch.randn(2, 16, 13)
-    expected = parts_of(arrangement, step(reference, input.clone().requires_grad_(), [grad_output]))
-    got = step_on_parts(arrangement, module, input, [grad_output])
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    expected = select_parts(arrangement, step(reference, input.clone().requires_grad_(), [grad_output]))
+    results = step_on_parts(arrangement, module, input, [grad_output])
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["weight", "input", "grad_output"])
 @on_ranks(2)
 def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_device(where):
-    """NaN for NaN; the rest within the rounding of float32 sums in another order."""
-    for recipe, value in (("tensorwise", float("nan")), ("rowwise", float("-inf"))):
-        _check_non_finite_value(recipe, value, where)
-
-
-def _check_non_finite_value(recipe, value, where):
-    config = config_of(recipe)
-    for name in ("prepared", "colwise", "rowwise", "rowwise by sequence"):
+    """NaN equals NaN; other elements differ by the rounding of float32 sums in another order."""
+    for (recipe, value), name in itertools.product(
+        [("tensorwise", torch.nan), ("rowwise", -torch.inf)], ["prepared", "colwise", "rowwise", "rowwise by sequence"]
+    ):
         arrangement = arrangements()[name]
-        reference = arrangement.module(32, 16, torch.float32, config)
+        reference = arrangement.module(32, 16, torch.float32, config_of(recipe))
         input = torch.randn(2, 8, 32)
         grad_outputs = [torch.randn(2, 8, 16) for _ in range(2 if arrangement.module is Pair else 1)]
         if where == "weight":
@@ -453,8 +435,8 @@ def _check_non_finite_value(recipe, value, where):
         parallelize_module(module, world_mesh(), arrangement.styles)
         expected = step(reference, input.clone().requires_grad_(), grad_outputs)
         assert any(grad.isnan().any() for grad in (*expected[0], expected[1], *expected[2].values()))
-        got = step_on_parts(arrangement, module, input, grad_outputs)
-        torch.testing.assert_close(got, parts_of(arrangement, expected), rtol=1e-5, atol=1e-5, equal_nan=True)
+        results = step_on_parts(arrangement, module, input, grad_outputs)
+        torch.testing.assert_close(results, select_parts(arrangement, expected), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 class Block(nn.Module):
@@ -509,7 +491,7 @@ def spread_by(model, mesh, colwise, rowwise, whole):
 
 
 def spread_by_torch(model, mesh):
-    """With torch's own styles."""
+    """Spread each block with torch's own styles."""
     whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     return spread_by(model, mesh, ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1)), whole)
 
@@ -523,8 +505,8 @@ M, K, N = 2 * 16, 64, 48
 U8, I32, F32 = torch.uint8, torch.int32, torch.float32
 
 
-def wire_of(module, input):
-    """What crosses the wire in a forward and in its backward."""
+def count_collectives(module, input):
+    """Count the collectives of a forward and of its backward."""
     with CollectiveCounter() as forward:
         output = module(input)
     with CollectiveCounter() as backward:
@@ -533,7 +515,7 @@ def wire_of(module, input):
 
 
 def payloads(recipe, rows, columns, first_too=True):
-    """What is gathered of a matrix that each rank has a part of the rows of."""
+    """Return what is gathered of a matrix whose rows are spread over the ranks."""
     codes, scales = (U8, rows * columns), (F32, rows * 4)
     if recipe == "rowwise_with_gw_hp":
         return [(F32, rows * columns * 4)]
@@ -543,7 +525,7 @@ def payloads(recipe, rows, columns, first_too=True):
 
 
 def amaxes(recipe, rows, columns, first_too=True):
-    """The numbers whose maximum is taken for it."""
+    """Return the amaxes that are reduced for such a matrix."""
     length = {"tensorwise": 1, "rowwise_with_gw_hp": 0}.get(recipe, columns if first_too else 0)
     return [(I32, 4 * length)] if length else []
 
@@ -560,29 +542,34 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
     arrangement = arrangements()["prepared, local" if use_local_output else "prepared"]
     parallelize_module(module, world_mesh(), arrangement.styles)
     input = torch.randn(2, 8, K, requires_grad=True)
-    forward, backward = wire_of(lambda input: torch.stack(module(input)), input)
-    of_weight = [(I32, 4)] * 2 if config.casts.weight.row.is_tensorwise else []
+    forward, backward = count_collectives(lambda input: torch.stack(module(input)), input)
+    weights = [(I32, 4)] * 2 if config.casts.weight.row.is_tensorwise else []
     assert forward.of("all_gather") == payloads(recipe, M, K)
-    assert forward.of("all_reduce") == amaxes(recipe, M, K) + of_weight
+    assert forward.of("all_reduce") == amaxes(recipe, M, K) + weights
     assert forward.of("reduce_scatter") == []
-    of_grad_output = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
-    of_weight = {"rowwise": [(I32, 4 * K)], "rowwise_with_gw_hp": [(I32, 4)]}.get(recipe, [])
+    grad_output = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
+    weight = {"rowwise": [(I32, 4 * K)], "rowwise_with_gw_hp": [(I32, 4)]}.get(recipe, [])
     assert backward.of("all_gather") == []
-    assert backward.of("all_reduce") == [of_grad_output, *of_weight] * 2
+    assert backward.of("all_reduce") == [grad_output, *weight] * 2
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
     with CollectiveCounter() as forward, torch.no_grad():
         module(input)
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=False)
 
 
+def count_collectives_of_linear(recipe, style, trains, *shape):
+    linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
+    parallelize_module(linear, world_mesh(), style)
+    linear.weight.requires_grad_(trains)
+    return count_collectives(linear, torch.randn(*shape, requires_grad=True))
+
+
 @RECIPE
 @pytest.mark.parametrize("trains", [True, False])
 @on_ranks(2)
 def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
-    linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
-    parallelize_module(linear, world_mesh(), Float8ColwiseParallel(input_layouts=Shard(1)))
-    linear.weight.requires_grad_(trains)
-    forward, backward = wire_of(linear, torch.randn(2, 8, K, requires_grad=True))
+    style = Float8ColwiseParallel(input_layouts=Shard(1))
+    forward, backward = count_collectives_of_linear(recipe, style, trains, 2, 8, K)
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
     assert backward.of("all_gather") == []
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
@@ -592,14 +579,12 @@ def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
 @pytest.mark.parametrize("trains", [True, False])
 @on_ranks(2)
 def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
-    linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
-    parallelize_module(linear, world_mesh(), Float8RowwiseParallel(output_layouts=Shard(1)))
-    linear.weight.requires_grad_(trains)
-    forward, backward = wire_of(linear, torch.randn(2, 16, K // 2, requires_grad=True))
+    style = Float8RowwiseParallel(output_layouts=Shard(1))
+    forward, backward = count_collectives_of_linear(recipe, style, trains, 2, 16, K // 2)
     assert forward.of("all_gather") == []
-    of_input = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
-    of_weight = (I32, 4) if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else (I32, 4 * N)
-    assert forward.of("all_reduce") == [of_input, of_weight]
+    input = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
+    weight = (I32, 4) if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else (I32, 4 * N)
+    assert forward.of("all_reduce") == [input, weight]
     assert forward.of("reduce_scatter") == [(F32, M * N * 4)]
     if recipe == "rowwise_with_gw_hp":
         # In high precision only if grad_weight, which reads it so, is computed.
@@ -613,7 +598,7 @@ def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
 
 @contextlib.contextmanager
 def raises(kind, *words):
-    """Each of `words` is in the message, and no rank is left waiting for another."""
+    """Assert that the block raises an error with all `words`, and that no rank waits for another."""
     with pytest.raises(kind) as error:
         yield
     message = str(error.value)
@@ -679,9 +664,9 @@ def test_errors_when_a_module_is_called():
     with raises(RuntimeError, "is sharded", "(Float8)ColwiseParallel"):
         replicated(torch.randn(2, 4, 16))
     for style in (ColwiseParallel(), RowwiseParallel()):
-        of_torch = parallelize_module(Float8Linear(16, 16, config="mxfp8"), mesh, style)
+        cut = parallelize_module(Float8Linear(16, 16, config="mxfp8"), mesh, style)
         with raises(ValueError, "a multiple of 32 features", "got 8", "features 16 on 2 ranks", "64 in all"):
-            of_torch(torch.randn(2, 4, 8 if isinstance(style, RowwiseParallel) else 16))
+            cut(torch.randn(2, 4, 8 if isinstance(style, RowwiseParallel) else 16))
     for use_local_output in (True, False):
         module = UsesItsInput(16, 16, F32, None)
         styles = {"": prepare(use_local_output), "a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
@@ -692,8 +677,8 @@ def test_errors_when_a_module_is_called():
         parallelize_module(Pair(16, 16, F32, None), mesh, {**styles, "": prepare(False)})(torch.randn(2, 4, 12))
     whole = torch.randn(2, 8, 16)
     module = parallelize_module(ReadsItsInput(16, 16, F32, None), mesh, {**styles, "": prepare(True)})
-    read, given = module(part(whole, 1))
-    torch.testing.assert_close(read, given)  # its values lie on the codes, so a second cast changes nothing
+    from_values, from_codes = module(part(whole, 1))
+    torch.testing.assert_close(from_values, from_codes)  # values lie on the codes, so a second cast changes nothing
 
 
 @on_ranks(2)
@@ -710,29 +695,30 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     plain, model = model_of(config), spread(model_of(config), world_mesh())
     batch = torch.randn(2, 8, 32)
 
-    def gradients(of):
-        of.zero_grad()
-        of(part(batch, 1)).square().mean().backward()
-        return {name: full(parameter.grad) for name, parameter in of.named_parameters()}
+    def compute_gradients(model):
+        model.zero_grad()
+        model(part(batch, 1)).square().mean().backward()
+        return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+    def set_to_zero(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
 
     state = model.state_dict()
     assert_same(state, plain.state_dict())
-    expected = gradients(model)
+    expected = compute_gradients(model)
     twin = copy.deepcopy(model)
-    assert_same(gradients(twin), expected)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    assert_same(gradients(model), expected)
+    assert_same(compute_gradients(twin), expected)
+    set_to_zero(twin)
+    assert_same(compute_gradients(model), expected)
     twin.load_state_dict(state)
     with cast_weights_once(twin):
-        assert_same(gradients(twin), expected)
-        assert_same(gradients(twin), expected)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    found = gradients(twin)  # none passes zero weights, unless casts of the scope are left
-    assert not any(found[f"0.{name}.weight"].any() for name in ("attention.q", "mlp.up"))
+        assert_same(compute_gradients(twin), expected)
+        assert_same(compute_gradients(twin), expected)
+    set_to_zero(twin)
+    gradients = compute_gradients(twin)  # none passes zero weights, unless casts of the scope are left
+    assert not any(gradients[f"0.{name}.weight"].any() for name in ("attention.q", "mlp.up"))
 
 
 @on_ranks(2)
@@ -745,15 +731,15 @@ def test_one_style_for_several_modules():
         parallelize_module(child, world_mesh(), {"": style, **pair})
     input = torch.randn(2, 8, 32)
     for child, expected in zip(module, reference, strict=True):
-        for got, whole in zip(child(part(input, 1)), expected(input), strict=True):
-            torch.testing.assert_close(got, part(whole, 2), rtol=1e-5, atol=1e-5)
+        for output, whole in zip(child(part(input, 1)), expected(input), strict=True):
+            torch.testing.assert_close(output, part(whole, 2), rtol=1e-5, atol=1e-5)
 
 
 @RECIPE
 @on_ranks(2)
 def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
-    """Saved for backward, the float8 weight has the scales of the whole one."""
-    weight = uneven_magnitudes(48, 64)
+    """The saved float8 weight has the scales of the whole one."""
+    weight = draw_uneven(48, 64)
     for name in ("prepared", "rowwise"):
         results = []
         for keep in (False, True):

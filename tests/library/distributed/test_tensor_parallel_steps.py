@@ -20,8 +20,8 @@ from tests.library.distributed.models import (
     config_of,
     scaling_snapshot,
     train_in_parts,
+    world_mesh,
 )
-from tests.library.distributed.test_fsdp import world_mesh
 from tests.library.distributed.test_tensor_parallel import model_of, part, spread, spread_by_torch
 from tests.ranks import mesh_of, on_ranks, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
@@ -40,7 +40,7 @@ def batches_of(recipe):
 
 @functools.cache
 def train_one_process(recipe, microbatches=1, compiled=None):
-    """Losses, and snapshots after each sync. Names of siblings that share an input are those of the first.
+    """Return losses, and snapshots after each sync. Siblings that share an input have the name of the first.
 
     A compiled block has no attention, which would take half of the time of its compilation.
     """
@@ -50,9 +50,9 @@ def train_one_process(recipe, microbatches=1, compiled=None):
 
 
 def train_ranks(model, parts, *, divided_by, compiled=None, precompute=False):
-    """Losses, snapshots, and the exchanges of each step, of its forward and its backward: maxima over ranks.
+    """Return losses, snapshots, and the exchanges of amaxes in the forward and in the backward of each step.
 
-    Of compiled code: all all-reduces. After its first step it may not be compiled again.
+    With `compiled`, all all-reduces count, and no step after the first may compile.
     """
     profiled = compiled is not None
     if compiled:
@@ -60,10 +60,10 @@ def train_ranks(model, parts, *, divided_by, compiled=None, precompute=False):
             block.compile(fullgraph=True, backend=compiled)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses, snapshots, exchanged = [], [], []
-    for step, mine in enumerate(parts):
+    for step, batch in enumerate(parts):
         torch._dynamo.config.error_on_recompile = compiled is not None and step > 0
         with Exchanges(profiled) as forward:
-            loss = model(mine).square().mean()
+            loss = model(batch).square().mean()
         with Exchanges(profiled) as backward:
             (loss / divided_by).backward()
         optimizer.step()
@@ -81,7 +81,7 @@ def train_ranks(model, parts, *, divided_by, compiled=None, precompute=False):
 
 
 class Exchanges:
-    """Counts all-reduces as they run; where nothing is compiled, by a mode that counts those of amaxes only."""
+    """Counts all-reduces as they run, or without `profiled` those of amaxes, by a dispatch mode."""
 
     def __init__(self, profiled):
         self.profiled = profiled
@@ -97,18 +97,22 @@ class Exchanges:
         if self.profiled:
             self.count = sum(event.name == "gloo:all_reduce" for event in self.counter.events())
         else:
-            self.count = sum(dtype is torch.int32 for dtype, _ in self.counter.of("all_reduce"))
+            self.count = count_amax_exchanges(self.counter)
+
+
+def count_amax_exchanges(counter):
+    return sum(dtype is torch.int32 for dtype, _ in counter.of("all_reduce"))
 
 
 def sharing(recipe, **options):
-    """gate and up have one input scale, as PrepareFloat8ModuleInput casts their input once."""
+    """Return a config in which gate and up share an input scale, as PrepareFloat8ModuleInput casts their input once."""
     return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
 
 
-def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
+def _train_tp(recipe, compiled=None, use_local_output=False, by_torch=False):
     batches = batches_of(recipe)
     model = model_of(sharing(recipe), batches[0].shape[-1], attends=compiled is None)
-    model = spread_by_torch(model, world_mesh()) if of_torch else spread(model, world_mesh(), use_local_output)
+    model = spread_by_torch(model, world_mesh()) if by_torch else spread(model, world_mesh(), use_local_output)
     parts = [part(batch, 1) for batch in batches]
     return train_ranks(model, parts, divided_by=dist.get_world_size(), compiled=compiled)
 
@@ -123,15 +127,15 @@ def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spr
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     parts = [batch.chunk(2)[dp_rank].chunk(2, 1)[tp_rank] for batch in batches]
-    got = train_ranks(model, parts, divided_by=2, compiled=compiled, precompute=precompute)
+    results = train_ranks(model, parts, divided_by=2, compiled=compiled, precompute=precompute)
     model[0].unshard()
     assert isinstance(model[0].mlp.down.weight.to_local(), Float8Tensor) == gather_float8
     model[0].reshard()
-    return got
+    return results
 
 
 def assert_same_losses(losses, expected):
-    """Within 5e-4; 1e-5 after the first step.
+    """Assert that losses are near: within 1e-5 after the first step, and within 5e-4 later.
 
     A float32 sum in another order moves a result by about 2^-24 of it, and the losses by 2e-7 in most cases here. At
     times such a difference moves a code of a later cast by one step, 2^-3 of an element, and the losses by up to 3e-4
@@ -143,7 +147,7 @@ def assert_same_losses(losses, expected):
 
 
 def check_against_one_process(result, recipe, what, *, in_2d=False, compiled=None):
-    """Losses as `assert_same_losses` says; scales and amaxes within the rounding of float32 sums in another order.
+    """Compare losses by `assert_same_losses`; scales and amaxes within the rounding of float32 sums in another order.
 
     With FSDP2 (`in_2d`) the ranks' grad_outputs are twice as large: it divides gradients where one process divides the
     loss.
@@ -156,7 +160,7 @@ def check_against_one_process(result, recipe, what, *, in_2d=False, compiled=Non
 
 
 def amax_exchanges(recipe, *, weights, inputs=4, linears=7):
-    """Maxima in the forward and in the backward of each step; `weights`: how many exchanges all weights take.
+    """Return the exchanges of amaxes in the forward and in the backward of each step; all weights take `weights`.
 
     Each input and grad_output of the linears is spread over the ranks.
     """
@@ -183,7 +187,7 @@ IN_2D = {"float8": 1, "high precision": 7}
     ],
 )
 def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(recipe, ranks, ways):
-    """With PrepareFloat8ModuleInput giving a DTensor, and a local tensor; and with FSDP2."""
+    """PrepareFloat8ModuleInput gives a DTensor or a local tensor; other ways add FSDP2."""
     for way, result in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
         check_against_one_process(result, recipe, f"way {way}", in_2d=way in IN_2D)
         assert result[2] == amax_exchanges(recipe, weights=IN_2D.get(way, 7)), way
@@ -235,8 +239,9 @@ def test_compiled_steps_equal_one_process_and_are_not_compiled_again(recipe, bac
     ranks, train, options = (4, _train_2d, [True]) if in_2d else (2, _train_tp, [])
     result = run(ranks, train, recipe, *options, backend, timeout=400)[0]
     check_against_one_process(result, recipe, backend, in_2d=in_2d, compiled=backend)
-    (first, second), of_eager = result[2], amax_exchanges(recipe, weights=1 if in_2d else 3, inputs=2, linears=3)
-    assert [first[i] - second[i] for i in (0, 1)] == [of_eager[0][i] - of_eager[1][i] for i in (0, 1)]
+    eager = amax_exchanges(recipe, weights=1 if in_2d else 3, inputs=2, linears=3)
+    differences, expected = (torch.tensor(first) - torch.tensor(second) for first, second in (result[2], eager))
+    assert differences.tolist() == expected.tolist()
 
 
 def _backward(model, batch):
@@ -252,14 +257,13 @@ def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
     sync_float8_amax_and_scale_history(model)
     known, expected = scaling_snapshot(model), _backward(model, batch)
     float8_scaling_state(model).reset()  # as in a new model: all ranks exchange amaxes again
-    with CollectiveCounter() as wire:
+    with CollectiveCounter() as counter:
         _backward(model, batch)
-    exchanges = sum(dtype is torch.int32 for dtype, _ in wire.of("all_reduce"))
-    assert exchanges == sum(amax_exchanges("delayed", weights=7)[0])
+    assert count_amax_exchanges(counter) == sum(amax_exchanges("delayed", weights=7)[0])
     float8_scaling_state(model).load_state_dict(known)
-    with CollectiveCounter() as wire:
+    with CollectiveCounter() as counter:
         assert _backward(model, batch) == expected
-    assert not any(dtype is torch.int32 for dtype, _ in wire.of("all_reduce"))
+    assert count_amax_exchanges(counter) == 0
 
 
 @on_ranks(4)
@@ -267,7 +271,7 @@ def test_weights_on_equal_meshes_take_one_exchange():
     """PyTorch caches by mesh, so that a weight can hold the groups of an equal mesh that was made before."""
     config = config_of("tensorwise", enable_fsdp_float8_all_gather=True)
 
-    def sharded(*styles):
+    def shard(*styles):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = torch.nn.Sequential(*(torch.nn.Linear(104, 88, bias=False) for _ in styles))
         convert_to_float8_training(model, config=config)
@@ -275,8 +279,8 @@ def test_weights_on_equal_meshes_take_one_exchange():
             parallelize_module(linear, mesh["tp"], style)
         return fully_shard(model, mesh=mesh["dp"])
 
-    before = sharded(Float8ColwiseParallel())
-    model = sharded(Float8ColwiseParallel(), Float8RowwiseParallel())
+    before = shard(Float8ColwiseParallel())
+    model = shard(Float8ColwiseParallel(), Float8RowwiseParallel())
     names = {linear.weight.device_mesh.get_group(1).group_name for linear in model}
     with CollectiveCounter() as counter:
         precompute_float8_dynamic_scale_for_fsdp(model)
