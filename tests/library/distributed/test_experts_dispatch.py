@@ -40,14 +40,12 @@ DIM, INNER, EXPERTS = 160, 96, 8
 
 
 class Experts(nn.Module):
-    """Experts as transformers has them."""
+    """Experts with the attributes of transformers'."""
 
-    def __init__(
-        self, *, has_gate=True, has_bias=False, is_transposed=False, has_post_expert_norm=False, experts=EXPERTS
-    ):
+    def __init__(self, *, has_gate=True, has_bias=False, is_transposed=False, has_norm=False, experts=EXPERTS):
         super().__init__()
         self.num_experts, self.has_gate, self.has_bias = experts, has_gate, has_bias
-        self.is_transposed, self.has_post_expert_norm = is_transposed, has_post_expert_norm
+        self.is_transposed, self.has_post_expert_norm = is_transposed, has_norm
         up = "gate_up_proj" if has_gate else "up_proj"
         for name, outputs, inputs in ((up, INNER * (1 + has_gate), DIM), ("down_proj", DIM, INNER)):
             shape = (inputs, outputs) if is_transposed else (outputs, inputs)
@@ -55,7 +53,7 @@ class Experts(nn.Module):
             if has_bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(experts, outputs)))
         self.act_fn = nn.SiLU()
-        if has_post_expert_norm:
+        if has_norm:
             self.post_expert_norm = nn.RMSNorm(DIM)
 
     def _apply_gate(self, gate_up):
@@ -66,7 +64,7 @@ class Experts(nn.Module):
         raise AssertionError("this is converted")
 
 
-def converted(recipe, dtype=torch.bfloat16, trained=True, **flags):
+def convert(recipe, dtype=torch.bfloat16, trained=True, **flags):
     torch.manual_seed(0)
     experts = Experts(**flags).to(dtype).requires_grad_(trained)
     convert_to_float8_training(experts, config=recipe)
@@ -74,19 +72,20 @@ def converted(recipe, dtype=torch.bfloat16, trained=True, **flags):
     return experts
 
 
-def parallel(experts, **options):
+def parallelize(experts, **options):
     return parallelize_module(experts, mesh_of((dist.get_world_size(),)), Float8ExpertParallel(**options))
 
 
 def tokens_of(ranks, top_k, dtype=torch.bfloat16, experts=EXPERTS):
-    """Each rank's tokens, their experts, the weights of these and the gradient of the result.
+    """Return each rank's tokens, their experts, the weights of these and the gradient of the result.
 
     Magnitudes differ by token and by rank. Every seventh token has an outlier, so that its other codes are subnormal,
     and column casts of codes would show. Expert 2 gets no token, and every fifth token has no expert in its first
     place. Of four ranks, rank 1 has no token, and the experts of the last get none.
     """
     generator = torch.Generator().manual_seed(1)
-    parts, used = [], [e for e in range(experts if ranks < 4 else experts - experts // ranks) if e != 2]
+    used = [expert for expert in range(experts if ranks < 4 else experts - experts // ranks) if expert != 2]
+    parts = []
     for rank in range(ranks):
         count = 0 if (rank, ranks) == (1, 4) else 70 + 100 * rank
         magnitudes = torch.logspace(-2, 1, count).view(-1, 1) * 3.0**rank
@@ -101,18 +100,22 @@ def tokens_of(ranks, top_k, dtype=torch.bfloat16, experts=EXPERTS):
 
 
 def step(experts, hidden, index, weights, grad, call=None):
-    """The result, and the gradients of tokens, routing weights and parameters."""
-    hidden, weights = (each.clone().requires_grad_() for each in (hidden, weights))
+    """Return the result, and the gradients of tokens, routing weights and parameters."""
+    hidden, weights = (tensor.clone().requires_grad_() for tensor in (hidden, weights))
     out = (experts if call is None else call)(hidden, index, weights)
     out.backward(grad)
-    gradients = {name: each.grad for name, each in experts.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}
     experts.zero_grad()
     return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **gradients}
 
 
-def of_one_process(experts, parts):
-    """What one process with the tokens of all ranks has, as this rank's part of it."""
-    whole = step(experts, *(torch.cat(each) for each in zip(*parts, strict=True)))
+def concatenate(parts):
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def step_one_process(experts, parts):
+    """Run a step on the tokens of all ranks, and return this rank's part of the results."""
+    whole = step(experts, *concatenate(parts))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sizes = [len(part[0]) for part in parts]
     return {
@@ -126,9 +129,9 @@ def part_of(value, ranks, rank):
     return value.chunk(ranks)[rank] if len(value) == EXPERTS else value
 
 
-def assert_parts_same(got, expected):
+def assert_parts_same(results, expected):
     for name, value in expected.items():
-        actual = got[name].to_local() if isinstance(got[name], DTensor) else got[name]
+        actual = results[name].to_local() if isinstance(results[name], DTensor) else results[name]
         assert_same_bits(actual.contiguous(), value.contiguous())
 
 
@@ -142,7 +145,7 @@ CASES += [(2, 2, "rowwise:dequantized", {}), (2, 2, "tensorwise:dequantized", {}
 CASES += [(2, 2, "rowwise", {"recomputed": True}), (2, 2, "blockwise", TRANSPOSED), (2, 2, "tensorwise", WITHOUT_GATE)]
 CASES += at_night((4, top_k, recipe, {}) for top_k in (1, 2) for recipe in RECIPES)
 CASES += at_night((2, 2, recipe, {"trained": False}) for recipe in RECIPES)
-CASES += at_night((2, 2, *of) for of in (("rowwise", {"dtype": torch.float32}), ("tensorwise", {"recomputed": True})))
+CASES += at_night([(2, 2, "rowwise", {"dtype": torch.float32}), (2, 2, "tensorwise", {"recomputed": True})])
 CASES += at_night([(2, 2, "tensorwise", TRANSPOSED), (2, 2, "blockwise", WITHOUT_GATE)])
 
 
@@ -150,10 +153,10 @@ CASES += at_night([(2, 2, "tensorwise", TRANSPOSED), (2, 2, "blockwise", WITHOUT
 @on_ranks()
 def test_results_and_gradients_are_those_of_one_process(ranks, top_k, recipe, options):
     recomputed = options.pop("recomputed", False)
-    experts = converted(recipe, **options)
+    experts = convert(recipe, **options)
     parts = tokens_of(ranks, top_k, options.get("dtype", torch.bfloat16))
-    expected = of_one_process(experts, parts)
-    split = parallel(copy.deepcopy(experts))
+    expected = step_one_process(experts, parts)
+    split = parallelize(copy.deepcopy(experts))
     mine = parts[dist.get_rank()]
     call = functools.partial(checkpoint, split, use_reentrant=False) if recomputed else split
     for _ in range(2):
@@ -165,13 +168,13 @@ def test_results_and_gradients_are_those_of_one_process(ranks, top_k, recipe, op
 
 @RECIPE
 @on_ranks(2)
-def test_zeros_and_what_is_not_finite(recipe):
-    """As codes; rank 1 has all of them, so that ranks agree on scales that rank 0 alone would not have."""
-    experts, parts = converted(recipe, trained=False), tokens_of(2, 2)
+def test_zeros_and_values_that_are_not_finite_travel(recipe):
+    """Rank 1 has all of them, so that the ranks agree on scales that rank 0 alone would not have."""
+    experts, parts = convert(recipe, trained=False), tokens_of(2, 2)
     hidden = parts[1][0]
     hidden[11], hidden[12], hidden[13, 7], hidden[14, 8] = 0, 1e-38, torch.inf, torch.nan
-    expected = of_one_process(experts, parts)
-    assert_parts_same(step(parallel(experts), *parts[dist.get_rank()]), expected)
+    expected = step_one_process(experts, parts)
+    assert_parts_same(step(parallelize(experts), *parts[dist.get_rank()]), expected)
 
 
 @pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
@@ -184,32 +187,32 @@ def test_experts_of_transformers(name):
     hidden, index, weights = foreign.routed()
     parts = [(hidden[start:stop], index[start:stop], weights[start:stop]) for start, stop in ((0, 20), (20, 50))]
     expected = experts(hidden, index, weights).split([20, 30])[dist.get_rank()]
-    assert_same_bits(parallel(experts)(*parts[dist.get_rank()]).detach(), expected.detach())
+    assert_same_bits(parallelize(experts)(*parts[dist.get_rank()]).detach(), expected.detach())
 
 
 @on_ranks(2)
 def test_a_norm_after_the_experts():
-    """Its parameters are whole on each rank, and their gradients parts of a sum."""
-    experts, parts = converted("rowwise", has_post_expert_norm=True), tokens_of(2, 2)
-    expected = of_one_process(experts, parts)
-    got = step(parallel(copy.deepcopy(experts)), *parts[dist.get_rank()])
-    whole = got.pop("post_expert_norm.weight").float()
-    dist.all_reduce(whole)
-    torch.testing.assert_close(whole, expected.pop("post_expert_norm.weight").float(), rtol=2e-2, atol=0.5)
-    assert_parts_same(got, expected)
+    """The norm's parameters are whole on each rank, and their gradients are parts of a sum."""
+    experts, parts = convert("rowwise", has_norm=True), tokens_of(2, 2)
+    expected = step_one_process(experts, parts)
+    results = step(parallelize(copy.deepcopy(experts)), *parts[dist.get_rank()])
+    grad, expected_grad = (tensors.pop("post_expert_norm.weight").float() for tensors in (results, expected))
+    dist.all_reduce(grad)
+    torch.testing.assert_close(grad, expected_grad, rtol=2e-2, atol=0.5)
+    assert_parts_same(results, expected)
 
 
 @BACKEND
 @on_ranks(2)
 def test_compiled(backend):
     """Inductor sums the gradient of a routing weight in another order."""
-    experts, parts = converted("rowwise"), tokens_of(2, 1)
-    expected = of_one_process(experts, parts)
-    split, mine = parallel(copy.deepcopy(experts)), parts[dist.get_rank()]
-    got = step(split, *mine, call=torch.compile(split, backend=backend))
-    weights, expected_weights = got.pop("weights"), expected.pop("weights")
+    experts, parts = convert("rowwise"), tokens_of(2, 1)
+    expected = step_one_process(experts, parts)
+    split, mine = parallelize(copy.deepcopy(experts)), parts[dist.get_rank()]
+    results = step(split, *mine, call=torch.compile(split, backend=backend))
+    weights, expected_weights = results.pop("weights"), expected.pop("weights")
     assert not len(weights) or sqnr_db(expected_weights, weights) > 40
-    assert_parts_same(got, expected)
+    assert_parts_same(results, expected)
 
 
 @pytest.mark.parametrize(
@@ -217,39 +220,37 @@ def test_compiled(backend):
 )
 @on_ranks(4)
 def test_under_fsdp(recipe, gathers, dim):
-    """Of 2 x 2 ranks: each pair of ranks has all experts, and FSDP2 averages the gradients of the pairs."""
+    """On 2 x 2 ranks each pair of ranks has all experts, and FSDP2 averages the gradients of the pairs."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
-    experts, parts, rank = converted(recipe, torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
-    steps = [step(experts, *(torch.cat(each) for each in zip(*pair, strict=True))) for pair in (parts[:2], parts[2:])]
+    experts, parts, rank = convert(recipe, torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
+    steps = [step(experts, *concatenate(pair)) for pair in (parts[:2], parts[2:])]
     mesh = mesh_of((2, 2), ("dp", "ep"))
-    split = parallelize_module(converted(config, torch.float32), mesh["ep"], Float8ExpertParallel())
-    got = step(fully_shard(split, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim)), *parts[rank])
+    split = parallelize_module(convert(config, torch.float32), mesh["ep"], Float8ExpertParallel())
+    results = step(fully_shard(split, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim)), *parts[rank])
     assert gathers == isinstance(split.down_proj.to_local(), Float8AllGatherWeight)
     sizes = [len(part[0]) for part in parts[rank // 2 * 2 :][:2]]
-    assert_same_bits(got["out"], steps[rank // 2]["out"].split(sizes)[rank % 2])
+    assert_same_bits(results["out"], steps[rank // 2]["out"].split(sizes)[rank % 2])
     for name in ("gate_up_proj", "down_proj"):
-        assert_same_bits(got[name].full_tensor(), (steps[0][name] + steps[1][name]) / 2)
+        assert_same_bits(results[name].full_tensor(), (steps[0][name] + steps[1][name]) / 2)
 
 
 @on_ranks(2)
 def test_tokens_without_gradients():
-    experts, parts = converted("rowwise"), tokens_of(2, 2)
-    split, (hidden, index, weights, grad) = parallel(copy.deepcopy(experts)), parts[dist.get_rank()]
+    experts, parts = convert("rowwise"), tokens_of(2, 2)
+    split, (hidden, index, weights, grad) = parallelize(copy.deepcopy(experts)), parts[dist.get_rank()]
     split(hidden, index, weights).backward(grad)
-    whole = [torch.cat(each) for each in zip(*parts, strict=True)]
-    experts(*whole[:3]).backward(whole[3])
-    for one, other in zip(split.parameters(), experts.parameters(), strict=True):
-        assert_same_bits(one.grad.to_local(), part_of(other.grad, 2, dist.get_rank()))
+    *tokens, whole_grad = concatenate(parts)
+    experts(*tokens).backward(whole_grad)
+    for parameter, expected in zip(split.parameters(), experts.parameters(), strict=True):
+        assert_same_bits(parameter.grad.to_local(), part_of(expected.grad, 2, dist.get_rank()))
 
-
-# ---- what travels ----------------------------------------------------------------------------------------------------
 
 SCALE_BYTES = {"tensorwise": 0, "rowwise": 4, "blockwise": 8, "mxfp8": 5}
-"""Of a row of 160: none, a float32, one for each 128, and a byte for each 32."""
+"""For a row of 160: none, a float32, one for each 128, and a byte for each 32."""
 
 
-def bytes_sent(experts, hidden, index, weights, grad):
-    """Of each all_to_all_single, per pair of a token and an expert: in the forward, and in the backward.
+def count_sent_bytes(experts, hidden, index, weights, grad):
+    """Return the bytes of each all_to_all_single in the forward and in the backward, per pair of a token and an expert.
 
     Every rank has the same tokens.
     """
@@ -290,13 +291,13 @@ def test_bytes_per_token(recipe):
         ({}, {"trained": False}, (codes, codes)),
         ({}, {"trained": False, "has_bias": True}, (codes, hp)),
     ):
-        experts = parallel(converted(recipe, **flags), **options)
-        assert bytes_sent(experts, *tokens) == expected
-        words = ["float8 codes" if each is codes else "high precision" for each in expected]
+        experts = parallelize(convert(recipe, **flags), **options)
+        assert count_sent_bytes(experts, *tokens) == expected
+        words = ["float8 codes" if sizes is codes else "high precision" for sizes in expected]
         said = f"over 2 ranks: tokens travel to experts in {words[0]}, and gradients of their results in {words[1]}"
         assert any(note.endswith(said) for note in conversion_report(experts).notes)
     with torch.no_grad():
-        assert bytes_sent(parallel(converted(recipe)), *tokens) == (codes, [])
+        assert count_sent_bytes(parallelize(convert(recipe)), *tokens) == (codes, [])
 
 
 @RECIPE
@@ -306,57 +307,54 @@ def test_grad_weight_from_codes(recipe):
 
     Where grad_weight is in high precision, by the rounding of both its operands: 28.4 dB each.
     """
-    experts, parts = converted(recipe), tokens_of(2, 2)
-    split, floor = parallel(copy.deepcopy(experts), grad_weight_from_codes=True), 24 if recipe.endswith("hp") else 60
+    experts, parts = convert(recipe), tokens_of(2, 2)
+    split, floor = parallelize(copy.deepcopy(experts), grad_weight_from_codes=True), 24 if recipe.endswith("hp") else 60
     for outlier in (1, 2.0**12):
         for hidden, *_ in parts:
             hidden[:, 0] *= outlier
-        expected, got = of_one_process(experts, parts), step(split, *parts[dist.get_rank()])
+        expected, results = step_one_process(experts, parts), step(split, *parts[dist.get_rank()])
         for name in ("down_proj", "gate_up_proj"):
-            one, other = got.pop(name).to_local(), expected.pop(name)
-            assert one.equal(other) or (recipe != "tensorwise" and sqnr_db(other, one) > floor)
-        assert not one.equal(other) or outlier == 1 or recipe == "tensorwise" or not other.any()
-        assert_parts_same(got, expected)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
+            grad, exact = results.pop(name).to_local(), expected.pop(name)
+            assert grad.equal(exact) or (recipe != "tensorwise" and sqnr_db(exact, grad) > floor)
+        assert not grad.equal(exact) or outlier == 1 or recipe == "tensorwise" or not exact.any()
+        assert_parts_same(results, expected)
 
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
 @on_ranks(2)
 def test_ranks_that_disagree(grad_enabled):
-    experts, tokens = parallel(converted("rowwise")), tokens_of(2, 2)[0][:3]
+    experts, tokens = parallelize(convert("rowwise")), tokens_of(2, 2)[0][:3]
     with torch.set_grad_enabled(grad_enabled or dist.get_rank() == 0):
         experts.down_proj.requires_grad_(dist.get_rank() == 0)
         message = refusal(experts, *tokens)
     assert message.startswith("RuntimeError: ranks disagree about the tokens that they send to experts: rank 0 has")
     assert "'down_proj': False" in message or "gradients: none" in message
-    others = converted("rowwise" if dist.get_rank() else "blockwise")
-    assert refusal(parallel, others).startswith("RuntimeError: ranks disagree about experts: rank 0 has")
+    others = convert("rowwise" if dist.get_rank() else "blockwise")
+    assert refusal(parallelize, others).startswith("RuntimeError: ranks disagree about experts: rank 0 has")
 
 
 @on_ranks(4)
 def test_experts_that_cannot_be_split():
-    message = refusal(parallel, converted("rowwise", experts=6))
+    message = refusal(parallelize, convert("rowwise", experts=6))
     assert "the same number of experts on each rank, got 6 on 4 ranks" in message
-    assert "expects a Float8Experts, got Experts; call convert_to" in refusal(parallel, Experts())
-    local = converted("rowwise")
+    assert "expects a Float8Experts, got Experts; call convert_to" in refusal(parallelize, Experts())
+    local = convert("rowwise")
     local.num_experts = EXPERTS // 4  # as transformers' own expert parallelism leaves it
-    assert "all its experts, got num_experts 2 with weights of 8 experts" in refusal(parallel, local)
+    assert "all its experts, got num_experts 2 with weights of 8 experts" in refusal(parallelize, local)
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError("no alltoall")):
-        message = refusal(parallel, converted("rowwise"))
+        message = refusal(parallelize, convert("rowwise"))
     assert message.startswith("NotImplementedError: expert parallelism sends codes by all_to_all_single of uint8")
-    message = refusal(parallel, freeze_to_float8(Experts(), config="rowwise"))
+    message = refusal(parallelize, freeze_to_float8(Experts(), config="rowwise"))
     assert "expected weights in high precision, got gate_up_proj stored in float8" in message
-    split = parallel(converted("rowwise"))
+    split = parallelize(convert("rowwise"))
     assert "a call with top_k_index" in refusal(split, torch.randn(8, DIM))
     assert "convert a model back before it is parallelized" in refusal(convert_to_high_precision, split)
 
 
 @on_ranks(2)
 def test_the_state_dict_has_all_experts():
-    experts = converted("rowwise")
+    experts = convert("rowwise")
     before = copy.deepcopy(experts.state_dict())
-    split = parallel(experts)
+    split = parallelize(experts)
     assert split.down_proj.to_local().shape[0] == EXPERTS // 2
     assert_same(split.state_dict(), before)

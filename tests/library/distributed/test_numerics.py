@@ -18,9 +18,8 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.ranks import gather_slots
 from quaver.numerics.watch import AlarmSink
 from quaver.runtime.agreement import find_collective_device
-from tests.library.distributed.models import config_of
-from tests.library.distributed.test_experts_dispatch import converted, parallel, step, tokens_of
-from tests.library.distributed.test_fsdp import part_of, world_mesh
+from tests.library.distributed.models import config_of, part_of, world_mesh
+from tests.library.distributed.test_experts_dispatch import concatenate, convert, parallelize, step, tokens_of
 from tests.ranks import on_ranks, refusal, run
 
 EXACT = ("numel", "amax", "smallest", "underflow", "saturated", "scale_min", "scale_median", "scale_max", "nonfinite")
@@ -34,63 +33,59 @@ def make(recipe, gathers_in_float8=False):
     return convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=gathers_in_float8))
 
 
-@contextlib.contextmanager
-def counted_collectives():
-    """How many tensors this rank sends to gather statistics."""
-    calls, gather = [], dist.gather
-    dist.gather = lambda *args, **options: (calls.append(args[0].shape), gather(*args, **options))[1]
-    try:
-        yield calls
-    finally:
-        dist.gather = gather
+def count_gathers():
+    """Return a context manager of a mock that counts the tensors that this rank sends to gather statistics."""
+    return mock.patch.object(dist, "gather", wraps=dist.gather)
 
 
-def sampled(model, batches):
+def sample(model, batches):
+    """Return the lines of a monitor of some steps, and the number of its collectives."""
     lines = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
-    with counted_collectives() as calls, monitor(model, every=2, sink=lines.append, extras_every=1):
+    with count_gathers() as gather, monitor(model, every=2, sink=lines.append, extras_every=1):
         for batch in batches:
             model(batch).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return lines, len(calls)
+    return lines, gather.call_count
 
 
-def batches():
+def draw_batches():
     torch.manual_seed(3)
     return [torch.randn(24, 32) * torch.logspace(-3, 1, 24)[:, None] for _ in range(STEPS)]
 
 
-def of_ranks(parallelism, recipe):
-    model, parts = make(recipe, parallelism == "float8 fsdp"), batches()
+def sample_ranks(parallelism, recipe):
+    model, parts = make(recipe, parallelism == "float8 fsdp"), draw_batches()
     if parallelism == "tp":
         styles = {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()}
         parallelize_module(model, world_mesh(), styles)
     else:
         parts = [part_of(batch) for batch in parts]
         fully_shard(model, mesh=world_mesh())
-    return sampled(model, parts)
+    return sample(model, parts)
 
 
 def by_name(lines):
+    """Return the statistics of each sample, by layer, operand and cast."""
     header, *samples = lines
-    names = [(each["layer"], each["operand"], each["cast"]) for each in header["tensors"]]
+    names = [(tensor["layer"], tensor["operand"], tensor["cast"]) for tensor in header["tensors"]]
     return [
-        {name: {key: sample[key][at] for key in header["statistics"]} for at, name in enumerate(names)}
+        {name: {key: sample[key][index] for key in header["statistics"]} for index, name in enumerate(names)}
         for sample in samples
     ]
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "tp"])
 def test_statistics_of_ranks_are_those_of_the_whole_tensors(parallelism):
-    one, _ = sampled(make("rowwise"), batches())
-    (lines, calls), (of_other, other_calls) = run(2, of_ranks, parallelism, "rowwise")
+    one, _ = sample(make("rowwise"), draw_batches())
+    (lines, calls), (other_lines, other_calls) = run(2, sample_ranks, parallelism, "rowwise")
     assert calls == other_calls == 2  # steps 1 and 2 are sampled, step 3 is not
-    assert of_other == []
+    assert other_lines == []
     assert lines[0]["ranks"] == 2
     assert not any("disagree" in line for line in lines)
     assert lines[0]["tensors"] == one[0]["tensors"]
-    for got, expected in zip(by_name(lines), by_name(one), strict=True):
+    for statistics, expected in zip(by_name(lines), by_name(one), strict=True):
         for name, values in expected.items():
             layer, operand, cast = name
             if cast == "result":
@@ -98,50 +93,49 @@ def test_statistics_of_ranks_are_those_of_the_whole_tensors(parallelism):
             if parallelism == "fsdp" and cast == "column" and operand != "weight":
                 continue  # each rank scales the columns of its own rows
             if values["numel"] is None:  # the first input needs no gradient
-                assert got[name]["numel"] is None
+                assert statistics[name]["numel"] is None
                 continue
             copies = 2 if parallelism == "tp" and (layer, operand) in {("0", "input"), ("2", "grad_output")} else 1
             for key in EXACT:
-                if key in ("numel", "nonfinite"):
-                    assert got[name][key] == copies * values[key], (name, key)
-                else:
-                    assert got[name][key] == values[key], (name, key)
+                factor = copies if key in ("numel", "nonfinite") else 1
+                assert statistics[name][key] == factor * values[key], (name, key)
             for key in CLOSE:
-                assert got[name][key] == pytest.approx(values[key], rel=2e-6), (name, key)
+                assert statistics[name][key] == pytest.approx(values[key], rel=2e-6), (name, key)
 
 
 def test_weights_that_were_gathered_in_float8_have_scales_and_no_sqnr():
-    one, _ = sampled(make("tensorwise"), batches())
-    (lines, _), _ = run(2, of_ranks, "float8 fsdp", "tensorwise")
-    for name, got in by_name(lines)[0].items():
+    one, _ = sample(make("tensorwise"), draw_batches())
+    (lines, _), _ = run(2, sample_ranks, "float8 fsdp", "tensorwise")
+    for name, values in by_name(lines)[0].items():
         if name[1] == "weight":
-            assert got["scale_max"] == by_name(one)[0][name]["scale_max"]
-            assert got["sqnr_db"] is None
+            assert values["scale_max"] == by_name(one)[0][name]["scale_max"]
+            assert values["sqnr_db"] is None
 
 
-def of_replicas(changed):
-    """The record of two replicas, of which the second one has another weight if it is `changed`."""
-    model, parts = DistributedDataParallel(make("rowwise")), batches()
+def sample_replicas(changed):
+    """Sample two replicas, of which the second one has another weight if it is `changed`."""
+    model, parts = DistributedDataParallel(make("rowwise")), draw_batches()
     if dist.get_rank() == 1 and changed:
         with torch.no_grad():
             model.module[2].weight[3, 5] += 1e-3
-    return sampled(model, [part_of(batch) for batch in parts])[0]
+    return sample(model, [part_of(batch) for batch in parts])[0]
 
 
 @pytest.mark.parametrize("changed", [True, False])
 def test_a_rank_with_another_weight_raises_the_alarm(changed):
-    (header, *samples), _ = run(2, of_replicas, changed)
+    (header, *samples), _ = run(2, sample_replicas, changed)
     alarms = Alarms()
-    raised = [event for sample in samples for event in alarms.update(header, sample)]
-    assert [(each.rule, each.layer, each.rank) for each in raised] == [("ranks", "module.2", 1)] * changed
-    assert all("differs on rank 1 from its replicas" in each.message for each in raised)
+    events = [event for line in samples for event in alarms.update(header, line)]
+    assert [(event.rule, event.layer, event.rank) for event in events] == [("ranks", "module.2", 1)] * changed
+    assert all("differs on rank 1 from its replicas" in event.message for event in events)
 
 
-def of_ranks_of_which_one_has_no_batch(by_hand):
+def sample_with_one_batch_a_step(by_hand):
+    """Sample steps in which one of two ranks has no batch."""
     model, lines = make("tensorwise"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     with monitor(model, every=1, sink=lines.append, steps_by_hand=by_hand) as watching:
-        for number, batch in enumerate(batches()):
+        for number, batch in enumerate(draw_batches()):
             if dist.get_rank() != number % 2:
                 model(batch).square().sum().backward()
             optimizer.step()
@@ -154,13 +148,13 @@ def of_ranks_of_which_one_has_no_batch(by_hand):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_rank_without_a_batch_joins_the_collectives(by_hand):
-    lines, of_second = run(2, of_ranks_of_which_one_has_no_batch, by_hand)
+    lines, other_lines = run(2, sample_with_one_batch_a_step, by_hand)
     assert [line["step"] for line in lines[1:]] == [1, 2, 3]
-    assert [each[next(iter(each))]["numel"] for each in by_name(lines)] == [24 * 32] * STEPS
-    assert not of_second
+    assert [next(iter(statistics.values()))["numel"] for statistics in by_name(lines)] == [24 * 32] * STEPS
+    assert not other_lines
 
 
-def of_ranks_with_a_sink_that_fails():
+def sample_to_a_sink_that_fails():
     model, lines = make("tensorwise"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
 
@@ -174,15 +168,15 @@ def of_ranks_with_a_sink_that_fails():
         monitor(model, every=1, sink=sink)
         errors.append("no error")
     failing = 2
-    with counted_collectives() as calls, monitor(model, every=1, sink=sink) as watching:
-        for batch in batches():
+    with count_gathers() as gather, monitor(model, every=1, sink=sink) as watching:
+        for batch in draw_batches():
             model(batch).square().sum().backward()
             optimizer.step()
-    return errors, len(calls), [line["step"] for line in lines], model[0].probe is None and not watching._is_open
+    return errors, gather.call_count, [line["step"] for line in lines], model[0].probe is None and not watching._is_open
 
 
 def test_a_sink_that_fails_on_the_first_rank_ends_the_monitor_on_all():
-    assert run(2, of_ranks_with_a_sink_that_fails) == [([], 2, [1, 1], True), ([], 2, [], True)]
+    assert run(2, sample_to_a_sink_that_fails) == [([], 2, [1, 1], True), ([], 2, [], True)]
 
 
 @pytest.mark.parametrize("case", ["sink", "model", "every"])
@@ -216,39 +210,35 @@ def test_what_a_callback_raises_ends_the_step_on_all_ranks(kind):
     optimizer, is_first = torch.optim.SGD(model.parameters(), lr=0), dist.get_rank() == 0
     expected = kind("the loss is gone") if is_first else RuntimeError("a callback of an alarm ended the step")
     with monitor(model, every=1, sink=AlarmSink(on_event=stop)) as watching:
-        model(batches()[0]).sum().backward()
+        model(draw_batches()[0]).sum().backward()
         assert refusal(optimizer.step).startswith(f"{type(expected).__name__}: {expected}")
-        model(batches()[0]).sum().backward()  # the alarm is not raised twice
+        model(draw_batches()[0]).sum().backward()  # the alarm is not raised twice
         optimizer.step()
         assert watching._is_open
 
 
-def of_expert_parallel_ranks(splits):
-    experts, parts = converted("rowwise"), tokens_of(2, 2)
-    mine = parts[dist.get_rank()]
+def sample_experts(splits):
+    experts, parts, lines = convert("rowwise"), tokens_of(2, 2), []
+    tokens = parts[dist.get_rank()] if splits else concatenate(parts)
     if splits:
-        parallel(experts)
-    else:
-        mine = [torch.cat(each) for each in zip(*parts, strict=True)]
-    lines = []
+        parallelize(experts)
     with monitor(experts, every=1, extras_every=0, sink=lines.append) as watching:
-        step(experts, *mine)
+        step(experts, *tokens)
         watching.step()
     return lines
 
 
 def test_experts_of_two_ranks():
-    (whole, _), (lines, _) = (run(2, of_expert_parallel_ranks, splits) for splits in (False, True))
+    (whole, _), (lines, _) = (run(2, sample_experts, splits) for splits in (False, True))
     assert not any("disagree" in line for line in [*whole, *lines])
-    for (name, got), expected in zip(by_name(lines)[0].items(), by_name(whole)[0].values(), strict=True):
+    for (name, values), expected in zip(by_name(lines)[0].items(), by_name(whole)[0].values(), strict=True):
         _, operand, cast = name
         if operand == "weight":
-            del got["scale_worst"], expected["scale_worst"]  # an index on its rank
-            assert got == pytest.approx(expected, rel=1e-5), name
-        elif cast == "row":
-            assert got["scale_max"] == expected["scale_max"], name
+            del values["scale_worst"], expected["scale_worst"]  # an index on its rank
+            assert values == pytest.approx(expected, rel=1e-5), name
         else:
-            assert got["amax"] == expected["amax"], name
+            key = "scale_max" if cast == "row" else "amax"
+            assert values[key] == expected[key], name
 
 
 @pytest.mark.parametrize("differing", ["every", "layers"])
