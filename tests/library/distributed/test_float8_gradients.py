@@ -4,6 +4,8 @@ A cast of Gaussian numbers to e4m3 in blocks has 31.5 dB. Independent errors of 
 up to 3 dB less noise; the second cast of DDP has 31.5 dB of its own.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,85 +17,81 @@ from quaver import reduce_gradients_in_float8
 from quaver.fsdp.gradients import BLOCK, Float8ReduceScatter, dequantize_gradients, quantize_gradients, sum_over_ranks
 from quaver.recipes.sqnr import compute_sqnr_db
 from tests.ranks import mesh_of, on_ranks, refusal
+from tests.steps import draw, full
 
 FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
 
 def make_model():
-    """Weights of 65 x 130 and 130 x 65 with biases: shards and blocks end anywhere."""
+    """Return linears of 65 x 130 and 130 x 65 with biases, whose shards and blocks end anywhere."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(65, 130), nn.Tanh(), nn.Linear(130, 65))
 
 
-def gradients_of(model, *, scale=1.0):
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    (model(torch.randn(64, 65, generator=generator)).square().mean() * scale).backward()
-    grads = [each.grad for each in model.parameters()]
-    return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).flatten() for g in grads])
+def compute_gradients(model, *, scale=1.0):
+    """Return the whole gradients of a step as a vector."""
+    model.zero_grad()
+    (model(draw(64, 65, seed=dist.get_rank())).square().mean() * scale).backward()
+    return torch.cat([full(parameter.grad).flatten() for parameter in model.parameters()])
 
 
-def sharded(model, mesh, *, in_float8=True):
-    fully_shard(model, mesh=mesh, mp_policy=FLOAT32)
+def shard(*, in_float8=True):
+    model = fully_shard(make_model(), mesh=mesh_of((2,), ("shard",)), mp_policy=FLOAT32)
+    if in_float8:
+        reduce_gradients_in_float8(model)
+    return model
+
+
+def replicate(*, in_float8=True):
+    model = DistributedDataParallel(make_model())
     if in_float8:
         reduce_gradients_in_float8(model)
     return model
 
 
 @on_ranks(2)
-def test_gradients_are_those_of_high_precision_but_for_a_cast():
-    exact = gradients_of(DistributedDataParallel(make_model()))
-    mesh = mesh_of((2,), ("shard",))
-    assert torch.allclose(gradients_of(sharded(make_model(), mesh, in_float8=False)), exact, rtol=1e-4, atol=1e-7)
-    once = gradients_of(sharded(make_model(), mesh))
-    replicated = DistributedDataParallel(make_model())
-    reduce_gradients_in_float8(replicated)
-    twice = gradients_of(replicated)
-    assert 31.0 < compute_sqnr_db(exact, once) < 36.0
-    assert 28.0 < compute_sqnr_db(exact, twice) < compute_sqnr_db(exact, once)
-    everyones = [torch.empty_like(twice) for _ in range(2)]
-    dist.all_gather(everyones, twice)
-    assert torch.equal(*everyones)
+def test_gradients_differ_from_high_precision_by_one_cast_or_two():
+    exact = compute_gradients(replicate(in_float8=False))
+    assert torch.allclose(compute_gradients(shard(in_float8=False)), exact, rtol=1e-4, atol=1e-7)
+    cast_once, cast_twice = compute_gradients(shard()), compute_gradients(replicate())
+    assert 31.0 < compute_sqnr_db(exact, cast_once) < 36.0
+    assert 28.0 < compute_sqnr_db(exact, cast_twice) < compute_sqnr_db(exact, cast_once)
+    on_ranks = [torch.empty_like(cast_twice) for _ in range(2)]
+    dist.all_gather(on_ranks, cast_twice)
+    assert torch.equal(*on_ranks)
 
 
 @on_ranks(2)
 def test_the_sum_is_in_float32_in_the_order_of_ranks_and_codes_travel():
     columns = 3 * BLOCK + 5
-    everyones = [torch.randn(2, columns, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    sent = []
-    exchange = dist.all_to_all_single
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            dist, "all_to_all_single", lambda out, rows, group: (sent.append(rows), exchange(out, rows, group=group))
-        )
-        total = sum_over_ranks(everyones[dist.get_rank()], dist.group.WORLD)
+    gradients = [draw(2, columns, seed=rank) for rank in range(2)]
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        total = sum_over_ranks(gradients[dist.get_rank()], dist.group.WORLD)
     expected = torch.zeros(columns)
-    for rows in everyones:
+    for rows in gradients:
         for first in range(0, columns, BLOCK):
             block = rows[dist.get_rank(), first : first + BLOCK]
             scale = (448 / block.abs().amax().double()).float()
             expected[first : first + BLOCK] += (block * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
     assert torch.equal(total, expected)
-    assert [(rows.dtype, rows.numel()) for rows in sent] == [(torch.uint8, 2 * (columns + 4 * 4))]
+    (_, sent), _ = exchange.call_args
+    assert exchange.call_count == 1
+    assert (sent.dtype, sent.numel()) == (torch.uint8, 2 * (columns + 4 * 4))
 
 
 @pytest.mark.parametrize("ranks", [1, 9])
 def test_rows_of_any_length_and_number_are_decoded(ranks):
-    rows = torch.randn(ranks, BLOCK + 3, generator=torch.Generator().manual_seed(0))
-    parts = [dequantize_gradients(each, BLOCK + 3) for each in quantize_gradients(rows).split(8)]
+    rows = draw(ranks, BLOCK + 3)
+    parts = [dequantize_gradients(payload, BLOCK + 3) for payload in quantize_gradients(rows).split(8)]
     assert 30 < compute_sqnr_db(rows, torch.cat(parts)) < 33
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @on_ranks(2)
-def test_what_is_not_finite_arrives_so(bad):
-    for model in (sharded(make_model(), mesh_of((2,), ("shard",))), DistributedDataParallel(make_model())):
-        if isinstance(model, DistributedDataParallel):
-            reduce_gradients_in_float8(model)
-        grads = gradients_of(model, scale=bad if dist.get_rank() == 1 else 1.0)
-        assert grads.isnan().all()
-        for parameter in model.parameters():
-            parameter.grad = None
-        assert gradients_of(model).isfinite().all()
+def test_gradients_that_are_not_finite_on_one_rank_are_nan_on_all(bad):
+    for model in (shard(), replicate()):
+        assert compute_gradients(model, scale=bad if dist.get_rank() == 1 else 1.0).isnan().all()
+        assert compute_gradients(model).isfinite().all()
 
 
 @on_ranks(2)
@@ -108,13 +106,12 @@ def test_only_the_block_of_an_inf_is_lost():
 
 @on_ranks(2)
 def test_what_is_refused():
-    mesh = mesh_of((2,), ("shard",))
     assert "ValueError: expected a model of fully_shard" in refusal(reduce_gradients_in_float8, make_model())
     fsdp1 = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
     assert "ValueError: expected a model of fully_shard" in refusal(reduce_gradients_in_float8, fsdp1)
     small = nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100))
-    fully_shard(small[1], mesh=mesh)
-    fully_shard(small, mesh=mesh)
+    fully_shard(small[1])
+    fully_shard(small)
     message = refusal(reduce_gradients_in_float8, small)
     assert "ValueError: the FSDP2 group of 1 has 100 gradients for each of 2 ranks; expected at least 4,096" in message
     tiny = DistributedDataParallel(nn.Linear(10, 10))
@@ -122,8 +119,11 @@ def test_what_is_refused():
     rows = torch.ones(4)
     maximum = refusal(Float8ReduceScatter(), rows[:2], rows, dist.group.WORLD, dist.ReduceOp.MAX)
     assert "NotImplementedError: float8 gradients: expected a synchronous SUM or AVG" in maximum
-    model = sharded(make_model(), mesh)
+
+
+@on_ranks(2)
+def test_gradients_are_divided_by_the_factor_that_is_set():
+    model, plain = shard(), shard(in_float8=False)
     model.set_gradient_divide_factor(3.0)
     model.set_force_sum_reduction_for_comms(True)
-    plain = sharded(make_model(), mesh, in_float8=False)
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain) * 2 / 3, rtol=0.2, atol=1e-3)
+    torch.testing.assert_close(compute_gradients(model), compute_gradients(plain) * 2 / 3, rtol=0.2, atol=1e-3)
