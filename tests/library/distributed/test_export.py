@@ -30,14 +30,14 @@ from tests.thinned import at_night
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 
-def sharded(model, **options):
+def shard(model, **options):
     for linear in model.layer.values():
         fully_shard(linear, **options)
     return fully_shard(model)
 
 
-def rounded(model, dtype):
-    """`model` with the weights of its float8 linears in `dtype`, as FSDP2 gathers them."""
+def round_weights(model, dtype):
+    """Round the weights of float8 linears to `dtype`, as FSDP2 gathers them."""
     for name in PROJECTIONS:
         model.layer[name].weight.data = model.layer[name].weight.data.to(dtype)
     return model
@@ -46,35 +46,40 @@ def rounded(model, dtype):
 @pytest.mark.parametrize(("gathers_float8", "param_dtype"), [(False, None), (False, torch.bfloat16), (True, None)])
 @on_ranks(2)
 def test_codes_are_those_of_the_sharded_forward(gathers_float8, param_dtype, tmp_path):
-    """They are those of a single process whose weights are in `param_dtype`; each weight moves once."""
-    whole = rounded(tiny("tensorwise"), param_dtype or torch.float32)
+    """The codes are those of a single process with weights in `param_dtype`; each weight moves once."""
+    whole = round_weights(tiny("tensorwise"), param_dtype or torch.float32)
     expected = dict(iter_float8_weights(whole, share_fused_scales=False))
     model = tiny(GATHERED if gathers_float8 else "tensorwise")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if param_dtype or gathers_float8 else None
-    sharded(model, **({"mp_policy": policy} if policy else {}))
+    shard(model, **({"mp_policy": policy} if policy else {}))
     weights = save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
     stored = dict(iter_float8_weights(model, share_fused_scales=False))
     assert_same(stored, expected)
     bias = whole.layer["q_proj"].bias  # which FSDP2 gathers with the weight, and which is written in its own dtype
-    again = 0 if gathers_float8 else bias.numel() * whole.layer["q_proj"].weight.itemsize
-    assert weights.bytes_moved == again + sum(tensor.nbytes for tensor in whole.state_dict().values())
+    bias_bytes = 0 if gathers_float8 else bias.numel() * whole.layer["q_proj"].weight.itemsize
+    assert weights.bytes_moved == bias_bytes + sum(tensor.nbytes for tensor in whole.state_dict().values())
     dist.barrier()
     assert set(load_float8(tmp_path / "out")) == set(tiny().state_dict())
 
 
+def stream(model, weights):
+    """Return the exported tensors; assert that the model is sharded at each of them."""
+    tensors = {}
+    for name, tensor in weights:
+        tensors[name] = tensor
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return tensors
+
+
 @on_ranks(2)
 def test_an_export_leaves_the_model_sharded_at_every_tensor():
-    """Two linears fused into one module by FSDP2, the others in the root's; training goes on between the tensors."""
+    """FSDP2 has two linears in one group and the others in the root's; training could go on between the tensors."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = tiny("rowwise")
     fully_shard([model.layer["q_proj"], model.layer["v_proj"]], mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    expected = dict(iter_float8_weights(rounded(tiny("rowwise"), torch.bfloat16)))
-    weights, stored = iter_float8_weights(model), {}
-    for name, tensor in weights:
-        stored[name] = tensor
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert_same(stored, expected)
+    expected = dict(iter_float8_weights(round_weights(tiny("rowwise"), torch.bfloat16)))
+    assert_same(stream(model, iter_float8_weights(model)), expected)
 
 
 @pytest.mark.parametrize(
@@ -88,31 +93,21 @@ def test_an_export_leaves_the_model_sharded_at_every_tensor():
 )
 @on_ranks(2)
 def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, gathers_float8, format, tmp_path):
-    """Three experts on two ranks. The module of the experts is one of FSDP2's; the linear is in the root's."""
+    """Three experts are on two ranks. The experts are an FSDP2 group, and the linear is in the root's."""
     config = config_of("rowwise", enable_fsdp_float8_all_gather=gathers_float8)
     model, whole = mixture(config, 128, 128), mixture("rowwise", 128, 128)
     for weight in (whole.o_proj.weight, *whole.experts.parameters()):
         weight.data = weight.data.to(param_dtype or torch.float32)
-    expected = dict(iter_float8_weights(whole, format=format))
+    expected = dict(expected_weights := iter_float8_weights(whole, format=format))
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     fully_shard(model.experts, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    weights, stored = iter_float8_weights(model, format=format), {}
-    for name, tensor in weights:
-        stored[name] = tensor
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert_same(stored, expected)
-    assert weights.requantized == iter_all(whole, format).requantized
+    weights = iter_float8_weights(model, format=format)
+    assert_same(stream(model, weights), expected)
+    assert weights.requantized == expected_weights.requantized
     save_float8(model, tmp_path / "out", config={}, format=format)
     dist.barrier()
     assert set(load_float8(tmp_path / "out", model=model)) == set(model.state_dict())
-
-
-def iter_all(model, format):
-    weights = iter_float8_weights(model, format=format)
-    for _ in weights:
-        pass
-    return weights
 
 
 @on_ranks(4)
@@ -120,16 +115,16 @@ def test_codes_of_a_model_in_tensor_parallel_and_sharded_parts():
     mesh = mesh_of((2, 2), ("fsdp", "tp"))
     model = tiny("rowwise")
     parallelize_module(model.layer, mesh["tp"], {"q_proj": Float8ColwiseParallel(), "o_proj": Float8RowwiseParallel()})
-    sharded(model, mesh=mesh["fsdp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    expected = dict(iter_float8_weights(rounded(tiny("rowwise"), torch.bfloat16)))
+    shard(model, mesh=mesh["fsdp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    expected = dict(iter_float8_weights(round_weights(tiny("rowwise"), torch.bfloat16)))
     stored = dict(iter_float8_weights(model))
     assert stored.keys() == expected.keys()
     for name in ("layer.q_proj.weight", "layer.o_proj.weight", "layer.k_proj.weight"):
         assert torch.equal(stored[name].float(), expected[name].float()), name
 
 
-def unconverted(size):
-    """`tiny` before its conversion: linears of unlike scales."""
+def build_unconverted(size):
+    """Return `tiny` before its conversion: linears of unlike scales."""
     return convert_to_high_precision(tiny("rowwise", size))
 
 
@@ -150,20 +145,20 @@ def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
     size, mesh = 160, mesh_of((2, 2), ("outer", "inner"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     options = {"recipe": serving_config(recipe) if recipe in SERVING else recipe, "dtype": torch.bfloat16}
-    expected = dict(iter_float8_weights(unconverted(size), rounded_from="bfloat16", **options))
-    model = unconverted(size)
+    expected = dict(iter_float8_weights(build_unconverted(size), rounded_from="bfloat16", **options))
+    model = build_unconverted(size)
     if layout == "tp and fsdp":
         plan = {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
         parallelize_module(model.layer, mesh["inner"], plan)
-        sharded(model, mesh=mesh["outer"], mp_policy=policy)
+        shard(model, mesh=mesh["outer"], mp_policy=policy)
     else:
-        sharded(model, mesh=mesh if layout == "replicas" else mesh_of((4,)), mp_policy=policy)
+        shard(model, mesh=mesh if layout == "replicas" else mesh_of((4,)), mp_policy=policy)
     before = {name: weight.to_local().clone() for name, weight in model.named_parameters()}
     weights = iter_float8_weights(model, **options)
     assert_same(dict(weights), expected)
     codes = len(PROJECTIONS) * size * size
-    rest = sum(each.numel() for name, each in model.named_parameters() if "proj.weight" not in name)
-    assert weights.bytes_moved == codes + 4 * rest  # one byte an element of what is served in float8
+    others = sum(parameter.numel() for name, parameter in model.named_parameters() if "proj.weight" not in name)
+    assert weights.bytes_moved == codes + 4 * others
     assert_same({name: weight.to_local() for name, weight in model.named_parameters()}, before)
     holders = {"fsdp": (1,), "replicas": (1, 3), "tp and fsdp": (2, 3)}[layout]  # of the same part
     if dist.get_rank() in holders:
@@ -178,11 +173,11 @@ def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
 )
 @on_ranks(2)
 def test_experts_of_all_ranks_are_streamed_from_high_precision(recipe, rows, split):
-    """Three experts. Where a block of 128 rows has rows of gate and of up, both are gathered whole, and cast apart."""
+    """Where a block of 128 rows has rows of gate and of up, both are gathered whole, and cast apart."""
     options = {"recipe": recipe, "rounded_from": "bfloat16"}
     expected = dict(iter_float8_weights(plain(128, rows), **options))
     model = plain(128, rows)
-    if split == "ep":  # as transformers' plan and ours do
+    if split == "ep":  # as transformers' plan and Float8ExpertParallel do
         for name, weight in list(model.experts.named_parameters(recurse=False)):
             shard = distribute_tensor(weight.detach(), mesh_of((2,), ("ep",)), [Shard(0)])
             model.experts.register_parameter(name, torch.nn.Parameter(shard))
@@ -201,21 +196,19 @@ def test_experts_of_all_ranks_are_streamed_from_high_precision(recipe, rows, spl
 @on_ranks(2)
 def test_a_sharded_frozen_base_is_gathered_in_float8(config):
 
-    def frozen():
+    def build_frozen():
         torch.manual_seed(0)
         return freeze_to_float8(Tiny(256), config=config, module_filter_fn=lambda module, name: name != "lm_head")
 
-    expected = dict(iter_float8_weights(frozen()))
-    weights = iter_float8_weights(sharded(frozen()))
-    stored = dict(weights)
-    assert_same(stored, expected)
+    weights = iter_float8_weights(shard(build_frozen()))
+    assert_same(dict(weights), dict(iter_float8_weights(build_frozen())))
     assert weights.bytes_moved < 1.5 * weights.bytes_yielded
 
 
 @pytest.mark.parametrize("format", ["fp8", "compressed-tensors-block"])
 @on_ranks(2)
 def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tmp_path):
-    """200 rows: blocks of 128 and 72, of which each rank holds 100 rows."""
+    """200 rows are blocks of 128 and 72, of which each rank holds 100 rows."""
     torch.manual_seed(0)
     model = Tiny(200)
     with torch.no_grad():
@@ -226,17 +219,16 @@ def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tm
     with torch.no_grad():
         expected = whole(tokens)
         codes = dict(iter_float8_weights(whole, format=format))
-        save_float8(sharded(whole), tmp_path / "out", config={}, format=format)
+        save_float8(shard(whole), tmp_path / "out", config={}, format=format)
         dist.barrier()
-        again = sharded(load_frozen(Tiny(200), tmp_path / "out"))
-        assert again(tokens).equal(expected)
-    stored = dict(iter_float8_weights(again, format=format))
-    assert_same(stored, codes)
+        loaded = shard(load_frozen(Tiny(200), tmp_path / "out"))
+        assert loaded(tokens).equal(expected)
+    assert_same(dict(iter_float8_weights(loaded, format=format)), codes)
 
 
 @on_ranks(2)
 def test_a_tensor_that_rank_0_cannot_write_is_an_error_on_all(tmp_path):
-    """The other rank gathers the next tensor by then."""
+    """By then the other rank gathers the next tensor."""
     full = mock.patch.object(SafetensorsWriter, "add", side_effect=OSError(28, "No space left on device"))
     with full, pytest.raises(OSError, match="No space left on device"):
         save_float8(fully_shard(tiny()), tmp_path / "out", config={})
@@ -245,13 +237,13 @@ def test_a_tensor_that_rank_0_cannot_write_is_an_error_on_all(tmp_path):
 
 
 class StrangeError(Exception):
-    """It cannot be pickled back: `a` is missing."""
+    """An error that cannot be pickled back, because `a` is missing."""
 
     def __init__(self, a, b):
         super().__init__(f"no model of {a} and {b}")
 
 
-def no_model():
+def fail_to_build():
     raise StrangeError(1, 2)
 
 
@@ -261,12 +253,12 @@ def no_model():
         ({}, FileExistsError, "exists already"),
         ({"about": {"x": object()}}, ValueError, "about: expected what JSON holds, got Object of type object"),
         ({"about": {"x": float("nan")}}, ValueError, "about: expected what JSON holds"),
-        ({"high_precision_model": no_model}, (StrangeError, RuntimeError), "no model of 1 and 2"),
+        ({"high_precision_model": fail_to_build}, (StrangeError, RuntimeError), "no model of 1 and 2"),
     ],
 )
 @on_ranks(2)
 def test_all_ranks_raise_what_rank_0_raises(options, error, message, tmp_path):
-    """It alone writes, and here it alone has the options."""
+    """Rank 0 alone writes, and here it alone has the options."""
     folder = tmp_path / "out" if options else tmp_path
     with pytest.raises(error, match=message):
         save_float8(fully_shard(tiny()), folder, config={}, **(options if dist.get_rank() == 0 else {}))
@@ -276,7 +268,7 @@ def test_all_ranks_raise_what_rank_0_raises(options, error, message, tmp_path):
 
 @on_ranks(2)
 def test_a_tensor_that_is_invalid_on_one_rank_is_an_error_on_all(tmp_path):
-    """A buffer is not sharded."""
+    """A buffer is not sharded, so one rank alone may hold a NaN."""
     model = fully_shard(tiny())
     model.register_buffer("limit", torch.tensor(float("nan") if dist.get_rank() == 1 else 1.0))
     with pytest.raises(ValueError, match="limit has an inf or a NaN"):
