@@ -40,7 +40,7 @@ AMAXES = 1.001
 
 
 class Net(nn.Module):
-    """Blocks of a width."""
+    """Blocks of one width."""
 
     def __init__(self, width: int, blocks: int = 1) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Readers(nn.Module):
 
 
 class CastBefore(nn.Module):
-    """The block's input was cast before the block, and must not get another tensor's amax [Note: what a policy counts].
+    """A block whose input was cast before it, and must not get another tensor's amax [Note: what a policy counts].
 
     Only the block is checkpointed.
     """
@@ -121,7 +121,7 @@ class CastBefore(nn.Module):
 
 
 class Nested(nn.Module):
-    """A checkpoint inside reads the input of the one around, and is computed again on its own."""
+    """A checkpoint inside another one, which reads the same input and is recomputed on its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
 def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
-    """[Note: which matmuls]: of q, k, v, o, gate, up and down it keeps k, o and up; q, v, gate and down at first."""
+    """[Note: which matmuls]: the first step keeps q, v, gate and down, later steps keep k, o and up."""
     net, input = make(recipe, "selective", width=64), torch.randn(4, 64, 64, requires_grad=True)
     kept, gradients = [], []
     for _ in range(3):
@@ -288,7 +288,7 @@ def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
     indirect=["casts"],
 )
 def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
-    """[Note: eager code on a CPU]: every second matmul, attention, and amaxes where they show."""
+    """[Note: eager code on a CPU]: it keeps every second matmul, attention, and amaxes that the policy sees."""
     kept = {}
     for mode in ("none", "selective", "full"):
         net, input = make(recipe, mode, width=64), torch.randn(4, 64, 64, requires_grad=True)

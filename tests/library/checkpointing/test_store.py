@@ -202,7 +202,7 @@ class FeedForward(nn.Module):
 
 
 def test_inductor_stores_what_a_float8_linear_computes():
-    """Inductor's own passes, partitioner and kernels."""
+    """This runs Inductor's own passes, partitioner and kernels."""
     net = convert_to_float8_training(nest(block=FeedForward()), config="rowwise")
     x = inputs().detach()
 
@@ -261,7 +261,7 @@ class Top(nn.Module):
 
 
 def test_the_operators_of_a_graph_say_where_each_annotation_begins_and_ends():
-    """They are in the keys of the compiler's caches, and annotations are not."""
+    """The keys of the compiler's caches have these operators, and no annotations."""
 
     def operators(modules=(), block_size=128, ends=False, linear_is_added_later=False):
         torch.compiler.reset()
@@ -551,7 +551,6 @@ def test_the_way_back_and_copies():
 
 
 def test_habits_of_users_have_the_gradients_of_a_plain_step():
-    """Evaluation in between, functional_call, accumulated gradients and a kept graph."""
     net = make_storing("rowwise")
     expected = step(net)
     net.eval()

@@ -273,7 +273,7 @@ def test_code_without_gradients_uses_the_scales_and_records_nothing(recipe):
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_scales_follow_a_module_in_eval_mode_that_takes_gradients(reentrant):
-    """A forgotten `train()`, a frozen layer in eval, and `eval()` between forward and recomputation."""
+    """Covers a forgotten `train()`, a frozen layer in eval, and `eval()` between forward and recomputation."""
     trained, other = (make(recipe="delayed") for _ in range(2))
     other.load_state_dict(trained.state_dict())
     other.requires_grad_(False)
@@ -443,7 +443,7 @@ def test_a_forgotten_sync_is_said_once(several, few_forwards):
 
 
 def test_what_is_no_forgotten_sync(few_forwards):
-    """Steps with one, compiled or not; evaluation; and models whose scales no sync changes."""
+    """Steps with a sync, compiled or not, evaluation, and models whose scales no sync changes do not warn."""
     module = make()
     syncs = sync_float8_amax_and_scale_history, torch.compile(sync_float8_amax_and_scale_history, backend="aot_eager")
     static = replace(CastConfig(), scaling_type=ScalingType.STATIC, static_quant_scale=2.0)

@@ -234,7 +234,7 @@ def test_the_memory_of_a_state_has_values_in_high_precision(config, tmp_path):
 
 @CONFIG
 def test_a_write_to_a_state_reaches_the_model(config):
-    """As EMA and swaps of weights write: `for name, value in model.state_dict().items(): value.copy_(...)`."""
+    """EMA and swaps of weights do so: `for name, value in model.state_dict().items(): value.copy_(...)`."""
     net, other = freeze_to_float8(build_model(), config=config), freeze_other_model(config)
     for source, target, views_first in ((net, other, False), (other, net, False), (other, net, True)):
         target = copy.deepcopy(target)
@@ -368,9 +368,6 @@ def test_a_model_that_trains_in_float8_can_be_frozen():
     assert freeze_to_float8(net, config="rowwise")(draw_batch()).equal(expected)
     assert isinstance(net[2], FrozenFloat8Linear)
     assert isinstance(net[2], Wide)
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 def build_mixture(is_transposed, config=None):

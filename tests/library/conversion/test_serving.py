@@ -47,7 +47,7 @@ def test_a_linear_is_the_reference(serving):
 
 @pytest.mark.parametrize(("serving", "base"), [("vllm-per-token", "rowwise_with_gw_hp"), ("deepgemm", "blockwise")])
 def test_the_backward_multiplies_what_the_recipe_multiplies(serving, base, monkeypatch):
-    """Except for a weight in blocks, whose one set of codes serves both directions."""
+    """A weight in blocks is the exception: one set of codes serves both directions."""
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(64, 256)
     multiplied, mm = [], function.mm
@@ -65,7 +65,7 @@ def test_the_backward_multiplies_what_the_recipe_multiplies(serving, base, monke
 
 @pytest.mark.parametrize("serving", ["vllm-per-token-kernel", "compressed-tensors", "deepgemm"])
 def test_weights_that_are_quantized_before_the_forward(serving):
-    """In a scope, as primary weights, and as frozen weights."""
+    """cast_weights_once, primary weights and frozen weights quantize so."""
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(64, 256)
     expected = convert_to_float8_training(copy.deepcopy(linear), serving=serving)(input)
@@ -90,7 +90,7 @@ def calibrate_input_scales(**options):
 
 
 def test_a_static_scale_is_the_one_that_an_engine_reads_from_the_folder():
-    """It multiplies by RN(1 / RN(1 / quant_scale)), which is another number for 17% of the mantissas."""
+    """Engines multiply by RN(1 / RN(1 / quant_scale)), which is another number for 17% of the mantissas."""
     own = calibrate_input_scales(config=Float8LinearConfig(cast_config_input=CastConfig(ScalingType.STATIC)))
     served = calibrate_input_scales(serving="vllm-static")
     assert (own != served).sum() > 1
@@ -118,7 +118,7 @@ def test_casts_of_a_config():
 
 
 def test_compiled_code_multiplies_the_same():
-    """A rule that divides, in rows and in blocks."""
+    """The rules divide, in rows and in blocks."""
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
     for linear, serving in ((eager[0], "vllm-per-token-kernel"), (eager[2], "vllm-block")):

@@ -192,9 +192,6 @@ def test_operations_have_fake_kernels_and_flops():
     assert counter.get_total_flops() == 3 * 2 * 310 * 96 * 160
 
 
-# ---- the paths of other devices --------------------------------------------------------------------------------------
-
-
 def list_used_scales(block_rows, ends, rows=310):
     """Return the rows of the scales that groups use, in the order of the groups."""
     used = []
@@ -342,9 +339,6 @@ def test_scales_of_groups_do_not_overlap():
             used = list_used_scales(block_rows, ends, rows)
             assert len(used) == len(set(used))
             assert all(place < count_scale_rows(block_rows, 5, rows) for place in used)
-
-
-# ---- what a user gives -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

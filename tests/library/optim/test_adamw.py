@@ -92,7 +92,7 @@ def test_c_and_pytorch_agree_in_every_bit(use_pytorch, monkeypatch, dtype, stora
 
 
 def test_a_bucket_is_a_quarter_of_the_elements(use_pytorch, monkeypatch):
-    """Else the step of a small model would be the peak of its memory."""
+    """With larger buckets the step of a small model would be the peak of its memory."""
     use_pytorch()
     sizes, update_blocks = [], buckets.update_blocks
 
@@ -149,9 +149,6 @@ def test_a_parameter_of_other_strides_is_updated_in_place():
     assert (transposed.data_ptr(), transposed.stride()) == (address, (1, 100))
 
 
-# ---- rounding --------------------------------------------------------------------------------------------------------
-
-
 def decay(beta2, *, stochastic, root):
     """Return the mean of 255 second moments, over the true one, after 1 / (1 - beta2) steps without gradient."""
     moment = torch.full((64, 256), 0.1)
@@ -188,7 +185,7 @@ def minimize(storage, steps, compute_gradient, **options):
 
 
 def test_an_ill_conditioned_problem_converges():
-    """Curvatures 1 to 1e-4 within a block, gradients in a tenth of the steps: second moments span 1e8."""
+    """Second moments span 1e8: curvatures are 1 to 1e-4 within a block, gradients come in a tenth of the steps."""
     curvature = torch.logspace(-4, 0, 256).repeat(16, 1)
 
     def compute_gradient(x, step, generator):
@@ -252,9 +249,6 @@ def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
     assert len({make_step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
 
 
-# ---- gradients, scaler, hooks ----------------------------------------------------------------------------------------
-
-
 def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported(caplog):
     (parameter,), optimizer = train(steps=1, shapes=[(64, 512)])
     before, old_state = parameter.detach().clone(), copy.deepcopy(optimizer.state[parameter])
@@ -304,9 +298,6 @@ def test_operations_do_not_grow_with_parameters(use_pytorch):
     assert counts[1] - counts[0] <= 2 * (80 - 8)  # a parameter is detached and its steps are counted
 
 
-# ---- storage and state dicts -----------------------------------------------------------------------------------------
-
-
 def count_state_bytes(optimizer, parameter):
     """Return the bytes of the state per element of the parameter."""
     return sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if tensor.dim()) / parameter.numel()
@@ -325,7 +316,7 @@ def test_bytes_and_which_parameters_stay_in_float32():
 @pytest.mark.parametrize("exp_avg", ["float8", "bfloat16", "float32"])
 @pytest.mark.parametrize("exp_avg_sq", ["float8", "bfloat16", "float32"])
 def test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded(exp_avg, exp_avg_sq):
-    """Or the pair is refused, when an optimizer is made and when one is loaded."""
+    """A pair of storages without this property is refused, in the constructor and in a load."""
     x = nn.Parameter(torch.zeros(16, 256))
     options = {"lr": 1.0, "weight_decay": 0.0, "eps": 0.0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     if exp_avg == "float8" != exp_avg_sq:
@@ -350,7 +341,7 @@ def test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded(exp_avg, 
 
 
 def test_large_vectors_are_said_once_to_stay_in_float32():
-    """As FSDP1's flat parameters are, and what it makes of parameters with use_orig_params."""
+    """FSDP1's parameters are such vectors, with use_orig_params too."""
     train(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
     (warning,) = list_slow_paths()
     assert "[65536] stay in float32" in warning

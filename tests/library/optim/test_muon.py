@@ -48,7 +48,7 @@ def test_momentum_of_rare_gradients_decays_and_does_not_freeze():
 
 
 def test_a_momentum_below_the_smallest_code_is_rounded_to_zero():
-    """Stochastically. A second moment's root never is, or a step would divide by eps alone."""
+    """The rounding is stochastic. A second moment's root is never 0, or a step would divide by eps alone."""
     (parameter,), optimizer = build(shapes=[(64, 256)])
     parameter.grad = torch.full((64, 256), 1e-9)
     parameter.grad[:, 0] = 1.0

@@ -43,7 +43,7 @@ MUON_ONLY = {
     ],
 )
 def test_a_bad_option_is_refused_in_one_line(optimizer, message, options):
-    """In the constructor and in a param group that is added, which leaves no trace."""
+    """The constructor refuses it, and so does add_param_group, which adds nothing."""
     options = dict(options)
     shape, dtype = options.pop("shape", (64, 64)), options.pop("dtype", torch.float32)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype))]

@@ -102,7 +102,7 @@ def test_a_backward_outside_multiplies_by_the_codes_of_its_forward(make, recipe,
 
 @pytest.mark.parametrize(("recipe", "casts_of_each"), [("tensorwise", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 2)])
 def test_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
-    """Row-wise, one read makes both casts."""
+    """One read makes both casts of the row-wise recipe."""
     mixture, casts, cast_groups = build_mixture(recipe), [], grouped_mm.cast_groups
 
     def count(hp, cast, ends, *args):

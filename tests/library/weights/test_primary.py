@@ -46,7 +46,7 @@ def build_linears(recipe="tensorwise", dtype=torch.float32):
 
 
 def build_experts(recipe="rowwise", is_transposed=False):
-    """Primary weights of three dims beside that of a linear."""
+    """Return experts, with weights of three dims, and a linear."""
     return convert_to_float8_training(make_mixture(layers=1, is_transposed=is_transposed), config=recipe)
 
 
@@ -286,7 +286,7 @@ def test_torch_distributed_checkpoint_finds_states_by_parameter(option, make_opt
 
 
 def test_a_flat_state_dict_of_parameters_without_states():
-    """Such as experts that no token has reached."""
+    """Experts that no token has reached are such parameters."""
     model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
     first, second = (Float8AdamW(model.parameters()) for _ in range(2))
     for optimizer, factor in ((first, 1.0), (second, 2.0)):
