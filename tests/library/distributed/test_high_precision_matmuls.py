@@ -21,8 +21,16 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import resolve_config
-from tests.library.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model
-from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
+from tests.library.distributed.models import (
+    LEARNING_RATE,
+    batches,
+    config_of,
+    loss_of,
+    make_model,
+    part_of,
+    shard_model,
+    world_mesh,
+)
 from tests.library.distributed.test_tensor_parallel import model_of, part, spread
 from tests.library.distributed.test_tensor_parallel_steps import STEPS, assert_same_losses, batches_of, sharing
 from tests.mixture import GroupedExperts
@@ -32,16 +40,16 @@ from tests.thinned import at_night
 
 ALL = ["output", "grad_input", "grad_weight"]
 PHASES = ([], ["output"], ["grad_weight"], ["grad_input"], lambda name: ALL if name.startswith("0.") else [], [])
-"""Of one step each. The first and the last are the recipe; one is of a block."""
+"""One step each. The first and the last are the recipe; one is of a block."""
 
 
-def train(model, loss_of_step, *, once=False, precompute=False):
+def train(model, compute_loss, *, once=False, precompute=False):
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for step, phase in enumerate(PHASES):
         set_high_precision_matmuls(model, phase)
         with cast_weights_once(model) if once else contextlib.nullcontext():
-            loss = loss_of_step(model, step)
+            loss = compute_loss(model, step)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -64,13 +72,14 @@ def train(model, loss_of_step, *, once=False, precompute=False):
 @on_ranks(2)
 def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
     """Gathering codes changes no bit of float32 training, whatever the phases."""
-    data, of_ways = batches(len(PHASES), 2), []
+    data, losses = batches(len(PHASES), 2), []
     for gather in (False, True):
         config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
         model = shard_model(config, model=make_model(1), compiled=backend if gather else None)
-        own = options if gather else {}
-        of_ways.append(train(model, lambda model, n: loss_of(model(part_of(data[n]))), **own))
-    assert of_ways[0] == of_ways[1]
+        losses.append(
+            train(model, lambda model, step: loss_of(model(part_of(data[step]))), **(options if gather else {}))
+        )
+    assert losses[0] == losses[1]
     model[0].unshard()
     assert isinstance(model[0].up.weight, Float8Tensor)
     set_high_precision_matmuls(model, ["output"])
@@ -81,9 +90,9 @@ def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
 def _train_tp(recipe, ranks):
     data = batches_of(recipe)
     if ranks == 1:
-        return train(model_of(sharing(recipe)), lambda model, n: model(data[n % STEPS]).square().mean())
+        return train(model_of(sharing(recipe)), lambda model, step: model(data[step % STEPS]).square().mean())
     model = spread(model_of(sharing(recipe)), world_mesh())
-    losses = train(model, lambda model, n: model(part(data[n % STEPS], 1)).square().mean() / 2)
+    losses = train(model, lambda model, step: model(part(data[step % STEPS], 1)).square().mean() / 2)
     dist.all_reduce(total := torch.tensor(losses))
     return total.tolist()
 
@@ -99,14 +108,14 @@ def test_compiled_code_is_made_once_for_each_phase():
     model, input = copy.deepcopy(eager), torch.randn(16, 32)
     for block in model:  # Dynamo guards on linears of a block having the same config
         block.compile(fullgraph=True, backend="aot_eager")
-    made = []
+    graphs = []
     for phase in PHASES[:3] * 2:
         before = counters["stats"]["unique_graphs"]
-        for each in (model, eager):
-            set_high_precision_matmuls(each, phase)
+        set_high_precision_matmuls(model, phase)
+        set_high_precision_matmuls(eager, phase)
         assert_same(results_of(model, input), results_of(eager, input))
-        made.append(counters["stats"]["unique_graphs"] - before)
-    assert made == [1] * 3 + [0] * 3  # for both blocks
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [1] * 3 + [0] * 3  # for both blocks
 
 
 def test_in_high_precision_a_linear_is_that_of_pytorch():
@@ -144,5 +153,6 @@ def test_names_come_from_any_iterable_but_a_string():
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
     assert [linear.config.high_precision_matmuls for linear in linears] == [("output",)] * len(linears)
     for matmuls in ("output", lambda name: "output"):
-        with pytest.raises(ValueError, match="matmuls: expected a list of names, got the string 'output'"):
+        message = r"matmuls: expected a list of names, got the string 'output'; give \['output'\]"
+        with pytest.raises(ValueError, match=message):
             set_high_precision_matmuls(model, matmuls)
