@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partialmethod
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.training_run import prepare
+from tests.lab.trainer.runs import changed
 from tests.thinned import at_night
 
 TRAINING = Training(seq_len=16, local_batch_size=2, global_batch_size=12, seed=3)
@@ -39,11 +41,9 @@ def test_an_epoch_has_every_sequence_once(count):
 
 
 def test_the_order_is_of_seed_and_epoch():
-    first, second, other = (
-        compute_stream_indices(start, 1000, 1000, seed) for start, seed in ((0, 1), (1000, 1), (0, 2))
-    )
-    for one, two in ((first, second), (first, other), (second, other), (first, np.arange(1000))):
-        assert np.count_nonzero(one == two) < 10  # 1 is expected by chance
+    orders = [compute_stream_indices(start, 1000, 1000, seed) for start, seed in ((0, 1), (1000, 1), (0, 2))]
+    for order, other in combinations([*orders, np.arange(1000)], 2):
+        assert np.count_nonzero(order == other) < 10  # 1 is expected by chance
 
 
 def test_the_order_is_the_same_on_every_machine_and_for_good():
@@ -59,7 +59,7 @@ def test_any_part_of_the_stream_is_what_the_whole_has_there():
         assert np.array_equal(compute_stream_indices(start, amount, 100, seed=7), whole[start : start + amount])
 
 
-def windows(batches) -> list[tuple[int, ...]]:
+def list_windows(batches) -> list[tuple[int, ...]]:
     for batch in batches:
         assert batch.tokens.dtype == batch.targets.dtype == torch.int64
         assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
@@ -77,12 +77,11 @@ def numbered(tmp_path, load):
 def test_ranks_never_overlap_and_an_epoch_leaves_nothing_out(numbered):
     count = numbered.train.count_sequences(16)
     assert count == (len(numbered.train.tokens) - 1) // 16
-    text, seen = numbered.train.tokens, []
+    text, dealt = numbered.train.tokens, []
     steps = -(-count // 12)
     for rank in range(3):
         for step in range(steps):
-            seen.append(numbered.make_step_batches(TRAINING, step * 12, ParallelDims(shard=3, rank=rank)))
-    dealt = [window for batches in seen for window in windows(batches)]
+            dealt += list_windows(numbered.make_step_batches(TRAINING, step * 12, ParallelDims(shard=3, rank=rank)))
     expected = {tuple(text[16 * index : 16 * index + 17].tolist()) for index in range(count)}
     assert len(expected) == count
     assert set(dealt) == expected
@@ -92,20 +91,20 @@ def test_ranks_never_overlap_and_an_epoch_leaves_nothing_out(numbered):
 
 
 def test_resuming_mid_epoch_goes_on_as_if_nothing_had_happened(numbered, load, tmp_path):
-    """With other batch shapes too: the count of consumed sequences is all there is to know."""
-    through = [window for step in range(6) for window in windows(numbered.make_step_batches(TRAINING, 12 * step))]
-    opened_again = load(tmp_path / "a.txt")
+    """Also with another batch shape: the stream depends on the number of consumed sequences alone."""
+    whole = [batch for step in range(6) for batch in numbered.make_step_batches(TRAINING, 12 * step)]
+    reopened = load(tmp_path / "a.txt")
     smaller = replace(TRAINING, global_batch_size=6, local_batch_size=3)
-    resumed = [w for step in range(8) for w in windows(opened_again.make_step_batches(smaller, 24 + 6 * step))]
-    assert resumed == through[24:]
+    resumed = [batch for step in range(8) for batch in reopened.make_step_batches(smaller, 24 + 6 * step)]
+    assert list_windows(resumed) == list_windows(whole)[24:]
 
 
 def test_batches_depend_on_the_seed_and_not_on_how_they_are_cut(numbered):
     assert [batch.tokens.shape for batch in numbered.make_step_batches(TRAINING, 0)] == [(2, 16)] * 6
-    first = windows(numbered.make_step_batches(TRAINING, 0))
-    assert first == windows(numbered.make_step_batches(replace(TRAINING, local_batch_size=3), 0))
-    assert first != windows(numbered.make_step_batches(replace(TRAINING, seed=4), 0))
-    assert first != windows(numbered.make_step_batches(TRAINING, 12))
+    first = list_windows(numbered.make_step_batches(TRAINING, 0))
+    assert first == list_windows(numbered.make_step_batches(replace(TRAINING, local_batch_size=3), 0))
+    assert first != list_windows(numbered.make_step_batches(replace(TRAINING, seed=4), 0))
+    assert first != list_windows(numbered.make_step_batches(TRAINING, 12))
 
 
 def test_documents_are_numbered_from_the_start_of_each_row(tmp_path, load):
@@ -129,12 +128,11 @@ def test_ranks_deal_the_batches_of_one_process_among_them(text_folder, tensor, m
     alone = data.make_step_batches(TRAINING, 5)
     assert len(alone) == 6
     for rank in range(3 * tensor):
-        mine = data.make_step_batches(TRAINING, 5, ParallelDims(shard=3, tensor=tensor, rank=rank))
+        first, second = data.make_step_batches(TRAINING, 5, ParallelDims(shard=3, tensor=tensor, rank=rank))
         group = rank // tensor
-        assert len(mine) == 2
-        assert torch.equal(mine[0].tokens, alone[group].tokens)
-        assert torch.equal(mine[1].targets, alone[3 + group].targets)
-        assert not mask or torch.equal(mine[1].documents, alone[3 + group].documents)
+        assert torch.equal(first.tokens, alone[group].tokens)
+        assert torch.equal(second.targets, alone[3 + group].targets)
+        assert not mask or torch.equal(second.documents, alone[3 + group].documents)
 
 
 def test_validation_batches_are_dealt_only_where_they_divide(text_folder, load):
@@ -193,15 +191,15 @@ def test_a_packed_row_is_its_documents_alone(model, packed):
     torch.testing.assert_close(crossing[1], together[1], **FLOAT32_ROUNDING)  # one document: nothing to mask
 
 
-def test_without_documents_attention_is_called_as_ever(model, packed, monkeypatch):
+def test_without_documents_attention_is_causal_and_has_no_mask(model, packed, monkeypatch):
     calls = []
     attention = F.scaled_dot_product_attention
 
-    def recorded(*tensors: Tensor, **options: object) -> Tensor:
+    def record_call(*tensors: Tensor, **options: object) -> Tensor:
         calls.append((len(tensors), tensors[1].shape[1], options))
         return attention(*tensors, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record_call)
     model(packed[0])
     assert calls == [(3, 2, {"is_causal": True, "enable_gqa": True})] * 2
 
@@ -220,7 +218,7 @@ def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, mode, pa
     )
     tokens, documents = packed
 
-    def loss_and_gradients(config: TrainConfig) -> tuple[Tensor, list[Tensor]]:
+    def compute_loss_and_gradients(config: TrainConfig) -> tuple[Tensor, list[Tensor]]:
         torch.manual_seed(1)
         model = Llama(config.model)
         if recipe:
@@ -230,14 +228,12 @@ def test_compiled_and_checkpointed_blocks_do_the_same(recipe, compiled, mode, pa
         loss.backward()
         return loss, [parameter.grad for parameter in model.parameters()]
 
-    compile_block = partialmethod(nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(nn.Module, "compile", compile_block)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     plain = replace(config, training=Training(), activation_checkpoint=ActivationCheckpoint())
-    loss, gradients = loss_and_gradients(config)
-    expected, expected_gradients = loss_and_gradients(plain)
+    loss, gradients = compute_loss_and_gradients(config)
+    expected, expected_gradients = compute_loss_and_gradients(plain)
     assert torch.equal(loss, expected)
-    for gradient, reference in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_a_run_with_the_mask_is_another_run(tiny_config, tmp_path, text_folder):
@@ -247,8 +243,7 @@ def test_a_run_with_the_mask_is_another_run(tiny_config, tmp_path, text_folder):
         (text_folder / f"more{number}.txt").write_text(f"{number} times {number} is {number * number}")
     losses = []
     for name, mask in (("with", True), ("without", False)):
-        job = replace(tiny_config.job, name=name)
-        run = prepare(replace(tiny_config, job=job, data=replace(tiny_config.data, document_mask=mask)))
+        run = prepare(changed(tiny_config, job={"name": name}, data={"document_mask": mask}))
         batches = run.data.make_step_batches(run.config.training, 0)
         assert (batches[0].documents is not None) == mask
         losses.append(run.models[0].train_step(1, batches).loss)

@@ -7,13 +7,13 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quaver.lab.cli import main
 from quaver.lab.data import cache as cache_module
 from quaver.lab.data import load as load_module
 from quaver.lab.data import load_data
@@ -24,9 +24,9 @@ from tests.isolated import Forked
 from tests.lab.data.test_data_sources import TEXTS, train_tokenizer, write_jsonl, write_parquet
 
 
-def load_and_print(text: Path, kept: str) -> None:
+def load_and_print(text: Path, cache: str) -> None:
     """Print the digest, or the error."""
-    config = TrainConfig(training=Training(seq_len=16), data=Data(path=str(text), cache_folder=kept))
+    config = TrainConfig(training=Training(seq_len=16), data=Data(path=str(text), cache_folder=cache))
     try:
         print(load_data(config).origin["sha256"])
     except OSError as error:
@@ -36,50 +36,50 @@ def load_and_print(text: Path, kept: str) -> None:
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one for each entry that this process makes."""
-    made = []
+    names = []
     build = load_module.build_entry
 
-    def counted(folder: Path, *rest: object) -> None:
-        made.append(folder.name)
+    def build_and_count(folder: Path, *rest: object) -> None:
+        names.append(folder.name)
         build(folder, *rest)
 
-    monkeypatch.setattr(load_module, "build_entry", counted)
-    return made
+    monkeypatch.setattr(load_module, "build_entry", build_and_count)
+    return names
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> str:
-    return str(tmp_path / "kept")
+def cache(tmp_path: Path) -> str:
+    return str(tmp_path / "cache")
 
 
-def entry_folder(kept: str) -> Path:
-    (folder,) = (path for path in Path(kept).iterdir() if path.is_dir())
+def find_entry(cache: str) -> Path:
+    (folder,) = (path for path in Path(cache).iterdir() if path.is_dir())
     return folder
 
 
-def test_tokens_are_made_once_and_then_mapped(text_folder, load, kept, builds):
-    first, second = (load(text_folder, cache_folder=kept) for _ in range(2))
+def test_tokens_are_made_once_and_then_mapped(text_folder, load, cache, builds):
+    first, second = (load(text_folder, cache_folder=cache) for _ in range(2))
     assert len(builds) == 1
     assert isinstance(second.train.tokens, np.memmap)
     assert not second.train.tokens.flags.writeable
     assert np.array_equal(first.train.tokens, second.train.tokens)
     assert first.origin == second.origin
-    assert second.origin["cache"] == str(entry_folder(kept))
-    about = json.loads((entry_folder(kept) / "entry.json").read_text())
+    assert second.origin["cache"] == str(find_entry(cache))
+    about = json.loads((find_entry(cache) / "entry.json").read_text())
     assert about["splits"]["train"]["tokens"]["items"] == len(first.train.tokens)
     name = builds[0].removesuffix(".partial")
-    assert sorted(path.name for path in Path(kept).iterdir()) == [name, f"{name}.lock"]
+    assert sorted(path.name for path in Path(cache).iterdir()) == [name, f"{name}.lock"]
 
 
-def test_opening_reads_no_tokens(text_folder, load, kept, monkeypatch):
-    load(text_folder, cache_folder=kept)
+def test_opening_reads_no_tokens(text_folder, load, cache, monkeypatch):
+    load(text_folder, cache_folder=cache)
     monkeypatch.setattr(cache_module, "check_content", None)
-    load(text_folder, cache_folder=kept)
+    load(text_folder, cache_folder=cache)
 
 
 CHANGES: dict[str, tuple[int, Callable[[Path], object]]] = {
     "content": (2, lambda folder: (folder / "00.txt").write_text("changed\n" * 100)),
-    "time": (2, lambda folder: _later(folder / "00.txt")),
+    "time": (2, lambda folder: touch_later(folder / "00.txt")),
     "name": (2, lambda folder: (folder / "00.txt").rename(folder / "0.txt")),
     "more": (2, lambda folder: (folder / "more.txt").write_text("more\n" * 100)),
     "tokenizer": (2, lambda folder: {"tokenizer": str(folder.with_name("tokenizer.json"))}),
@@ -88,35 +88,35 @@ CHANGES: dict[str, tuple[int, Callable[[Path], object]]] = {
 """How many entries there are after a change, which may return settings or the new path of the data."""
 
 
-def _later(path: Path) -> None:
+def touch_later(path: Path) -> None:
     os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1))
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_the_tokens_changes_the_entry(change, tmp_path, text_folder, load, kept, builds):
+def test_what_changes_the_tokens_changes_the_entry(change, tmp_path, text_folder, load, cache, builds):
     train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
-    load(text_folder, cache_folder=kept)
-    count, make = CHANGES[change]
-    made = make(text_folder)
-    settings = made if isinstance(made, dict) else {}
-    load(text_folder if text_folder.exists() else made, cache_folder=kept, **settings)
+    load(text_folder, cache_folder=cache)
+    count, apply = CHANGES[change]
+    result = apply(text_folder)
+    settings = result if isinstance(result, dict) else {}
+    load(text_folder if text_folder.exists() else result, cache_folder=cache, **settings)
     assert len(set(builds)) == len(builds) == count
 
 
-def test_corpora_with_equal_names_sizes_and_times_are_two_entries(tmp_path, load, kept):
+def test_corpora_with_equal_names_sizes_and_times_are_two_entries(tmp_path, load, cache):
     for name, text in (("a", "hello\n"), ("b", "HELLO\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "t.txt").write_text(text * 100)
         os.utime(tmp_path / name / "t.txt", (1.6e9, 1.6e9))
-    first, second = (load(tmp_path / name, cache_folder=kept).train.tokens for name in ("a", "b"))
+    first, second = (load(tmp_path / name, cache_folder=cache).train.tokens for name in ("a", "b"))
     assert not np.array_equal(first, second)
 
 
-def test_another_field_is_another_entry(tmp_path, load, kept, builds):
+def test_another_field_is_another_entry(tmp_path, load, cache, builds):
     lines = [json.dumps({"text": f"{n:04d}" * 9, "b": f"{n:03d}" * 9}) + "\n" for n in range(99)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     for field in ("text", "b"):
-        load(tmp_path / "a.jsonl", field=field, cache_folder=kept)
+        load(tmp_path / "a.jsonl", field=field, cache_folder=cache)
     assert len(set(builds)) == 2
 
 
@@ -124,109 +124,106 @@ DAMAGE = {
     "shorter": lambda folder: os.truncate(folder / "train.tokens", 10),
     "missing": lambda folder: (folder / "validation.tokens").unlink(),
     "another token": lambda folder: (folder / "train.tokens").open("r+b").write(b"?"),
-    "documents in no order": lambda folder: _rewrite(folder, "train.ends", lambda found: found[::-1]),
-    "documents that are too long": lambda folder: _rewrite(folder, "train.ends", lambda found: found[:-1] + b"\1"),
-    "another vocabulary": lambda folder: _edit(folder, vocab_size=10),
-    "corrupt items without a place": lambda folder: _edit(folder, corrupt=3),
+    "documents in no order": lambda folder: rewrite(folder, "train.ends", lambda content: content[::-1]),
+    "documents that are too long": lambda folder: rewrite(folder, "train.ends", lambda content: content[:-1] + b"\1"),
+    "another vocabulary": lambda folder: edit(folder, vocab_size=10),
+    "corrupt items without a place": lambda folder: edit(folder, corrupt=3),
     "no entry.json": lambda folder: (folder / "entry.json").unlink(),
-    "another format": lambda folder: _edit(folder, format=0),
-    "dtype": lambda folder: _edit(folder, dtype="<u2"),
-    "addresses as tokens": lambda folder: _poison(folder),
+    "another format": lambda folder: edit(folder, format=0),
+    "dtype": lambda folder: edit(folder, dtype="<u2"),
+    "addresses as tokens": lambda folder: poison(folder),
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
 }
 
 
-def _edit(folder: Path, **changes: object) -> None:
+def edit(folder: Path, **changes: object) -> None:
     about = json.loads((folder / "entry.json").read_text())
     (folder / "entry.json").write_text(json.dumps({**about, **changes}))
 
 
-def _rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+def rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
     """Change a file and the digest that entry.json has of it, as a hostile author would."""
     content = change((folder / name).read_bytes())
     (folder / name).write_bytes(content)
     splits = json.loads((folder / "entry.json").read_text())["splits"]
     split, part = name.split(".")
     splits[split][part]["sha256"] = hashlib.sha256(content).hexdigest()
-    _edit(folder, splits=splits)
+    edit(folder, splits=splits)
 
 
-def _poison(folder: Path) -> None:
+def poison(folder: Path) -> None:
     """An object array of the right size, whose bytes numpy would follow."""
     splits = json.loads((folder / "entry.json").read_text())["splits"]
     for split, parts in splits.items():
         (folder / f"{split}.tokens").write_bytes(b"A" * 800)
         parts["tokens"]["items"] = 100
-    _edit(folder, dtype="O", splits=splits)
+    edit(folder, dtype="O", splits=splits)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_made_again(damage, text_folder, load, kept, builds, capsys):
-    before = load(text_folder, cache_folder=kept)
+def test_a_damaged_entry_is_made_again(damage, text_folder, load, cache, builds, capsys):
+    before = load(text_folder, cache_folder=cache)
     tokens = before.train.tokens.tobytes()
-    DAMAGE[damage](entry_folder(kept))
-    after = load(text_folder, cache_folder=kept, check=True)
+    DAMAGE[damage](find_entry(cache))
+    after = load(text_folder, cache_folder=cache, check=True)
     assert len(builds) == 2
     assert after.train.tokens.tobytes() == tokens
     assert after.origin == before.origin
-    load(text_folder, cache_folder=kept, check=True)
+    load(text_folder, cache_folder=cache, check=True)
     assert len(builds) == 2
 
 
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_of_another_user_is_refused_unless_it_is_read_only(text_folder, load, kept, builds, monkeypatch):
-    load(text_folder, cache_folder=kept)
+def test_a_folder_of_another_user_is_refused_unless_it_is_read_only(text_folder, load, cache, builds, monkeypatch):
+    load(text_folder, cache_folder=cache)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    os.chown(kept, 12346, -1)
+    os.chown(cache, 12346, -1)
     with pytest.raises(ValueError, match="data.cache_folder must be a folder that belongs to you, or that you cannot"):
-        load(text_folder, cache_folder=kept)
+        load(text_folder, cache_folder=cache)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    load(text_folder, cache_folder=kept)
+    load(text_folder, cache_folder=cache)
     assert len(builds) == 1
 
 
-def load_and_die(text: Path, kept: str) -> None:
+def load_and_die(text: Path, cache: str) -> None:
     load_module.write_description = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    load_and_print(text, kept)
+    load_and_print(text, cache)
 
 
-def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, kept, load, builds):
-    assert Forked(load_and_die, text_folder, kept).finished().returncode == -signal.SIGKILL
-    (partial,) = Path(kept).glob("*.partial")
+def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, cache, load, builds):
+    assert Forked(load_and_die, text_folder, cache).finished().returncode == -signal.SIGKILL
+    (partial,) = Path(cache).glob("*.partial")
     assert (partial / "train.tokens").stat().st_size > 1000
-    load(text_folder, cache_folder=kept)
+    load(text_folder, cache_folder=cache)
     assert len(builds) == 1
-    assert not list(Path(kept).glob("*.partial"))
+    assert not list(Path(cache).glob("*.partial"))
 
 
-def load_when_the_other_waits(text: Path, kept: str) -> None:
+def load_when_the_other_waits(text: Path, cache: str) -> None:
     """Build once the other process has found the lock taken; print which of the two this one is."""
-    build, wait, other_waits = (
-        load_module.build_entry,
-        cache_module.TokenCache.wait_for_lock,
-        Path(kept) / "other waits",
-    )
+    build, wait = load_module.build_entry, cache_module.TokenCache.wait_for_lock
+    other_waits = Path(cache) / "other waits"
 
-    def slow_build(*arguments):
+    def build_late(*arguments):
         print("builds")
         deadline = time.monotonic() + 60
         while not other_waits.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         build(*arguments)
 
-    def announced_wait(*arguments):
+    def announce_and_wait(*arguments):
         print("waits")
         other_waits.touch()
         wait(*arguments)
 
-    load_module.build_entry, cache_module.TokenCache.wait_for_lock = slow_build, announced_wait
-    load_and_print(text, kept)
+    load_module.build_entry, cache_module.TokenCache.wait_for_lock = build_late, announce_and_wait
+    load_and_print(text, cache)
 
 
-def test_two_processes_build_one_entry(text_folder, kept):
-    both = [Forked(load_when_the_other_waits, text_folder, kept) for _ in range(2)]
-    outputs = [process.communicate() for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
+def test_two_processes_build_one_entry(text_folder, cache):
+    processes = [Forked(load_when_the_other_waits, text_folder, cache) for _ in range(2)]
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
     roles, digests = zip(*(out.split() for out, _ in outputs), strict=True)
     assert sorted(roles) == ["builds", "waits"]
     assert len(set(digests)) == 1
@@ -234,19 +231,19 @@ def test_two_processes_build_one_entry(text_folder, kept):
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path, text_folder, load):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="tokens to '.*file/kept': Not a directory; give another data.cache_folder"):
-        load(text_folder, cache_folder=str(tmp_path / "file" / "kept"))
+    with pytest.raises(OSError, match="tokens to '.*file/cache': Not a directory; give another data.cache_folder"):
+        load(text_folder, cache_folder=str(tmp_path / "file" / "cache"))
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, kept):
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, cache):
     """A limit on the file size stands in for a full disk: writes fail in the same way."""
     (tmp_path / "text").mkdir()
     for name in "abc":
         (tmp_path / "text" / f"{name}.txt").write_text("x" * 3_000_000)
-    done = Forked(load_and_print, tmp_path / "text", kept, largest_file_bytes=1_000_000).finished()
-    error = f"error: cannot write tokens to {kept!r}: File too large; give another data.cache_folder"
-    assert done.stdout.splitlines()[-1] == error
-    assert not [path for path in Path(kept).iterdir() if path.suffix != ".lock"]
+    process = Forked(load_and_print, tmp_path / "text", cache, largest_file_bytes=1_000_000).finished()
+    error = f"error: cannot write tokens to {cache!r}: File too large; give another data.cache_folder"
+    assert process.stdout.splitlines()[-1] == error
+    assert not [path for path in Path(cache).iterdir() if path.suffix != ".lock"]
 
 
 def test_the_default_folder(monkeypatch, tmp_path):
@@ -264,18 +261,18 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
     write_jsonl(folder / "a.jsonl", TEXTS)
     write_parquet(folder / "b.parquet", TEXTS * 20, row_group_size=500)
     write_jsonl(folder / "c.jsonl.gz", ["x" * 99])
-    advanced: dict[str, int] = {}
+    advanced: Counter[str] = Counter()
     pieces = TextSource.read_pieces
 
-    def watched(self, account, advance):
+    def count_pieces(self, account, advance):
         def count(amount: int) -> None:
             assert amount >= 0
-            advanced[self.path] = advanced.get(self.path, 0) + amount
+            advanced[self.path] += amount
             advance(amount)
 
         yield from pieces(self, account, count)
 
-    monkeypatch.setattr(TextSource, "read_pieces", watched)
+    monkeypatch.setattr(TextSource, "read_pieces", count_pieces)
     for path in (folder, text_folder):
         load(path)
         assert advanced[str(path)] == sum(file.stat().st_size for file in path.iterdir())
@@ -285,7 +282,7 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
 def config(tmp_path: Path, text_folder: Path) -> Path:
     path = tmp_path / "config.toml"
     path.write_text(
-        f'[data]\npath = "{text_folder}"\ncache_folder = "{tmp_path / "kept"}"\n'
+        f'[data]\npath = "{text_folder}"\ncache_folder = "{tmp_path / "cache"}"\n'
         '[training]\nseq_len = 32\nsteps = 1\nlocal_batch_size = 2\ndevice = "cpu"\n'
         "[validation]\nsteps = 1\n[float8]\nenable_float8_linear = false\n"
         "[model]\ndim = 32\nn_layers = 1\nn_heads = 4\nn_kv_heads = 2\nhidden_dim = 48\n"
@@ -294,38 +291,33 @@ def config(tmp_path: Path, text_folder: Path) -> Path:
     return path
 
 
-def test_a_run_finds_what_was_prepared(config, tmp_path, capsys, monkeypatch):
-    assert main(["prepare-data", str(config)]) == 0
-    said = capsys.readouterr().out
+def test_a_run_finds_what_was_prepared(config, tmp_path, run_quaver, monkeypatch):
+    printed = run_quaver("prepare-data", config)
     monkeypatch.setattr(load_module, "build_entry", None)  # a second build fails
-    assert main(["train", str(config)]) == 0
+    run_quaver("train", config)
     origin = json.loads((tmp_path / "runs" / "r" / "data.json").read_text())
-    assert f"train        {origin['train_documents']} documents, {origin['train_tokens']:,} tokens" in said
-    assert f"validation   1 documents, {origin['validation_tokens']:,} tokens" in said
-    assert "tokenizer    bytes: 256 tokens, 0 ends a document" in said
-    assert f"sha256       {origin['sha256']}" in said
-    assert f"cached in    {origin['cache']}" in said
+    assert f"train        {origin['train_documents']} documents, {origin['train_tokens']:,} tokens" in printed
+    assert f"validation   1 documents, {origin['validation_tokens']:,} tokens" in printed
+    assert "tokenizer    bytes: 256 tokens, 0 ends a document" in printed
+    assert f"sha256       {origin['sha256']}" in printed
+    assert f"cached in    {origin['cache']}" in printed
 
 
-def test_content_that_was_changed_on_the_disk_is_noticed_and_made_again(config, tmp_path, capsys):
-    assert main(["prepare-data", str(config)]) == 0
-    (tokens,) = (tmp_path / "kept").glob("*/train.tokens")
+def test_content_that_was_changed_on_the_disk_is_noticed_and_made_again(config, tmp_path, run_quaver):
+    first = run_quaver("prepare-data", config)
+    (tokens,) = (tmp_path / "cache").glob("*/train.tokens")
     content = tokens.read_bytes()
     tokens.write_bytes(content[:500] + b"?" + content[501:])
-    first = capsys.readouterr().out
-    assert main(["prepare-data", str(config)]) == 0
-    second = capsys.readouterr().out
+    second = run_quaver("prepare-data", config)
     assert "are damaged (train.tokens is not what was written); making them again" in second
     assert tokens.read_bytes() == content
     assert re.findall("sha256 .*", first) == re.findall("sha256 .*", second)
-    assert main(["prepare-data", str(config)]) == 0
-    assert "damaged" not in capsys.readouterr().out
+    assert "damaged" not in run_quaver("prepare-data", config)
 
 
-def test_places_of_corrupt_items_are_listed(config, text_folder, capsys):
+def test_places_of_corrupt_items_are_listed(config, text_folder, run_quaver):
     (text_folder / "latin.txt").write_bytes(b"caf\xe9 " * 100)
-    assert main(["prepare-data", str(config)]) == 0
-    assert "left out     0 empty, 1 corrupt\n  latin.txt: not UTF-8" in capsys.readouterr().out
+    assert "left out     0 empty, 1 corrupt\n  latin.txt: not UTF-8" in run_quaver("prepare-data", config)
 
 
 def test_bad_input_is_one_line_and_exit_code_2(config, refused):

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +27,14 @@ ENGLISH = [FOX, "float8 has four bits of exponent\n\n  and a sign", "0123456789"
 TRICKY = "a </s> <|end_of_text|> don't  \r\n\r\n\tx \N{SNOWMAN}\N{GRINNING FACE} 12345 \u00e9\u0301 "
 
 
-def documents(data: TokenData) -> list[str]:
+def decode_documents(data: TokenData) -> list[str]:
     """The texts of both splits, those for training first."""
-    found = []
+    texts = []
     for split in (data.train, data.validation):
         bounds = [0, *split.ends.tolist()]
         assert all(split.tokens[end - 1] == 0 for end in bounds[1:])
-        found += [split.tokens[a : b - 1].tobytes().decode() for a, b in zip(bounds, bounds[1:], strict=False)]
-    return found
+        texts += [split.tokens[start : end - 1].tobytes().decode() for start, end in pairwise(bounds)]
+    return texts
 
 
 def write_jsonl(path: Path, texts: list[str], field: str = "text") -> None:
@@ -98,11 +99,7 @@ def test_a_folder_is_split_by_file(text_folder, load):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "abcdefghij" * 100,
-        "one\r\ntwo\rthree\n" * 40,
-        *("\N{GRINNING FACE}" * 100 + "x" * after for after in range(4)),
-    ],
+    ["abcdefghij" * 100, "one\r\ntwo\rthree\n" * 40, *("\N{GRINNING FACE}" * 100 + "x" * after for after in range(4))],
     ids=["ascii", "line ends", *map(str, range(4))],
 )
 def test_a_single_file_keeps_its_last_tenth_of_whole_characters_for_validation(text, tmp_path, load):
@@ -156,11 +153,7 @@ def test_every_document_once_in_the_split_that_its_text_decides(form, tmp_path, 
     name, write, options = WRITERS[form]
     write(tmp_path / name, TEXTS, **options)
     data = load(tmp_path / name)
-    expected = (
-        [text for text in TEXTS if choose_split(text) != VALIDATION],
-        [t for t in TEXTS if choose_split(t) == VALIDATION],
-    )
-    assert documents(data) == [*expected[0], *expected[1]]
+    assert decode_documents(data) == sorted(TEXTS, key=lambda text: choose_split(text) == VALIDATION)
     assert 10 <= data.origin["validation_documents"] <= 32  # 20 expected, within 3 deviations
     assert data.origin["train_documents"] + data.origin["validation_documents"] == 200
 
@@ -172,12 +165,12 @@ def test_a_folder_is_read_file_by_file_and_other_files_are_counted(tmp_path, loa
     write_parquet(tmp_path / "a.parquet", TEXTS[100:], "content")
     (tmp_path / "README.md").write_text("about the data")
     data = load(tmp_path, field="content")
-    assert sorted(documents(data)) == sorted(TEXTS)
-    assert documents(data)[0] == next(text for text in TEXTS[100:] if choose_split(text) != VALIDATION)
+    assert sorted(decode_documents(data)) == sorted(TEXTS)
+    assert decode_documents(data)[0] == next(text for text in TEXTS[100:] if choose_split(text) != VALIDATION)
     assert (data.origin["files"], data.origin["other_files"]) == (3, 1)
 
 
-def corrupt_lines(folder: Path) -> Path:
+def write_corrupt_lines(folder: Path) -> Path:
     good = [json.dumps({"text": text}).encode() for text in TEXTS]
     bad = [
         b'{"text": "cut off',
@@ -195,7 +188,7 @@ def corrupt_lines(folder: Path) -> Path:
     return folder / "a.jsonl"
 
 
-def corrupt_tables(folder: Path) -> Path:
+def write_corrupt_tables(folder: Path) -> Path:
     write_parquet(folder / "a.parquet", [*TEXTS, None, ""], row_group_size=30)
     write_parquet(folder / "b.parquet", TEXTS[100:], "content")
     (folder / "c.parquet").write_bytes(b"PAR1 but not really PAR1")
@@ -203,13 +196,13 @@ def corrupt_tables(folder: Path) -> Path:
     return folder
 
 
-def one_row_that_is_not_utf_8(folder: Path) -> Path:
+def write_one_row_that_is_not_utf_8(folder: Path) -> Path:
     rows = pa.array([text.encode() for text in TEXTS[:50]] + [b"a\xff"] + [text.encode() for text in TEXTS[50:]])
     parquet.write_table(pa.table({"text": rows.view(pa.string())}), folder / "a [1].parquet")
     return folder / "a [1].parquet"
 
 
-def binary_files(folder: Path) -> Path:
+def write_binary_files(folder: Path) -> Path:
     for number, text in enumerate(TEXTS):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
     (folder / "latin.txt").write_bytes(b"caf\xe9" * 100)
@@ -229,10 +222,10 @@ TABLES += ["c.parquet:1: not readable as Parquet .*", "d.parquet: no column of s
 BINARY = [r"latin.txt: not UTF-8 \(invalid continuation byte\)", "nul.bin: a 0 byte, so not text"]
 BINARY += [r"short.txt: not UTF-8 \(unexpected end of data\)"]
 CORRUPT: dict[Callable[[Path], Path], tuple[int, int, list[str]]] = {
-    corrupt_lines: (1, 9, LINES),
-    corrupt_tables: (1, 4, TABLES),
-    one_row_that_is_not_utf_8: (0, 1, [r"a \[1\].parquet:51: not UTF-8 \(invalid start byte\)"]),
-    binary_files: (1, 3, BINARY),
+    write_corrupt_lines: (1, 9, LINES),
+    write_corrupt_tables: (1, 4, TABLES),
+    write_one_row_that_is_not_utf_8: (0, 1, [r"a \[1\].parquet:51: not UTF-8 \(invalid start byte\)"]),
+    write_binary_files: (1, 3, BINARY),
 }
 """By what writes 200 documents and others: empty items, corrupt ones, and the places of the first five."""
 
@@ -247,38 +240,38 @@ def test_corrupt_items_are_left_out_with_their_places_or_refused_cached_or_not(w
         with refused:
             load(path, on_corrupt="refuse")
     data = load(path)
-    assert sorted(documents(data)) == sorted(TEXTS)
+    assert sorted(decode_documents(data)) == sorted(TEXTS)
     assert (data.origin["empty"], data.origin["corrupt"]) == (empty, corrupt)
-    for expected, found in zip(places, data.origin["corrupt_places"], strict=True):
-        assert re.fullmatch(expected, found)
+    for pattern, place in zip(places, data.origin["corrupt_places"], strict=True):
+        assert re.fullmatch(pattern, place)
     with refused:
         load(path, on_corrupt="refuse")
 
 
-def random_texts(count: int) -> list[str]:
+def draw_texts(count: int) -> list[str]:
     rng = np.random.default_rng(0)
     return [bytes(rng.integers(97, 123, 300, dtype=np.uint8)).decode() for _ in range(count)]
 
 
 def test_a_broken_archive_gives_what_stands_before_the_break(tmp_path, load):
-    cut, texts = 0.9, random_texts(600)
+    cut, texts = 0.9, draw_texts(600)
     write_jsonl(tmp_path / "a.jsonl.gz", texts)
     content = (tmp_path / "a.jsonl.gz").read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(content[: int(len(content) * cut)])
     write_jsonl(tmp_path / "b.jsonl.gz", TEXTS[:50])
     (tmp_path / "c.jsonl.gz").write_text("no archive")
     data = load(tmp_path)
-    found = documents(data)
-    assert set(TEXTS[:50]) <= set(found) <= {*texts, *TEXTS[:50]}
-    assert len(found) > 600 * cut * 0.9
+    documents = decode_documents(data)
+    assert set(TEXTS[:50]) <= set(documents) <= {*texts, *TEXTS[:50]}
+    assert len(documents) > 600 * cut * 0.9
     assert data.origin["corrupt"] == 2
     first, second = data.origin["corrupt_places"]
-    assert first.startswith(f"a.jsonl.gz:{len(found) - 50 + 1}: the archive is broken here")
+    assert first.startswith(f"a.jsonl.gz:{len(documents) - 50 + 1}: the archive is broken here")
     assert second.startswith("c.jsonl.gz:1: the archive is broken here (Not a gzipped file")
 
 
 def test_a_parquet_file_that_breaks_in_the_middle_gives_what_stands_before(tmp_path, load):
-    texts = random_texts(6000)
+    texts = draw_texts(6000)
     write_parquet(tmp_path / "a.parquet", texts, row_group_size=2000, compression="gzip", use_dictionary=False)
     content = bytearray((tmp_path / "a.parquet").read_bytes())
     middle = len(content) // 2
@@ -286,9 +279,9 @@ def test_a_parquet_file_that_breaks_in_the_middle_gives_what_stands_before(tmp_p
     (tmp_path / "a.parquet").write_bytes(content)
     data = load(tmp_path / "a.parquet")
     assert data.origin["corrupt"] == 1
-    found = documents(data)
-    assert 2000 <= len(found) < 4000  # the first group of rows and nothing of the last
-    assert set(found) < set(texts)
+    documents = decode_documents(data)
+    assert 2000 <= len(documents) < 4000  # the first group of rows and nothing of the last
+    assert set(documents) < set(texts)
     assert "not readable as Parquet" in data.origin["corrupt_places"][0]
 
 
@@ -322,30 +315,30 @@ def test_long_texts_are_read_in_pieces_that_end_between_lines(tmp_path, monkeypa
     text = "".join(f"  line {number} \N{SNOWMAN}\n\n" + "word " * (number % 5) + "\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt").write_text("x" * 1000)
-    pieces = {"a.txt": [], "b.txt": []}
-    names = iter(pieces)
-    name = next(names)
+    documents = [[]]
     for _, piece, ends_document in text_files.read_texts(find_files(str(tmp_path)), Account(), lambda count: None):
-        pieces[name].append(piece)
-        name = next(names, None) if ends_document else name
-    assert name is None
-    assert "".join(pieces["a.txt"]) == text
-    assert max(map(len, pieces["a.txt"])) < 300
-    assert len(pieces["a.txt"]) > 50
-    for piece, after in zip(pieces["a.txt"], pieces["a.txt"][1:], strict=False):
+        documents[-1].append(piece)
+        documents += [[]] * ends_document
+    pieces, without_lines, rest = documents
+    assert rest == []
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) < 300
+    assert len(pieces) > 50
+    for piece, after in pairwise(pieces):
         assert not after or (piece.endswith("\n") and not after[0].isspace())
-    assert "".join(pieces["b.txt"]) == "x" * 1000  # no line to end at
+    assert "".join(without_lines) == "x" * 1000
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, load, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
-    def read_and_touch(file: SourceFile, *others: object):
-        yield from our_read(file, *others)
+    read_records = records.read_records
+
+    def read_and_rewrite(file: SourceFile, *others: object):
+        yield from read_records(file, *others)
         write_jsonl(tmp_path / "a.jsonl", TEXTS[:100])
 
-    our_read = records.read_records
-    monkeypatch.setattr(records, "read_records", read_and_touch)
+    monkeypatch.setattr(records, "read_records", read_and_rewrite)
     with pytest.raises(ValueError, match="changed while they were read; try again"):
         load(tmp_path / "a.jsonl")
 
@@ -370,11 +363,11 @@ def test_a_folder_names_its_own_end_token(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     assert load_tokenizer(Data(tokenizer=str(tmp_path))).eos_id == 2
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    assert load_tokenizer(Data(tokenizer=str(tmp_path))).eos_id == 1
-    assert load_tokenizer(Data(tokenizer=str(tmp_path / "tokenizer.json"))).eos_id == 1
-    given = load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<stop>"))
-    assert given.eos_id == 3
-    assert given.digest != load_tokenizer(Data(tokenizer=str(tmp_path))).digest
+    by_config = load_tokenizer(Data(tokenizer=str(tmp_path)))
+    assert by_config.eos_id == load_tokenizer(Data(tokenizer=str(tmp_path / "tokenizer.json"))).eos_id == 1
+    by_setting = load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<stop>"))
+    assert by_setting.eos_id == 3
+    assert by_setting.digest != by_config.digest
     with pytest.raises(ValueError, match=r"'<none>' is not a token of .*; set data.eos_token to one"):
         load_tokenizer(Data(tokenizer=str(tmp_path), eos_token="<none>"))
 

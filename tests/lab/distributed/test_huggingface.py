@@ -9,12 +9,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import FORMAT, write_record
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.trainer.initialize import initialize
 from quaver.lab.trainer.model import Llama
-from tests.lab.trainer.runs import on_rank
+from tests.lab.trainer.runs import build_on_rank
 from tests.ranks import run
 from tests.steps import assert_same
 
@@ -27,9 +26,9 @@ LAYOUTS = {
 }
 
 
-def _save(config: TrainConfig, path: Path) -> bool:
-    """Save the first weights of a run as this rank has them; whether it has only a part."""
-    trained, _ = on_rank(config, 2)
+def save_weights(config: TrainConfig, path: Path) -> bool:
+    """Save the first weights of a run as this rank has them, and return whether it has only a part."""
+    trained, _ = build_on_rank(config, 2)
     state = get_model_state_dict(trained.model)
     save({"model": state}, checkpoint_id=path)
     weight = state["model.layers.1.mlp.up_proj.weight"]
@@ -37,16 +36,16 @@ def _save(config: TrainConfig, path: Path) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_of_what_two_ranks_saved(layout, tmp_path):
+def test_export_of_what_two_ranks_saved(layout, tmp_path, run_quaver):
     config = LAYOUTS[layout]
     checkpoint = tmp_path / "step-00000007"
-    assert run(2, _save, config, checkpoint / "tensorwise") == [True, True]
+    assert run(2, save_weights, config, checkpoint / "tensorwise") == [True, True]
     record = {"format": FORMAT, "models": ["tensorwise"], "world_size": 2, "progress": {"step": 7}}
     record |= {"config": asdict(config), "data": {"eos_id": 0}}
     write_record(checkpoint, record)
 
-    words = ["convert", "quaver-to-hf", str(checkpoint), str(tmp_path / "hf"), "--dtype=float32"]
-    assert main([*words, "--max-shard-size=100KB"]) == 0
+    options = ["--dtype=float32", "--max-shard-size=100KB"]
+    run_quaver("convert", "quaver-to-hf", checkpoint, tmp_path / "hf", *options)
     expected = Llama(config.model)
     initialize(expected, seed=0)
     state = expected.state_dict()

@@ -12,14 +12,14 @@ from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, T
 from quaver.lab.settings.parallel_dims import ParallelDims
 from tests import ranks
 from tests.counting import CollectiveCounter
-from tests.lab.trainer.runs import on_rank
+from tests.lab.trainer.runs import build_on_rank
 from tests.thinned import at_night
 
 RANKS, DIM, HIDDEN, LAYERS, TOKENS = 2, 32, 64, 2, 2 * 32
 GATHERED = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 
 
-def config(*, float8, replicate=1, tensor=1, **training):
+def make_config(*, float8, replicate=1, tensor=1, **training):
     return TrainConfig(
         model=Model(dim=DIM, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=HIDDEN),
         training=Training(seq_len=TOKENS // 2, local_batch_size=2, device="cpu", **training),
@@ -28,24 +28,26 @@ def config(*, float8, replicate=1, tensor=1, **training):
     )
 
 
-SPLIT_AND_SHARDED = config(float8=Float8(**GATHERED), tensor=2)
+SPLIT_AND_SHARDED = make_config(float8=Float8(**GATHERED), tensor=2)
 CASES = {
-    "FSDP2, bfloat16": config(float8=Float8(enable_float8_linear=False)),
-    "FSDP2, tensorwise": config(float8=Float8(**GATHERED)),
-    "FSDP2, rowwise, no precompute": config(float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True)),
-    "replicated, tensorwise": config(float8=Float8(), replicate=2),
-    "tensor parallel, tensorwise": config(float8=Float8(), tensor=2),
-    "FSDP2, reduced after the last": config(float8=Float8(), global_batch_size=12, reduce="last"),
-    "tensor parallel, rowwise": config(float8=Float8(recipe_name="rowwise"), tensor=2),
+    "FSDP2, bfloat16": make_config(float8=Float8(enable_float8_linear=False)),
+    "FSDP2, tensorwise": make_config(float8=Float8(**GATHERED)),
+    "FSDP2, rowwise, no precompute": make_config(
+        float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True)
+    ),
+    "replicated, tensorwise": make_config(float8=Float8(), replicate=2),
+    "tensor parallel, tensorwise": make_config(float8=Float8(), tensor=2),
+    "FSDP2, reduced after the last": make_config(float8=Float8(), global_batch_size=12, reduce="last"),
+    "tensor parallel, rowwise": make_config(float8=Float8(recipe_name="rowwise"), tensor=2),
 }
 
 
 ALWAYS = ("FSDP2, rowwise, no precompute", "tensor parallel, tensorwise")
 
 
-def counted(config):
+def count_collectives(config):
     """The number and the bytes of the collectives that this rank starts in its second step, by kind."""
-    trained, layout = on_rank(config, RANKS)
+    trained, layout = build_on_rank(config, RANKS)
     step, _ = make_train_step(trained, trained.config, layout)
     step()
     with CollectiveCounter() as counter:
@@ -54,30 +56,30 @@ def counted(config):
 
 
 @pytest.mark.parametrize("case", [*ALWAYS, *at_night((case,) for case in CASES if case not in ALWAYS)])
-def test_predicted_and_counted(case):
-    calls, sizes = ranks.run(RANKS, counted, CASES[case])[0]
+def test_predicted_collectives_are_those_that_a_step_starts(case):
+    calls, sizes = ranks.run(RANKS, count_collectives, CASES[case])[0]
     with predict_for("cpu"):
         links = predict_links(CASES[case], RANKS)
     predicted_calls, predicted_bytes = Counter(), Counter()
-    for each in links.traffic:
-        predicted_calls[each.kind] += each.number
+    for row in links.traffic:
+        predicted_calls[row.kind] += row.number
         # Of FSDP2's reduce-scatters the counter sees the part that stays.
-        parts = each.ranks if (each.kind, each.link) == ("reduce_scatter", "dp_shard") else 1
-        predicted_bytes[each.kind] += each.tensor_bytes // parts
+        parts = row.ranks if (row.kind, row.link) == ("reduce_scatter", "dp_shard") else 1
+        predicted_bytes[row.kind] += row.tensor_bytes // parts
     assert predicted_calls == calls
     assert predicted_bytes == sizes
 
 
-def links_of(config, ranks=4):
+def predict_rows(config, ranks=4):
     with predict_for("cpu"):
         links = predict_links(config, ranks)
-    return links, {(each.link, each.kind, each.dtype): each for each in links.traffic}
+    return links, {(row.link, row.kind, row.dtype): row for row in links.traffic}
 
 
 @pytest.mark.parametrize(("reduce", "scatters", "in_float8"), [("last", 1, True), ("last_all_reduce", 3, False)])
 def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatters, in_float8):
-    run = config(float8=Float8(), replicate=2, global_batch_size=24, reduce=reduce)
-    links, rows = links_of(replace(run, comm=Comm(float8_gradients=in_float8)))
+    run = make_config(float8=Float8(), replicate=2, global_batch_size=24, reduce=reduce)
+    links, rows = predict_rows(replace(run, comm=Comm(float8_gradients=in_float8)))
     groups = LAYERS + 2
     sent = rows["dp_shard", "all_to_all", "uint8"] if in_float8 else rows["dp_shard", "reduce_scatter", "float32"]
     assert sent.number == scatters * groups
@@ -90,7 +92,7 @@ def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatte
 def test_the_formulas_of_fsdp2():
     """Weights of blocks are gathered before the forward and before the backward; the rest once, to stay."""
     weights = LAYERS * (2 * DIM * DIM + 2 * DIM * DIM // 2 + 3 * DIM * HIDDEN)
-    links, rows = links_of(CASES["FSDP2, tensorwise"])
+    links, rows = predict_rows(CASES["FSDP2, tensorwise"])
     gathered = rows["dp_shard", "all_gather", "uint8"]
     # A block's norms are gathered with its weights, in bfloat16: as bytes among bytes.
     assert gathered.tensor_bytes == 2 * (weights + LAYERS * 2 * DIM * 2)
@@ -103,10 +105,10 @@ def test_the_formulas_of_fsdp2():
 
 
 def test_the_formulas_of_tensor_parallelism():
-    links, rows = links_of(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
+    links, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
     assert (links.layout.shard, links.layout.tensor) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
-    assert links.sums["dp_shard"][0] == sum(each.number for key, each in rows.items() if key[0] == "dp_shard")
+    assert links.sums["dp_shard"][0] == sum(row.number for key, row in rows.items() if key[0] == "dp_shard")
     # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
     assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
     assert rows["tp", "all_gather", "uint8"].number == LAYERS * 4

@@ -24,28 +24,29 @@ from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import get_peak_flops
-from tests.lab.conftest import resumable, tiny, write_text
-from tests.lab.trainer.runs import changed, numbers, run_to_end
+from tests.lab.conftest import make_resumable, make_tiny, write_text
+from tests.lab.trainer.runs import changed, read_numbers, read_steps, run_to_end
+from tests.steps import assert_same
 from tests.thinned import at_night
 
 DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
 
 
-def compared(config: TrainConfig) -> TrainConfig:
+def compare_delayed(config: TrainConfig) -> TrainConfig:
     """A run with delayed scaling and its bfloat16 baseline."""
-    return changed(replace(resumable(config), float8=DELAYED), job={"compare": True})
+    return changed(replace(make_resumable(config), float8=DELAYED), job={"compare": True})
 
 
 @pytest.fixture
 def config(tiny_config: TrainConfig) -> TrainConfig:
-    return compared(tiny_config)
+    return compare_delayed(tiny_config)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """A run of six steps, with checkpoints after two, four and six."""
     folder = tmp_path_factory.mktemp("finished")
-    return run_to_end(with_steps(compared(tiny(folder, write_text(folder / "text"))), 6))
+    return run_to_end(set_steps(compare_delayed(make_tiny(folder, write_text(folder / "text"))), 6))
 
 
 @pytest.fixture
@@ -54,35 +55,24 @@ def saved(config: TrainConfig, finished: TrainingRun) -> Path:
     return Path(shutil.copytree(finished.folder.path, Path(config.job.dump_folder) / "tiny"))
 
 
-def with_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint: object) -> TrainConfig:
+def set_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint: object) -> TrainConfig:
     return changed(config, training={"steps": steps}, job={"name": name}, checkpoint=checkpoint)
 
 
-def checkpoints(run: TrainingRun) -> CheckpointFolder:
-    return run.checkpoints.folder
-
-
-def everything(run: TrainingRun) -> dict[str, torch.Tensor]:
+def collect_tensors(run: TrainingRun) -> dict[str, torch.Tensor]:
     """Return weights, moments, step counters, scales and histories of every model."""
-    found = {}
+    tensors = {}
     for model in run.models:
-        for name, value in model.model.state_dict().items():
-            found[f"{model.name} {name}"] = value
-        for index, state in enumerate(model.optimizer.state.values()):
-            for name, value in state.items():
-                found[f"{model.name} {index} {name}"] = value
-        for name, value in model.scaling.state_dict().items():
-            found[f"{model.name} {name}"] = value
-    return found
+        moments = enumerate(model.optimizer.state.values())
+        states = {f"{index} {name}": value for index, state in moments for name, value in state.items()}
+        states |= {**model.model.state_dict(), **model.scaling.state_dict()}
+        tensors |= {f"{model.name} {name}": value for name, value in states.items()}
+    return tensors
 
 
 @pytest.mark.parametrize(
     ("async_mode", "optimizer"),
-    [
-        ("disabled", "AdamW"),
-        ("async", "Float8AdamW"),
-        *at_night([("async", "Float8Muon"), ("disabled", "Muon")]),
-    ],
+    [("disabled", "AdamW"), ("async", "Float8AdamW"), *at_night([("async", "Float8Muon"), ("disabled", "Muon")])],
 )
 def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     compare = optimizer == "AdamW"  # the baseline's states are saved as the model's are
@@ -90,59 +80,53 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     if not compare:  # it resumes within the phase of the block
         schedule = ("forward: first 1 step", "grad_weight: last 1 block")
         config = changed(config, float8={"high_precision_schedule": schedule})
-    run_to_end(with_steps(config, 2, async_mode=async_mode))
-    resumed = run_to_end(with_steps(config, 3, resume="must", async_mode=async_mode))
-    whole = run_to_end(with_steps(config, 3, "whole", async_mode=async_mode))
+    run_to_end(set_steps(config, 2, async_mode=async_mode))
+    resumed = run_to_end(set_steps(config, 3, resume="must", async_mode=async_mode))
+    whole = run_to_end(set_steps(config, 3, "whole", async_mode=async_mode))
     assert resumed.began_at_step == 2
-    assert numbers(resumed) == numbers(whole)
-    expected = everything(whole)
-    got = everything(resumed)
+    assert read_numbers(resumed) == read_numbers(whole)
+    expected = collect_tensors(whole)
     assert any("amax_history" in name for name in expected)
     assert any(name.endswith("_fp8") for name in expected) == optimizer.startswith("Float8")
     assert any("momentum_buffer" in name for name in expected) == optimizer.endswith("Muon")
-    assert _same(expected, got)
+    assert_same(collect_tensors(resumed), expected)
     assert resumed.progress == whole.progress
-    assert checkpoints(resumed).list_steps() == [2, 3]
+    assert resumed.checkpoints.folder.list_steps() == [2, 3]
 
 
 def test_a_label_with_a_colon_is_no_name_of_a_file(config):
-    """Records have it as it is typed; Windows and rsync refuse it in paths."""
+    """Records have the label as typed. Windows and rsync refuse a colon in a path."""
     config = replace(config, float8=Float8(recipe_name="rowwise", backward="dequantized"))
     config = changed(config, profiling={"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0})
-    run = run_to_end(with_steps(config, 1, name=""))
-    assert {row[1] for row in numbers(run)} >= {"rowwise:dequantized"}
+    run = run_to_end(set_steps(config, 1, name=""))
+    assert {row[1] for row in read_numbers(run)} >= {"rowwise:dequantized"}
     paths = [path.relative_to(run.folder.path.parent).as_posix() for path in run.folder.path.rglob("*")]
     assert not [path for path in paths if ":" in path]
     assert any("checkpoint/step-00000001/rowwise-dequantized/" in path for path in paths)
     assert any("step-000001/rowwise-dequantized-rank0" in path for path in paths)
-    resumed = run_to_end(with_steps(config, 2, name=run.folder.path.name, resume="must"))
+    resumed = run_to_end(set_steps(config, 2, name=run.folder.path.name, resume="must"))
     assert resumed.began_at_step == 1
     assert open_checkpoint(run.checkpoints.folder.find_checkpoint(1), "rowwise:dequantized").weights.is_dir()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("Float8Muon", "Muon"), *at_night([("AdamW", "Float8AdamW")])])
 def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config, saved, resumed):
-    """There and back: what the new optimizer stores of the saved moments, to the bit, and a run that goes on."""
+    """The states are, to the bit, what the new optimizer stores of the saved moments, in both directions."""
     config = changed(config, model={"dim": 128, "hidden_dim": 160}, job={"compare": False})
 
-    def steps(number: int, name: str) -> TrainConfig:
-        return changed(with_steps(config, number, resume="auto"), optimizer={"name": name})
+    def make_config(number: int, name: str) -> TrainConfig:
+        return changed(set_steps(config, number, resume="auto"), optimizer={"name": name})
 
-    run = run_to_end(steps(1, saved))
+    run = run_to_end(make_config(1, saved))
     for name, number in ((resumed, 2), (saved, 3)):
-        old, run = run, prepare(steps(number, name))
-        for was, now in zip(old.models, run.models, strict=True):
-            expected = build_optimizer(was.model, now.config.optimizer)
-            load_states_of(expected, was.optimizer)
-            for theirs, ours in zip(was.model.parameters(), now.model.parameters(), strict=True):
-                assert torch.equal(theirs, ours)
-                assert _same(expected.state[theirs], now.optimizer.state[ours])
+        (before,), run = run.models, prepare(make_config(number, name))
+        (model,) = run.models
+        expected = build_optimizer(before.model, model.config.optimizer)
+        load_states_of(expected, before.optimizer)
+        for old, new in zip(before.model.parameters(), model.model.parameters(), strict=True):
+            assert_same([new, model.optimizer.state[new]], [old, expected.state[old]])
         train(run)
     assert (run.began_at_step, run.progress.step) == (2, 3)
-
-
-def _same(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> bool:
-    return expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypatch):
@@ -163,56 +147,54 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
     train_step = TrainedModel.train_step
     monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
     monkeypatch.setattr(TrainedModel, "train_step", take_step)
-    run = run_to_end(with_steps(config, 3, async_mode="async"))
-    ours, expected = (checkpoints(each).find_checkpoint(2) / MANIFEST for each in (run, finished))
-    ours, expected = (
-        {name: digest for name, digest in json.loads(path.read_text())["files"].items() if name.endswith(".distcp")}
-        for path in (ours, expected)
-    )
-    assert len(expected) == 2
-    assert ours == expected
+    run = run_to_end(set_steps(config, 3, async_mode="async"))
+    manifests = [run.checkpoints.folder.find_checkpoint(2) / MANIFEST for run in (run, finished)]
+    digests, expected = (json.loads(path.read_text())["files"] for path in manifests)
+    names = [name for name in expected if name.endswith(".distcp")]
+    assert len(names) == 2
+    assert [digests[name] for name in names] == [expected[name] for name in names]
 
 
 def test_states_of_another_algorithm_are_refused(config, saved):
     with pytest.raises(CheckpointError, match=r"saved by optimizer.name = AdamW: states of AdamW cannot become .*Muon"):
-        prepare(changed(with_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
+        prepare(changed(set_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
 
 
 def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished, saved):
-    again = run_to_end(with_steps(config, 6, resume="must", load_step=2))
-    assert (again.began_at_step, numbers(again)) == (2, numbers(finished))
-    shorter = prepare(with_steps(config, 3, resume="must", load_step=2))
-    assert checkpoints(shorter).list_steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
+    again = run_to_end(set_steps(config, 6, resume="must", load_step=2))
+    assert (again.began_at_step, read_numbers(again)) == (2, read_numbers(finished))
+    shorter = prepare(set_steps(config, 3, resume="must", load_step=2))
+    assert shorter.checkpoints.folder.list_steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
     train(shorter)
-    assert checkpoints(shorter).list_steps() == [2, 3]
+    assert shorter.checkpoints.folder.list_steps() == [2, 3]
     assert max(record["step"] for record in read_metrics(shorter.folder.metrics)) == 3
 
 
 def test_random_numbers_follow_the_seed_and_resume(config):
     config = changed(config, job={"compare": False})
-    run = prepare(with_steps(config, 2))
+    run = prepare(set_steps(config, 2))
     seeded = torch.rand(3)
     train(run)
     expected = torch.rand(3)
     torch.manual_seed(6)
     get_peak_flops.cache_clear()  # a run in another process measures after it has loaded
-    prepare(with_steps(config, 4, resume="must"))
+    prepare(set_steps(config, 4, resume="must"))
     assert torch.equal(torch.rand(3), expected)
-    prepare(with_steps(config, 2, name="again"))
+    prepare(set_steps(config, 2, name="again"))
     assert torch.equal(torch.rand(3), seeded)
 
 
 def test_keep_latest_k(config):
-    assert checkpoints(run_to_end(with_steps(config, 3, keep_latest_k=1))).list_steps() == [3]
+    assert run_to_end(set_steps(config, 3, keep_latest_k=1)).checkpoints.folder.list_steps() == [3]
 
 
 def test_disabled_checkpoints_leave_nothing(config):
-    run = run_to_end(replace(with_steps(config, 1), checkpoint=Checkpoint(enable=False)))
-    assert not checkpoints(run).path.exists()
+    run = run_to_end(replace(set_steps(config, 1), checkpoint=Checkpoint(enable=False)))
+    assert not run.checkpoints.folder.path.exists()
 
 
 def test_the_record_of_a_checkpoint(config, finished):
-    record = read_record(checkpoints(finished).find_checkpoint(2))
+    record = read_record(finished.checkpoints.folder.find_checkpoint(2))
     assert record["models"] == ["delayed", "bfloat16"]
     assert record["progress"]["step"] == 2
     assert record["progress"]["consumed_sequences"] == 2 * config.training.local_batch_size
@@ -226,7 +208,7 @@ def test_the_record_of_a_checkpoint(config, finished):
 def test_a_partial_checkpoint_does_not_count(config, saved):
     folder = CheckpointFolder(saved / "checkpoint")
     folder.find_checkpoint(6).rename(folder.get_partial_path(6))
-    resumed = prepare(with_steps(config, 8, resume="auto"))
+    resumed = prepare(set_steps(config, 8, resume="auto"))
     assert resumed.began_at_step == 4
     train(resumed)
     assert folder.list_steps() == [2, 4, 6, 8]
@@ -234,15 +216,15 @@ def test_a_partial_checkpoint_does_not_count(config, saved):
 
 
 def test_auto_begins_a_run_without_checkpoints(config):
-    run = run_to_end(with_steps(config, 2, resume="auto"))
+    run = run_to_end(set_steps(config, 2, resume="auto"))
     assert run.began_at_step == 0
-    for step in checkpoints(run).list_steps():
-        (checkpoints(run).find_checkpoint(step) / RECORD).unlink()
-        checkpoints(run).find_checkpoint(step).rename(checkpoints(run).get_partial_path(step))
-    again = run_to_end(with_steps(config, 2, resume="auto"))
+    for step in run.checkpoints.folder.list_steps():
+        (run.checkpoints.folder.find_checkpoint(step) / RECORD).unlink()
+        run.checkpoints.folder.find_checkpoint(step).rename(run.checkpoints.folder.get_partial_path(step))
+    again = run_to_end(set_steps(config, 2, resume="auto"))
     assert again.began_at_step == 0
-    assert numbers(again)[-1] == numbers(run)[-1]
-    assert len([record for record in read_metrics(again.folder.metrics) if "loss" in record]) == 4
+    assert read_numbers(again)[-1] == read_numbers(run)[-1]
+    assert len(read_steps(again.folder.metrics)) == 4
 
 
 def test_a_resume_tells_of_each_setting_that_changes_numbers(config, saved):
@@ -251,7 +233,7 @@ def test_a_resume_tells_of_each_setting_that_changes_numbers(config, saved):
         "numerics": {"every": 1, "on_alarm": "fallback", "fallback_recipe": "rowwise"},
         "metrics": {"log_freq": 3},
     }
-    folder = RunFolder.open(changed(with_steps(config, 8, resume="must"), **changes))
+    folder = RunFolder.open(changed(set_steps(config, 8, resume="must"), **changes))
     folder.release()
     assert {name for name in folder.changes if name.partition(".")[0] in UNRELATED} == set(RELATED)
 
@@ -260,53 +242,49 @@ def test_a_folder_without_a_config_is_a_new_run(config):
     folder = Path(config.job.dump_folder) / "tiny"
     folder.mkdir(parents=True)
     (folder / ".config.toml.partial").write_text("[mod")
-    assert run_to_end(with_steps(config, 2, resume="auto")).began_at_step == 0
+    assert run_to_end(set_steps(config, 2, resume="auto")).began_at_step == 0
 
 
 def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
     before = [(saved / name).read_bytes() for name in ("metrics.jsonl", "summary.json")]
-    run_to_end(with_steps(config, 6, resume="must"))
+    run_to_end(set_steps(config, 6, resume="must"))
     assert [(saved / name).read_bytes() for name in ("metrics.jsonl", "summary.json")] == before
     assert "nothing left to do" in capsys.readouterr().out
 
 
 def test_initial_weights_of_another_run(config, finished):
-    path = str(checkpoints(finished).find_checkpoint(6))
-    second = prepare(with_steps(config, 2, initial_load_path=path))
+    path = str(finished.checkpoints.folder.find_checkpoint(6))
+    second = prepare(set_steps(config, 2, initial_load_path=path))
     assert second.began_at_step == 0
-    for ours, theirs in zip(second.models, finished.models, strict=True):
-        assert _same(theirs.model.state_dict(), ours.model.state_dict())
-        assert not ours.optimizer.state
+    for model, expected in zip(second.models, finished.models, strict=True):
+        assert_same(model.model.state_dict(), expected.model.state_dict())
+        assert not model.optimizer.state
 
 
 def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, tmp_path, refused):
-    weights = shutil.copytree(checkpoints(finished).find_checkpoint(6), tmp_path / "weights")
-    begun = with_steps(config, 2, "begun", resume="auto", initial_load_path=str(weights))
+    weights = shutil.copytree(finished.checkpoints.folder.find_checkpoint(6), tmp_path / "weights")
+    begun = set_steps(config, 2, "begun", resume="auto", initial_load_path=str(weights))
     folder = run_to_end(begun).folder.path
     shutil.rmtree(weights)
     assert main(["train", "--resume", str(folder), "--training.steps=3"]) == 0
     again = run_to_end(changed(begun, training={"steps": 4}))
     assert again.began_at_step == 3
     assert load_config(folder / "config.toml").checkpoint.initial_load_path == str(weights)
-    other = [
-        "train",
-        "--resume",
-        str(folder),
-        f"--checkpoint.initial_load_path={checkpoints(finished).find_checkpoint(4)}",
-    ]
-    assert f"initial_load_path must be '{weights}', from which the run in" in refused(*other)
+    other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.find_checkpoint(4)}"
+    line = refused("train", "--resume", folder, other)
+    assert f"initial_load_path must be '{weights}', from which the run in" in line
 
 
 def test_initial_weights_of_a_run_with_dynamic_scaling(config):
     """Delayed scaling begins as in a new model."""
-    first = run_to_end(replace(with_steps(config, 1), float8=Float8(recipe_name="tensorwise")))
-    path = str(checkpoints(first).find_checkpoint(1))
-    run_to_end(with_steps(config, 1, "second", initial_load_path=path))
+    first = run_to_end(replace(set_steps(config, 1), float8=Float8(recipe_name="tensorwise")))
+    path = str(first.checkpoints.folder.find_checkpoint(1))
+    run_to_end(set_steps(config, 1, "second", initial_load_path=path))
 
 
 def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
-    """Even those that the run discards: they go when the next checkpoint is complete."""
-    again = prepare(with_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
+    """The run removes even those that it discards only when the next checkpoint is complete."""
+    again = prepare(set_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -315,12 +293,12 @@ def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
         patch.setattr(torch.distributed.checkpoint.filesystem.FileSystemWriter, "finish", fail)
         with pytest.raises(CheckpointError, match="step 4 could not be.*No space left.*of step 6 is intact"):
             train(again)
-    assert checkpoints(again).list_steps() == [2, 4, 6]
-    assert not list(checkpoints(again).path.glob(".*"))
+    assert again.checkpoints.folder.list_steps() == [2, 4, 6]
+    assert not list(again.checkpoints.folder.path.glob(".*"))
 
 
 def test_a_folder_that_cannot_be_written(config):
-    run = prepare(with_steps(config, 2))
+    run = prepare(set_steps(config, 2))
     blocked = run.folder.path / "checkpoint"
     blocked.write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match="checkpoint of step 2 could not be written.*there is no earlier one"):
@@ -349,6 +327,6 @@ def test_a_failed_removal_is_not_called_a_failed_save(tiny_config, monkeypatch):
         raise OSError("busy")
 
     monkeypatch.setattr(CheckpointFolder, "prune", fail)
-    run = prepare(resumable(tiny_config))
+    run = prepare(make_resumable(tiny_config))
     with pytest.raises(CheckpointError, match=r"^old checkpoints in .* be removed: .*busy; the checkpoint of step 2"):
         train(run)

@@ -27,7 +27,7 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare
 
 
-class _Calls:
+class Calls:
     """Pickles as a call of os.system."""
 
     def __init__(self, command: str) -> None:
@@ -42,40 +42,43 @@ BY_VALUE = lambda member, _: (type(member), (member.value,))  # noqa: E731
 
 
 @pytest.mark.parametrize("reduced", [BY_NAME, BY_VALUE], ids=["before Python 3.11.4", "later"])
-def test_our_reader_finds_what_torch_finds(tmp_path, monkeypatch, reduced):
+def test_quaver_reads_the_metadata_that_torch_reads(tmp_path, monkeypatch, reduced):
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
     state = {"model": {"a": torch.ones(4, 5)}, "progress": {"step": 3, "losses": [torch.ones(2), 1.5]}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
-    expected, got = FileSystemReader(tmp_path).read_metadata(), CheckpointReader(tmp_path).read_metadata()
-    for each in expected.state_dict_metadata.values():
-        if hasattr(each, "properties"):  # PyTorch 2.15 records strides, too, which no load reads
-            each.properties = TensorProperties(each.properties.dtype)
-    assert got.state_dict_metadata == expected.state_dict_metadata
-    assert got.storage_data == expected.storage_data
+    expected, metadata = FileSystemReader(tmp_path).read_metadata(), CheckpointReader(tmp_path).read_metadata()
+    for tensor in expected.state_dict_metadata.values():
+        if hasattr(tensor, "properties"):  # PyTorch 2.15 records strides, too, which no load reads
+            tensor.properties = TensorProperties(tensor.properties.dtype)
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert metadata.storage_data == expected.storage_data
 
 
-def _named(module: str, name: str) -> bytes:
+def encode_name(module: str, name: str) -> bytes:
     words = [word.encode() for word in (module, name)]
     return b"".join(b"\x8c" + bytes([len(word)]) + word for word in words) + b"\x93"
 
 
-RECORD_OF = _named("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81"
+RECORD = encode_name("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81"
 
 HOSTILE: dict[str, tuple[str, Callable[[Path], bytes]]] = {
-    "a call": ("'posix.system', which no checkpoint", lambda marker: pickle.dumps(_Calls(f"touch {marker}"))),
-    "a call in protocol 0": ("opcode", lambda marker: pickle.dumps(_Calls(f"touch {marker}"), protocol=0)),
-    "a call in protocol 2": ("opcode", lambda marker: pickle.dumps(_Calls(f"touch {marker}"), protocol=2)),
-    "an import": ("'this.s', which", lambda marker: b"\x80\x04" + _named("this", "s") + b"."),
-    "a dotted name": ("'torch.os.system', which", lambda marker: b"\x80\x04" + _named("torch", "os.system") + b"."),
-    "a dotted known name": ("which", lambda marker: b"\x80\x04" + _named("torch", "Size.__class__") + b"."),
-    "a name of two lines": (r"'torch.a\\nb', which", lambda marker: b"\x80\x04" + _named("torch", "a\nb") + b"."),
+    "a call": ("'posix.system', which no checkpoint", lambda marker: pickle.dumps(Calls(f"touch {marker}"))),
+    "a call in protocol 0": ("opcode", lambda marker: pickle.dumps(Calls(f"touch {marker}"), protocol=0)),
+    "a call in protocol 2": ("opcode", lambda marker: pickle.dumps(Calls(f"touch {marker}"), protocol=2)),
+    "an import": ("'this.s', which", lambda marker: b"\x80\x04" + encode_name("this", "s") + b"."),
+    "a dotted name": (
+        "'torch.os.system', which",
+        lambda marker: b"\x80\x04" + encode_name("torch", "os.system") + b".",
+    ),
+    "a dotted known name": ("which", lambda marker: b"\x80\x04" + encode_name("torch", "Size.__class__") + b"."),
+    "a name of two lines": (r"'torch.a\\nb', which", lambda marker: b"\x80\x04" + encode_name("torch", "a\nb") + b"."),
     "a name that is no name": ("", lambda marker: b"\x80\x04K\x01K\x02\x93."),
-    "a call of a record": ("calls a value", lambda marker: b"\x80\x04" + RECORD_OF + b")R."),
-    "a call of a dtype": ("calls a value", lambda marker: b"\x80\x04" + _named("torch", "float32") + b")R."),
+    "a call of a record": ("calls a value", lambda marker: b"\x80\x04" + RECORD + b")R."),
+    "a call of a dtype": ("calls a value", lambda marker: b"\x80\x04" + encode_name("torch", "float32") + b")R."),
     "an object of text": ("calls a value", lambda marker: b"\x80\x04\x8c\x01x)\x81."),
-    "a state for a name": ("state", lambda marker: b"\x80\x04" + _named("torch", "Size") + b"N}\x86b."),
+    "a state for a name": ("state", lambda marker: b"\x80\x04" + encode_name("torch", "Size") + b"N}\x86b."),
     "a state for a list": ("state", lambda marker: b"\x80\x04]}b."),
-    "a class in a state": ("", lambda marker: b"\x80\x04" + RECORD_OF + b"}\x8c\x09__class__Nsb."),
+    "a class in a state": ("", lambda marker: b"\x80\x04" + RECORD + b"}\x8c\x09__class__Nsb."),
     "a registered extension": ("opcode", lambda marker: b"\x80\x04\x82\x01."),
     "a persistent id": ("opcode", lambda marker: b"\x80\x04NQ."),
     "an object by an old opcode": ("opcode", lambda marker: b"\x80\x04(ios\nsystem\n."),
@@ -86,7 +89,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], bytes]]] = {
     "a nested tuple as a key": ("a key", lambda marker: b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns."),
     "a nested tuple among keys": ("a key", lambda marker: b"\x80\x04}()" + b"\x85" * 1_000_000 + b"Nu."),
     "nested lists": ("", lambda marker: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b"."),
-    "nested tuples as a size": ("", lambda marker: b"\x80\x04" + RECORD_OF + b")" + b"\x85" * 1_000_000 + b"b."),
+    "nested tuples as a size": ("", lambda marker: b"\x80\x04" + RECORD + b")" + b"\x85" * 1_000_000 + b"b."),
     "nothing": ("", lambda marker: b""),
     "no value": ("", lambda marker: b"\x80\x04."),
     "a mark without a begin": ("", lambda marker: b"\x80\x04t."),
@@ -108,10 +111,10 @@ def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, tmp_path, few_gi
     message, make = HOSTILE[hostile]
     (tmp_path / METADATA).write_bytes(make(tmp_path / "ran"))
     sizes = torch.Size.__dict__.keys()
-    with pytest.raises(CheckpointError, match=rf"cannot read .*\.metadata is damaged: .*{message}.*; choose") as caught:
+    with pytest.raises(CheckpointError, match=rf"cannot read .*\.metadata is damaged: .*{message}.*; choose") as error:
         load_state({"a": torch.empty(1)}, CheckpointReader(tmp_path))
-    assert "\n" not in str(caught.value)
-    assert isinstance(caught.value.__cause__, ValueError)  # no MemoryError
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value.__cause__, ValueError)  # no MemoryError
     assert not (tmp_path / "ran").exists()
     assert torch.Size.__dict__.keys() == sizes
 
@@ -119,22 +122,22 @@ def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, tmp_path, few_gi
 def test_a_hostile_value_is_one_line_and_is_not_run(tmp_path):
     torch.distributed.checkpoint.save({"value": 0, "tensor": torch.ones(2)}, checkpoint_id=tmp_path)
     content = io.BytesIO()
-    torch.save(_Calls(f"touch {tmp_path / 'ran'}"), content)
+    torch.save(Calls(f"touch {tmp_path / 'ran'}"), content)
     place = CheckpointReader(tmp_path).read_metadata().storage_data
-    (value,) = (found for index, found in place.items() if index.fqn == "value")
+    (value,) = (place for index, place in place.items() if index.fqn == "value")
     (tmp_path / value.relative_path).write_bytes(b"\0" * value.offset + content.getvalue())
-    _edit_metadata(tmp_path, lambda m: setattr(_place(m, "value"), "length", len(content.getvalue())), only="value")
-    with pytest.raises(CheckpointError, match="cannot load .*; choose another checkpoint") as caught:
+    edit_metadata(tmp_path, lambda m: setattr(find_place(m, "value"), "length", len(content.getvalue())), only="value")
+    with pytest.raises(CheckpointError, match="cannot load .*; choose another checkpoint") as error:
         load_state({"value": 1}, CheckpointReader(tmp_path))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
 
 
-def _place(metadata: Any, name: str) -> Any:
-    return next(found for index, found in metadata.storage_data.items() if index.fqn == name)
+def find_place(metadata: Any, name: str) -> Any:
+    return next(place for index, place in metadata.storage_data.items() if index.fqn == name)
 
 
-def _edit_metadata(folder: Path, change: Callable[[Any], object], only: str = "") -> None:
+def edit_metadata(folder: Path, change: Callable[[Any], object], only: str = "") -> None:
     """Change the metadata, of `only` one name, as its author could."""
     metadata = FileSystemReader(folder).read_metadata()
     change(metadata)
@@ -144,11 +147,11 @@ def _edit_metadata(folder: Path, change: Callable[[Any], object], only: str = ""
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-def _chunk(metadata: Any) -> Any:
+def first_chunk(metadata: Any) -> Any:
     return metadata.state_dict_metadata["a"].chunks[0]
 
 
-def _cut(metadata: Any, *rows: tuple[int, int]) -> None:
+def replace_chunks(metadata: Any, *rows: tuple[int, int]) -> None:
     """Replace the one part by rows (first, count)."""
     metadata.state_dict_metadata["a"].chunks[:] = [
         ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([count, 5])) for first, count in rows
@@ -156,23 +159,23 @@ def _cut(metadata: Any, *rows: tuple[int, int]) -> None:
 
 
 EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "an absolute path": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "/etc/passwd")),
-    "a path above": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "../x.distcp")),
-    "no path": ("is missing", lambda m: setattr(_place(m, "a"), "relative_path", "..")),
-    "a link": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "link")),
-    "a missing file": ("is missing", lambda m: setattr(_place(m, "a"), "relative_path", "__7_0.distcp")),
-    "a FIFO": ("is missing", lambda m: setattr(_place(m, "a"), "relative_path", "fifo")),
-    "beyond the end": ("or more", lambda m: setattr(_place(m, "a"), "offset", 2**40)),
-    "a negative offset": ("negative", lambda m: setattr(_place(m, "a"), "offset", -1)),
-    "a negative length": ("negative", lambda m: setattr(_place(m, "a"), "length", -1)),
-    "a path of another type": ("string", lambda m: setattr(_place(m, "a"), "relative_path", 3)),
-    "a compressed tensor": ("compressed", lambda m: setattr(_place(m, "a"), "transform_descriptors", ["zstd"])),
-    "a hole": ("the parts of a", lambda m: setattr(_chunk(m), "sizes", torch.Size([1, 5]))),
-    "a part twice": ("the parts of a", lambda m: _cut(m, (0, 2), (0, 1), (1, 1))),
-    "two holes and two overlaps": ("the parts of a", lambda m: _cut(m, (0, 2), (1, 2))),
-    "a part outside": ("the parts of a", lambda m: setattr(_chunk(m), "offsets", torch.Size([1, 0]))),
+    "an absolute path": ("outside of", lambda m: setattr(find_place(m, "a"), "relative_path", "/etc/passwd")),
+    "a path above": ("outside of", lambda m: setattr(find_place(m, "a"), "relative_path", "../x.distcp")),
+    "no path": ("is missing", lambda m: setattr(find_place(m, "a"), "relative_path", "..")),
+    "a link": ("outside of", lambda m: setattr(find_place(m, "a"), "relative_path", "link")),
+    "a missing file": ("is missing", lambda m: setattr(find_place(m, "a"), "relative_path", "__7_0.distcp")),
+    "a FIFO": ("is missing", lambda m: setattr(find_place(m, "a"), "relative_path", "fifo")),
+    "beyond the end": ("or more", lambda m: setattr(find_place(m, "a"), "offset", 2**40)),
+    "a negative offset": ("negative", lambda m: setattr(find_place(m, "a"), "offset", -1)),
+    "a negative length": ("negative", lambda m: setattr(find_place(m, "a"), "length", -1)),
+    "a path of another type": ("string", lambda m: setattr(find_place(m, "a"), "relative_path", 3)),
+    "a compressed tensor": ("compressed", lambda m: setattr(find_place(m, "a"), "transform_descriptors", ["zstd"])),
+    "a hole": ("the parts of a", lambda m: setattr(first_chunk(m), "sizes", torch.Size([1, 5]))),
+    "a part twice": ("the parts of a", lambda m: replace_chunks(m, (0, 2), (0, 1), (1, 1))),
+    "two holes and two overlaps": ("the parts of a", lambda m: replace_chunks(m, (0, 2), (1, 2))),
+    "a part outside": ("the parts of a", lambda m: setattr(first_chunk(m), "offsets", torch.Size([1, 0]))),
     "no parts": ("the parts of a", lambda m: m.state_dict_metadata["a"].chunks.clear()),
-    "another rank": ("", lambda m: setattr(_chunk(m), "sizes", torch.Size([20]))),
+    "another rank": ("", lambda m: setattr(first_chunk(m), "sizes", torch.Size([20]))),
     "a size of 2**70": ("negative", lambda m: setattr(m.state_dict_metadata["a"], "size", (2**70, 5))),
     "no dtype": ("dtype", lambda m: setattr(m.state_dict_metadata["a"].properties, "dtype", 3)),
     "no tensors": ("", lambda m: setattr(m, "state_dict_metadata", None)),
@@ -188,15 +191,15 @@ def test_edited_metadata_is_one_line(edit, tmp_path):
     (tmp_path.parent / "x.distcp").write_bytes(b"x" * 10_000)
     (tmp_path / "link").symlink_to(tmp_path.parent / "x.distcp")
     os.mkfifo(tmp_path / "fifo")
-    _edit_metadata(tmp_path, change)
-    with pytest.raises(CheckpointError, match=f"cannot (read|load) .*{message}.*; choose another checkpoint") as caught:
+    edit_metadata(tmp_path, change)
+    with pytest.raises(CheckpointError, match=f"cannot (read|load) .*{message}.*; choose another checkpoint") as error:
         load_state({"a": torch.empty(4, 5)}, CheckpointReader(tmp_path))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 def test_parts_that_several_ranks_wrote_count_once(tmp_path):
     torch.distributed.checkpoint.save({"a": torch.ones(4, 5), "empty": torch.ones(0, 5)}, checkpoint_id=tmp_path)
-    _edit_metadata(tmp_path, lambda m: m.state_dict_metadata["a"].chunks.append(_chunk(m)))
+    edit_metadata(tmp_path, lambda m: m.state_dict_metadata["a"].chunks.append(first_chunk(m)))
     state = {"a": torch.empty(4, 5), "empty": torch.empty(0, 5)}
     load_state(state, CheckpointReader(tmp_path))
     assert state["a"].eq(1).all()
@@ -214,7 +217,7 @@ FATAL = (f"{FOLDER}.write_manifest", f"{FOLDER}.sync_all", "pathlib.Path.rename"
 
 
 def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, monkeypatch):
-    """Steps 3 and 4 are left for a new history from step 2 on; what counts is complete, and of one history."""
+    """Steps 3 and 4 give way to a new history from step 2 on. All checkpoints are complete, and of one history."""
     run = prepare(config)
     train(run)
     folder = run.checkpoints.folder
@@ -226,7 +229,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
         shutil.copytree(original, folder.path)
         left = iter(range(fatal))
 
-        def deadly(call: Callable[..., Any], left=left) -> Callable[..., Any]:
+        def make_fatal(call: Callable[..., Any], left=left) -> Callable[..., Any]:
             def call_or_die(*arguments: Any) -> Any:
                 if next(left, None) is None:
                     raise KeyboardInterrupt
@@ -238,7 +241,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
         record = {**json.loads((folder.find_checkpoint(3) / "checkpoint.json").read_text()), "saved_at": "again"}
         with monkeypatch.context() as patch:
             for name, call in calls.items():
-                patch.setattr(name, deadly(call))
+                patch.setattr(name, make_fatal(call))
             try:
                 again.begin(3)
                 shutil.copytree(original / "step-00000003" / "bfloat16", again.get_partial_path(3) / "bfloat16")

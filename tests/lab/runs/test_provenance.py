@@ -22,7 +22,7 @@ def test_provenance_names_the_commit_of_the_source():
 
 
 def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
-    """As where quaver is installed in an environment inside somebody else's checkout."""
+    """quaver may be installed in an environment inside the checkout of another project."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     inside = tmp_path / "site-packages"
     inside.mkdir()
