@@ -58,7 +58,7 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def tiny(folder: Path, text_folder: Path) -> TrainConfig:
+def make_tiny(folder: Path, text_folder: Path) -> TrainConfig:
     """A run of four steps in `folder`."""
     return TrainConfig(
         job=Job(name="tiny", dump_folder=str(folder / "runs")),
@@ -71,8 +71,8 @@ def tiny(folder: Path, text_folder: Path) -> TrainConfig:
     )
 
 
-def resumable(config: TrainConfig) -> TrainConfig:
-    """With checkpoints after steps 2 and 4, and a learning rate that is independent of training.steps."""
+def make_resumable(config: TrainConfig) -> TrainConfig:
+    """The config with checkpoints after steps 2 and 4, and a learning rate that is independent of training.steps."""
     schedule = LRScheduler(schedule="constant", warmup_steps=2)
     return replace(config, lr_scheduler=schedule, checkpoint=Checkpoint(interval=2, keep_latest_k=0))
 
@@ -100,7 +100,7 @@ def text_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
-    return tiny(tmp_path, text_folder)
+    return make_tiny(tmp_path, text_folder)
 
 
 @pytest.fixture
@@ -124,4 +124,4 @@ def tiny_float8_config(tiny_config: TrainConfig) -> TrainConfig:
 
 @pytest.fixture
 def resumable_config(tiny_config: TrainConfig) -> TrainConfig:
-    return resumable(tiny_config)
+    return make_resumable(tiny_config)

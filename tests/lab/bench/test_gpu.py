@@ -33,9 +33,8 @@ def test_parts_and_groups_are_chosen_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("OUT", str(tmp_path))
     assert gpu.main(["matmuls", "matmul"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "make gpu: unknown part 'matmul'; choose from quiet, tests, second, doctor"
-    )
+    message = "make gpu: unknown part 'matmul'; choose from quiet, tests, second, doctor"
+    assert capsys.readouterr().err.startswith(message)
     ran = []
     monkeypatch.setattr(gpu, "run", lambda words, limit_s, log: ran.append(words) or "exit code 1")
     assert gpu.main(["tests", "kernels", "rates"]) == 1
@@ -44,10 +43,8 @@ def test_parts_and_groups_are_chosen_by_name(tmp_path, monkeypatch, capsys):
     assert set(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == {"rates", "kernels", "tests"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.log"]
     assert gpu.main([]) == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        "9 parts, at most 870 s: doctor, rates, gradients, kernels, blocks, attention, eager, matmuls, tests"
-    )
+    parts = "doctor, rates, gradients, kernels, blocks, attention, eager, matmuls, tests"
+    assert capsys.readouterr().out.startswith(f"9 parts, at most 870 s: {parts}")
 
 
 def test_every_group_but_the_second_fits_in_ten_minutes_with_a_minute_to_spare(tmp_path):
@@ -121,10 +118,11 @@ def test_the_cheap_parts_run_dry(tmp_path):
     assert rows[-1]["card_db"] > rows[-2]["card_db"]
 
 
+PARTS = ["kernels", "gradients", "blocks", "attention", "eager", "optimizers", "stored", "graphs", "fsdp"]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "part", ["kernels", "gradients", "blocks", "attention", "eager", "optimizers", "stored", "graphs", "fsdp"]
-)
+@pytest.mark.parametrize("part", PARTS)
 def test_the_other_parts_run_dry(part, tmp_path):
     rows = run_part(part, tmp_path)
     assert all(row.get("timing", {"median_us": 1})["median_us"] > 0 for row in rows)
@@ -147,9 +145,8 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
         raise ValueError("no such kernel")
 
     def run_and_interrupt(lab):
-        yield from failures_as_rows(
-            [({"what": "bad"}, yield_and_fail), ({"what": "good"}, lambda: iter([{"value": 2.0}]))]
-        )
+        good = ({"what": "good"}, lambda: iter([{"value": 2.0}]))
+        yield from failures_as_rows([({"what": "bad"}, yield_and_fail), good])
         raise KeyboardInterrupt
 
     monkeypatch.setitem(gpu_parts.PARTS, "rates", run_and_interrupt)

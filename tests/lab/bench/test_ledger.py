@@ -128,7 +128,7 @@ TWO_LOOPS = """
 
 
 def test_columns_are_read_again_in_a_second_loop():
-    """Along a row a cache has what was read, and what was stored."""
+    """A reduction along rows finds in a cache what it has read or stored."""
     kernel = TWO_LOOPS.replace("tl.load(in_ptr1 + (r0_1)", "tl.load(out_ptr0 + (r0_1)")
     tile = Access("tile", (M, N), (N, 1), torch.bfloat16, 2 * M * N)
     stored = replace(tile, name="stored")
@@ -160,22 +160,19 @@ def test_float64_is_counted_once_a_column_or_once_an_element():
 
 @pytest.mark.parametrize(("recipe", "gpu"), [("mxfp8", "H200"), ("blockwise", "B200")])
 def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
-    with pytest.raises(
-        NotImplementedError, match=f"{recipe}: no float8 matmul of {gpu} takes .* operands would be widened"
-    ):
+    message = f"{recipe}: no float8 matmul of {gpu} takes .* operands would be widened"
+    with pytest.raises(NotImplementedError, match=message):
         count_launches(WORK["linear"], f"quaver {recipe}", gpu)
 
 
 def count_launches_in_triton():
     """By operation, the kernels of one call: Triton's, and PyTorch's fills."""
-    hp, group = torch.ones(32, 48), torch.arange(32) // 16
+    hp, group, e4m3 = torch.ones(32, 48), torch.arange(32) // 16, torch.float8_e4m3fn
     calls = {
-        "quaver.cast_rowwise": lambda: triton_cast.cast_rowwise(hp, torch.float8_e4m3fn, True, True, False),
-        "quaver.cast_blockwise": lambda: triton_cast.cast_blockwise(
-            hp, torch.float8_e4m3fn, True, True, False, 128, 128, ""
-        ),
+        "quaver.cast_rowwise": lambda: triton_cast.cast_rowwise(hp, e4m3, True, True, False),
+        "quaver.cast_blockwise": lambda: triton_cast.cast_blockwise(hp, e4m3, True, True, False, 128, 128, ""),
         "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
-        "quaver.to_column_major": lambda: triton_copy.to_column_major(hp.to(torch.float8_e4m3fn)),
+        "quaver.to_column_major": lambda: triton_copy.to_column_major(hp.to(e4m3)),
     }
     launches = {}
     for name, call in calls.items():
@@ -196,7 +193,7 @@ def test_operations_in_triton_launch_what_the_ledger_counts():
 
 @pytest.mark.parametrize(("rows", "results", "reads", "launches"), [(M, 6, 1, 1), (M - 1, 6, 2, 2), (M - 1, 4, 1, 1)])
 def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
-    """Where each direction has scales of its own: six results, four of square blocks."""
+    """This holds where each direction has its own scales, which are six results, not for four of square blocks."""
     operand = access((rows, N), (N, 1), torch.bfloat16)
     writes = (*[access((rows, N), (N, 1))] * results, *[access((0,), (1,))] * (6 - results))
     launch = Launch("quaver.cast_blockwise", (), (operand,), writes, (), "", {}, False)
@@ -271,7 +268,7 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
     ],
 )
 def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
-    """As the formulas of linears and the planner have it."""
+    """The formulas of linears and of the planner have the same rate."""
     spec, b = find_device_spec("H200"), access((N, M), (1, N))
     result = access((M, M), (M, 1), torch.bfloat16)
     scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
@@ -309,13 +306,11 @@ def test_no_time_is_below_what_bytes_and_instructions_take():
     """A kernel's time is the larger of both, and a tensor core's rate is not exceeded."""
     spec = find_device_spec("H200")
     for entry in count_case("linear", "quaver tensorwise").entries:
-        moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
-        issued = replace(entry, issued=10**9)
-        assert time_entry(entry, spec) > moved
-        assert time_entry(entry, spec) > entry.flops / (1e12 * (spec.float8_tflops or 0))
-        assert time_entry(issued, spec) == max(
-            time_entry(entry, spec), 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
-        )
+        seconds, issued = time_entry(entry, spec), replace(entry, issued=10**9)
+        assert seconds > entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
+        assert seconds > entry.flops / (1e12 * (spec.float8_tflops or 0))
+        issuing = 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
+        assert time_entry(issued, spec) == max(seconds, issuing)
 
 
 @pytest.mark.nightly

@@ -80,7 +80,7 @@ class Browser:
         word = f"log of {next(self._numbers)}"
         self.driver.get("about:blank")
         self.run("console.log(arguments[0])", word)
-        self.wait(lambda: any(word in entry["message"] for entry in self.logged()))
+        self.wait(lambda: any(word in entry["message"] for entry in self.take_log()))
 
     def show(self, width: int, height: int = 1000, *, dark: bool = False) -> None:
         """Change the window and its colors."""
@@ -122,12 +122,12 @@ class Browser:
         """Wait until `condition()` is true, and fail when it does not become so."""
         WebDriverWait(self.driver, _PATIENCE_S, poll_frequency=_POLL_S).until(lambda _: condition())
 
-    def logged(self) -> list[dict]:
+    def take_log(self) -> list[dict]:
         """What the console said since the last call, of pages before this one too: `forget_what_was_logged` first."""
         return self.driver.get_log("browser")
 
-    def requested(self) -> list[str]:
-        """The addresses that this page asked for since the last call, itself included; see `logged`."""
+    def take_requests(self) -> list[str]:
+        """The addresses that this page asked for since the last call, itself included; see `take_log`."""
         page = self.driver.current_url
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]

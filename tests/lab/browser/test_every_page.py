@@ -89,8 +89,8 @@ def test_a_page_logs_nothing_and_requests_nothing(browser, open_page, name):
     assert [section.get_attribute("id") for section in sections if section.is_displayed()] == SECTIONS[name]
     assert browser.texts("#contents a") == browser.texts("main > section:not([hidden]) > h2")
     assert bool(browser.all(".icicle .cell")) == ("peak" in SECTIONS[name])
-    assert browser.logged() == []
-    assert {url for url in browser.requested() if not url.startswith("data:")} == {path.as_uri()}
+    assert browser.take_log() == []
+    assert {url for url in browser.take_requests() if not url.startswith("data:")} == {path.as_uri()}
     # the script in a hostile name was shown, and did not run
     assert browser.one("h1").text.startswith(TITLES.get(name, name))
     assert browser.driver.title.startswith(TITLES.get(name, name))

@@ -221,7 +221,7 @@ def test_statistics_filters_and_order(browser, reports, runs):
     browser.one("#maps-text").send_keys(" nowhere")
     assert read_view(browser) == "no row has all these words"
     heat.press(Keys.ARROW_RIGHT, "+", "w")
-    assert browser.logged() == []
+    assert browser.take_log() == []
     browser.one("#maps-text").clear()
     browser.one("#maps-text").send_keys("layers")
     choose(browser, "maps-kind", "all tensors")

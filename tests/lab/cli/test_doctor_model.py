@@ -43,7 +43,7 @@ def test_a_model_without_gradients_is_refused():
         survey(Outlier(), lambda: None)
 
 
-def recipes_of_linears(model):
+def list_recipes(model):
     modules = model.named_modules()
     return {name: module.config.recipe_name.value for name, module in modules if isinstance(module, Float8Linear)}
 
@@ -60,7 +60,7 @@ def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_q
     assert {matmul["name"] for matmul in report["sums"]} == {name for name in float8 if float8[name] != "mxfp8"}
     assert recipes["model.layers.0.mlp.down_proj"] != "tensorwise"
     better = prepare(load_config(out, {"job": {"name": "better"}, "checkpoint": {"enable": False}}))
-    assert recipes_of_linears(better.models[0].model) == float8
+    assert list_recipes(better.models[0].model) == float8
     better.folder.release()
 
 
@@ -77,7 +77,7 @@ def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_fo
     recipes = LayerRecipes.read(out)
     model = prepare_model_for_float8(GPTNeoXForCausalLM.from_pretrained(tmp_path / "hf"), recipes)
     chosen = {recipes.recipe, *recipes.layers.values()} - {"high_precision"}
-    assert {*recipes_of_linears(model).values()} == chosen
+    assert {*list_recipes(model).values()} == chosen
 
 
 def test_the_vocabulary_of_a_model_of_images_and_text_is_that_of_its_embedding(tmp_path, text_folder, run_quaver):

@@ -5,11 +5,9 @@ import json
 import pytest
 
 from quaver.lab.cli.memory import MemoryOptions
-from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.advise import AS_CONFIGURED
 from quaver.lab.plan.changes import list_single_changes
-
-on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+from tests.lab.memory.models import needs_gathers
 
 SMALL = ["train_configs/llama3_debug.toml", "--model.n_layers", "1", "--training.seq_len", "64"]
 SMALL_8B = ["train_configs/llama3_8b.toml", "--model.n_layers", "2", "--ranks", "8", "--training.compile", "false"]
@@ -26,7 +24,7 @@ def ask(run_quaver, tmp_path):
     return ask
 
 
-@on_ranks
+@needs_gathers
 @pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
 def test_8_ranks_predicted_and_estimated(device, ask):
     printed, written = ask(*SMALL_8B, "--top", "3", "--device", device)
@@ -108,7 +106,9 @@ def test_a_quick_estimate_is_of_a_gpu():
     ("words", "message"),
     [
         pytest.param(
-            ["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree", marks=on_ranks
+            ["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"],
+            "data_parallel_shard_degree",
+            marks=needs_gathers,
         ),
         (["--vs", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
         (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),

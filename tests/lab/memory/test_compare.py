@@ -32,7 +32,7 @@ def explain_stack(activation=torch.relu, layers=3, **checkpoint):
     return explain(model, (torch.empty(128, 64),))
 
 
-def compare_two(a, b):
+def compare_reports(a, b):
     return compare(a, b, label_a="one", label_b="other")
 
 
@@ -51,7 +51,7 @@ def silu():
 
 def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu, silu):
     """silu saves its input, relu its result, which is saved anyway: as the input of the next matmul."""
-    comparison, reverse = compare_two(relu, silu), compare_two(silu, relu)
+    comparison, reverse = compare_reports(relu, silu), compare_reports(silu, relu)
     row = comparison.at("saved")[0]
     assert (row.module, row.operator, row.shape, row.dtype) == ("layers.*.up", "aten.mm", (128, 256), "float32")
     assert (row.count_a, row.count_b, row.layers) == (0, 3, 3)
@@ -74,23 +74,23 @@ def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu,
 
 def test_equal_reports_have_no_differences(relu):
     """Nor have reports of two operators that save their results, or of rows that name either of two operands."""
-    same = compare_two(relu, explain_stack())
+    same = compare_reports(relu, explain_stack())
     assert same.rows == ()
     assert same.peak_a == same.peak_b == relu.peak_bytes
-    assert compare_two(relu, explain_stack(torch.tanh)).at("saved") == ()
+    assert compare_reports(relu, explain_stack(torch.tanh)).at("saved") == ()
     report = dict(relu.report)
     for name in ("at_peak", "saved_for_backward"):
         report[name] = [row | {"of": row["of"].replace("aten.relu", "aten.mul.Tensor")} for row in report[name]]
     assert report != relu.report
-    assert compare_two(relu, replace(relu, report=report)).rows == ()
+    assert compare_reports(relu, replace(relu, report=report)).rows == ()
 
 
 def test_fewer_layers_are_a_difference_of_bytes_only_and_one_has_its_own_name(relu):
-    row = compare_two(relu, explain_stack(layers=2)).at("saved")[0]
+    row = compare_reports(relu, explain_stack(layers=2)).at("saved")[0]
     assert (row.count_a, row.count_b, row.layers) == (3, 2, 3)
     assert row.difference_bytes == -HIDDEN_BYTES
     assert "393.2 kB in all became 262.1 kB" in row.sentence
-    row = compare_two(explain_stack(layers=1), explain_stack(nn.functional.silu, layers=1)).at("saved")[0]
+    row = compare_reports(explain_stack(layers=1), explain_stack(nn.functional.silu, layers=1)).at("saved")[0]
     assert row.module == "layers.0.up"
     assert " per layer" not in row.sentence
 
@@ -98,11 +98,11 @@ def test_fewer_layers_are_a_difference_of_bytes_only_and_one_has_its_own_name(re
 def test_a_policy_that_saves_an_unread_tensor():
     """A scale that has no gradient: the recomputation makes it of the amax, if that is saved, else of the abs."""
 
-    def wasteful(rows):
+    def multiply_by_amax(rows):
         return torch.relu(rows) * rows.detach().abs().amax()
 
-    a, b = (explain_stack(wasteful, mode="selective", also_keep=kept) for kept in ([], ["aten.abs"]))
-    row = compare_two(a, b).at("saved")[0]
+    a, b = (explain_stack(multiply_by_amax, mode="selective", also_keep=kept) for kept in ([], ["aten.abs"]))
+    row = compare_reports(a, b).at("saved")[0]
     assert (row.operator, row.saved_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
     assert row.first_use is None  # its amax is saved, too
     assert "saved by the selective policy; no operator of the backward reads it: the policy need not" in row.sentence
@@ -196,7 +196,7 @@ def test_binary_sizes_are_below_1024_of_their_unit():
 
 
 def test_lines_for_a_terminal(relu, silu):
-    comparison = compare_two(relu, silu)
+    comparison = compare_reports(relu, silu)
     lines = list(iter_comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"
     peak = f"{format_decimal_bytes(comparison.peak_a)} ({comparison.peak_a:,} bytes)"
@@ -206,5 +206,5 @@ def test_lines_for_a_terminal(relu, silu):
     assert f"    {comparison.list_rows('saved')[0].sentence}" in lines
     left = comparison.list_rows("peak")[1:]
     assert f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all" in lines
-    same = list(iter_comparison_lines(compare_two(relu, relu)))
+    same = list(iter_comparison_lines(compare_reports(relu, relu)))
     assert [line for line in same if line.endswith(": nothing")] == same[-3:-2] + same[-1:]

@@ -21,12 +21,12 @@ from quaver.lab.memory.compiling.compiled_rows import CompiledRows, CompiledTrac
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
-from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.recorder import Recorder
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.training import Training
-from tests.lab.memory.models import CPU, Block
+from tests.lab.memory.models import CPU, Block, needs_gathers
 
 ROWS = 512
 FILE = "tests/lab/memory/test_compiled.py"
@@ -216,10 +216,8 @@ def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
 
 
 @pytest.mark.nightly  # test_gpu.py predicts a run that compiles a part of its linears
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_gathers)])
 def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
-    if ranks > 1 and not SEES_GATHERS:
-        pytest.skip("gathers into fake tensors go unseen in this torch")
     small = Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=128)
     config = TrainConfig(model=small, training=Training(compile=True, seq_len=64, local_batch_size=2))
     memory = predict_memory(config, ranks)

@@ -12,7 +12,7 @@ from quaver import convert_to_float8_training
 from quaver.lab.memory.devices.gpu import as_on_a_gpu, predict_for
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import explain
-from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.trainer.float8 import fuse_producers
@@ -22,13 +22,13 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import is_cpu, is_cuda
 from tests.counting import CollectiveCounter
+from tests.lab.memory.models import needs_gathers
 from tests.thinned import at_night, first
 
 aten = torch.ops.aten
 SIZE = Size(sequences=2)
 TOKENS = SIZE.sequences * SIZE.seq_len
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
-on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
 
 
 def predict_block(recipe, checkpointing, ranks=1):
@@ -40,10 +40,10 @@ def predict_block(recipe, checkpointing, ranks=1):
     ("recipe", "checkpointing", "ranks"),
     [
         ("tensorwise", "full", 1),
-        pytest.param("rowwise", "op", 2, marks=on_ranks),
+        pytest.param("rowwise", "op", 2, marks=needs_gathers),
         pytest.param("rowwise", "op", 1, marks=pytest.mark.nightly),
-        pytest.param("tensorwise", "op", 2, marks=[on_ranks, pytest.mark.nightly]),
-        pytest.param("rowwise_with_gw_hp", "full", 2, marks=[on_ranks, pytest.mark.nightly]),
+        pytest.param("tensorwise", "op", 2, marks=[needs_gathers, pytest.mark.nightly]),
+        pytest.param("rowwise_with_gw_hp", "full", 2, marks=[needs_gathers, pytest.mark.nightly]),
     ],
 )
 def test_a_recomputation_calls_no_operation_that_its_forward_did_not(recipe, checkpointing, ranks):
@@ -164,7 +164,7 @@ def predict_run(words, ranks, device="cuda"):
         return predict_memory(load_config(*parse_arguments([*small.split(), *words.split()])), ranks).prediction
 
 
-@on_ranks
+@needs_gathers
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_compiled_code_saves_no_copy_of_a_gathered_weight(recipe):
@@ -184,7 +184,7 @@ SPLIT = (
 """Each rank has whole blocks of 128 of the weights."""
 
 
-@on_ranks
+@needs_gathers
 @pytest.mark.nightly
 def test_tensor_parallel_runs():
     on_gpu, on_cpu = (predict_run(SPLIT, 4, device) for device in ("cuda", "cpu"))
@@ -196,7 +196,7 @@ def test_tensor_parallel_runs():
 RECIPES = ["tensorwise", "rowwise", "delayed", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 
 
-@on_ranks
+@needs_gathers
 @pytest.mark.parametrize(
     ("recipe", "in_high_precision"),
     [("tensorwise", "lm_head,self_attn,gate_proj"), *at_night((recipe, "lm_head") for recipe in RECIPES)],

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from quaver.lab.cli.memory.views import make_side_by_side_table
 from quaver.lab.memory.runs.measure import MOST_RANKS, measure_memory, measure_rank, tabulate_side_by_side
-from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.lab.settings.config_file import load_config
@@ -20,15 +19,14 @@ from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.integration.train_on_ranks import compile_quickly
-from tests.lab.trainer.runs import changed, run_to_end
+from tests.lab.memory.models import needs_gathers
+from tests.lab.trainer.runs import CONFIGS, changed, run_to_end
 from tests.ranks import run as run_on_ranks
 
-CONFIGS = Path(__file__).parents[3] / "train_configs"
 WITHIN = 0.01
 GLOO = 0.08
 """Its threads hold a buffer for longer at times: 131,072 bytes of 2,400,000. Peaks without its buffers are 10% less."""
 ALL = {"peak", "between steps", "saved for backward"}
-on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
 
 def check_ratios(predicted, measured, names=ALL):
@@ -66,7 +64,7 @@ FULL = ActivationCheckpoint(mode="full")
 GATHERS_FLOAT8 = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
 WIDE = Model(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=160)
 SPLIT = {"float8": Float8(recipe_name="rowwise"), "parallelism": Parallelism(tensor_parallel_degree=2)}
-night = [pytest.mark.nightly, on_ranks]
+night = [pytest.mark.nightly, needs_gathers]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def measure_with_even_load(config):
         return measure_rank(resolved, layout, Ranks(layout.rank, layout.rank, 2), torch.device("cpu"))
 
 
-@on_ranks
+@needs_gathers
 def test_experts_that_ranks_split(tiny_config):
     model = replace(tiny_config.model, n_experts=4, top_k=2)
     config = replace(tiny_config, model=model, parallelism=Parallelism(expert_parallel_degree=2))
@@ -168,7 +166,7 @@ def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_confi
     assert sizes == [1, 3]
 
 
-@on_ranks
+@needs_gathers
 def test_a_prediction_is_the_same_again(tiny_config):
     """DTensor caches what it derives from a shape; for a new shape, too, it allocates nothing that is counted."""
     unseen = {"vocab_size": 2 * 331, "n_layers": 1}

@@ -6,7 +6,6 @@ results of `abs`, too, saves the magnitudes of a whole gathered weight, of which
 
 from collections import OrderedDict
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,11 +15,11 @@ from quaver.checkpointing import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
 from quaver.lab.memory.reports.compare import compare
-from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.parallelize import pretend_mesh
+from tests.lab.memory.models import needs_gathers
 
-pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+pytestmark = needs_gathers
 
 DIM, HIDDEN, TOKENS, BFLOAT16 = 4096, 16384, 16, 2
 SAVED = TOKENS * (DIM + HIDDEN) * BFLOAT16

@@ -3,7 +3,6 @@
 import math
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -25,9 +24,9 @@ from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.model import Llama, count_training_flops_per_token
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import CONFIGS, changed
 
-LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
+LLAMA_8B = CONFIGS / "llama3_8b.toml"
 H100 = find_device_spec("H100")
 ADVISE = "quaver.lab.plan.advise"
 MODES = {
@@ -52,9 +51,8 @@ def test_recomputed_flops_are_what_torch_counts_more(tiny_config, mode):
             with FlopCounterMode(display=False, custom_mapping=attention) as counter:
                 compute_next_token_loss(model(tokens), tokens).backward()
         counted.append(counter.get_total_flops())
-    run, every_2nd = (
-        make_planned_run(*resolve(replace(config, activation_checkpoint=MODES[name]))) for name in (mode, "2")
-    )
+    configs = [replace(config, activation_checkpoint=MODES[name]) for name in (mode, "2")]
+    run, every_2nd = (make_planned_run(*resolve(config)) for config in configs)
     assert tokens.numel() * 3 * count_recomputed_flops(replace(run, seq_len=32)) == counted[1] - counted[0] > 0
     assert (run.checkpointed_blocks, every_2nd.checkpointed_blocks) == (3, 1)
     assert count_recomputed_flops(make_planned_run(*resolve(tiny_config))) == 0

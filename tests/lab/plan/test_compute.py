@@ -26,6 +26,7 @@ TENSORWISE = replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
 H200 = find_device_spec("h200")
 CLUSTER = Cluster(H200)
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
+UP_PROJ = "model.layers.0.mlp.up_proj"
 
 
 def time_both(run):
@@ -85,12 +86,9 @@ def test_storing_in_float8_takes_as_long_for_each_expert_of_a_token():
         ({"filter_fqns": ("lm_head", "mlp")}, dict.fromkeys(LINEARS[:4], 1.0)),
         (
             {"filter_fqns": ("layers.3.mlp",)},
-            dict.fromkeys(LINEARS[:4], 1.0) | dict.fromkeys(LINEARS[4:], 0.75) | {HEAD: 1.0},
+            dict.fromkeys(LINEARS, 1.0) | dict.fromkeys(LINEARS[4:], 0.75) | {HEAD: 1.0},
         ),
-        (
-            {"layer_recipes": ("model.layers.0.mlp.up_proj=high_precision",)},
-            dict.fromkeys(LINEARS, 1.0) | {"up_proj": 0.75},
-        ),
+        ({"layer_recipes": (f"{UP_PROJ}=high_precision",)}, dict.fromkeys(LINEARS, 1.0) | {"up_proj": 0.75}),
         ({"enable_float8_linear": False}, {}),
     ],
 )

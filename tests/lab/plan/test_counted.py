@@ -24,9 +24,8 @@ from tests.thinned import at_night
 pytest.importorskip("triton")
 COUNTS = tomllib.loads((ROOT / "tests/lab/bench/ledger_counts.toml").read_text())["block"]
 MODEL = Model(vocab_size=512, dim=256, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=768)
-STEP = Training(
-    seq_len=512, local_batch_size=2, mixed_precision_param="bfloat16", residual_dtype="bfloat16", compile=True
-)
+DTYPES = dict.fromkeys(("mixed_precision_param", "residual_dtype"), "bfloat16")
+STEP = Training(seq_len=512, local_batch_size=2, compile=True, **DTYPES)
 CONFIG = TrainConfig(model=MODEL, training=STEP)
 H200 = find_device_spec("h200")
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
@@ -34,8 +33,9 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"
 
 @pytest.mark.parametrize("precision", [BFLOAT16, *at_night((recipe,) for recipe in RECIPES)])
 def test_one_rank_equals_the_ledger(precision, monkeypatch):
-    """Counts, but for halves of rotary tables, which the ledger's block has as buffers and reads whole in the backward;
-    and, at the ledger's rates, the time of a block in a simulated step.
+    """Counts and, at the ledger's rates, the time of a block in a simulated step.
+
+    Halves of rotary tables are an exception: the ledger's block has buffers, and reads them whole in the backward.
 
     FSDP2 over two ranks gathers weights in bfloat16, as those of the ledger are.
     """
@@ -76,7 +76,7 @@ def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["tensorwise", "rowwise"])
 def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(precision):
-    """Neither of weights, whose scales ranks agree on, nor of inputs that it can compute again."""
+    """Codes of weights, on whose scales ranks agree, and of inputs are computed again in the backward."""
     graphs = compile_block(split_in_two(precision), 2, H200)
     saved = [tensor for graph in graphs for tensor in graph.saved if tensor.is_float8]
     tokens = STEP.local_batch_size * STEP.seq_len

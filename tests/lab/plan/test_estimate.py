@@ -1,12 +1,9 @@
 """The peak in closed form: within 5% of the predicted one, and exact in what a rank holds."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from benchmarks.plan_memory import peak_bytes
-from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.estimate import Estimate, estimate_peak
 from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import Model, TrainConfig, Training
@@ -21,9 +18,9 @@ from quaver.optim.base import Float8Optimizer
 from quaver.optim.combined import list_parts
 from quaver.optim.state import make_state
 from quaver.torch_private.dtensor import get_local_tensor
-from tests.lab.trainer.runs import changed
+from tests.lab.memory.models import needs_gathers
+from tests.lab.trainer.runs import CONFIGS, changed
 
-CONFIGS = Path(__file__).parents[3] / "train_configs"
 EP = {"model": {"n_experts": 4, "n_shared_experts": 1}, "parallelism": {"expert_parallel_degree": 2}}
 
 
@@ -103,7 +100,7 @@ def test_the_estimate_is_near_the_peak(ranks, settings, peak):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+@needs_gathers
 @pytest.mark.parametrize(("ranks", "settings", "peak"), PEAKS)
 def test_the_recorded_peaks_are_those_of_today(ranks, settings, peak):
     assert peak_bytes(make_config(*settings), ranks) == pytest.approx(peak, rel=0.01)

@@ -7,7 +7,6 @@ import pytest
 
 from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.links import predict_links
-from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.exchanges import list_block_exchanges
 from quaver.lab.plan.run import make_planned_run
@@ -16,19 +15,16 @@ from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import find_device_spec
+from tests.lab.memory.models import needs_gathers
 from tests.lab.trainer.runs import changed
 from tests.thinned import at_night
 
-pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+pytestmark = needs_gathers
 
 RANKS = 4
 DENSE = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, hidden_dim=512, vocab_size=256)
 MIXTURE = replace(DENSE, n_experts=8, top_k=2, hidden_dim=128)
-MODES = {
-    "none": ActivationCheckpoint(),
-    "op": ActivationCheckpoint(mode="selective"),
-    "full": ActivationCheckpoint(mode="full"),
-}
+MODES = {name: ActivationCheckpoint(mode) for name, mode in (("none", "none"), ("op", "selective"), ("full", "full"))}
 
 
 def make_config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1, model=DENSE, seq_len=384):

@@ -2,15 +2,12 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.layouts import list_layouts, list_precisions
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
-from tests.lab.trainer.runs import changed
-
-CONFIGS = Path(__file__).parents[3] / "train_configs"
+from tests.lab.trainer.runs import CONFIGS, changed
 
 
 def load_layouts(name, ranks, *, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, stores=False):

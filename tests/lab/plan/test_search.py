@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -21,9 +20,9 @@ from quaver.lab.plan.step import build_step
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import CONFIGS, changed
 
-LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
+LLAMA_8B = CONFIGS / "llama3_8b.toml"
 CLUSTER = Cluster.from_spec(find_device_spec("h100"))
 GIB = 2**30
 

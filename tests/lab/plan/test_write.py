@@ -17,10 +17,10 @@ from quaver.lab.plan.write import format_config, write_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import get_base_type, get_choices, get_hints
-from tests.lab.trainer.runs import changed
-from tests.thinned import first
+from tests.lab.trainer.runs import CONFIGS, changed
+from tests.thinned import at_night
 
-CONFIGS = {path.stem: path for path in sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))}
+PATHS = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
 RANKS = {"llama3_70b": 256, "llama3_405b": 512, "llama3_debug": 1, "llama3_debug_moe": 1}
 """8 for others."""
 BY_TYPE = {
@@ -32,7 +32,7 @@ BY_TYPE = {
 
 
 def load_and_change(name: str = "llama3_8b", **sections: dict[str, object]) -> TrainConfig:
-    return changed(load_config(CONFIGS[name]), **sections)
+    return changed(load_config(PATHS[name]), **sections)
 
 
 @st.composite
@@ -67,17 +67,14 @@ def test_a_config_reads_back_equal(examples, tmp_path):
     check()
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus_per_node"),
-    first(1, [("llama3_debug", 8), *((name, 8) for name in CONFIGS if name != "llama3_debug")]),
-)
-def test_a_written_run_would_run(name, gpus_per_node, tmp_path):
+@pytest.mark.parametrize("name", ["llama3_debug", *at_night((name,) for name in PATHS if name != "llama3_debug")])
+def test_a_written_run_would_run(name, tmp_path):
     ranks = RANKS.get(name, 8)
-    path, *_ = write_run(load_and_change(name), ranks, gpus_per_node, tmp_path / "run.toml", comment="chosen")
+    path, *_ = write_run(load_and_change(name), ranks, 8, tmp_path / "run.toml", comment="chosen")
     assert main(["train", str(path), "--dry-run", "--ranks", str(ranks)]) == 0
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PATHS)
 def test_a_file_has_the_settings_that_are_no_defaults_below_its_comment(name, tmp_path):
     config, defaults = load_and_change(name), TrainConfig()
     path, *_ = write_run(config, RANKS.get(name, 8), 8, tmp_path / "run.toml", comment="from a plan\n\n1,234 tokens/s")

@@ -49,14 +49,14 @@ def record_step(model, input):
     return [timeline.get_allocation(event) for event in range(1, len(report["timeline"]))], report
 
 
-def saved_rows(report, **values):
+def select_saved(report, **values):
     return [row for row in report["saved_for_backward"] if row.items() >= values.items()]
 
 
 def test_a_saved_result_has_its_line_its_operand_and_its_first_reader():
     model = nn.Sequential(Squares(), nn.Linear(WIDTH, 1))
     _, report = record_step(model, torch.randn(ROWS, WIDTH))
-    (row,) = saved_rows(report, operator="aten.mul.Tensor", category="saved_activations")
+    (row,) = select_saved(report, operator="aten.mul.Tensor", category="saved_activations")
     assert [row["source"]] == find_lines(Squares, "input *")
     assert (row["of"], row["saved_by"], row["saved_in"]) == ("an input", "autograd", "0")
     use = row["first_use"]
@@ -95,13 +95,13 @@ def test_what_a_checkpoint_a_policy_and_other_code_saved():
         linears = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
         apply_activation_checkpointing([linears], mode=mode)
         _, report = record_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), linears), input)
-        rows[mode] = saved_rows(report, saved_by=mechanism)
+        rows[mode] = select_saved(report, saved_by=mechanism)
     assert "recompute" in [phase for phase, _, _ in report["spans"]]
     assert [row["operator"] for row in rows["selective"]] == ["aten.mm", "aten.mm"]
     (row,) = rows["full"]
     assert (row["operator"], row["module"], row["first_use"]["operator"]) == ("aten.addmm", "0", "aten.mm")
     _, report = record_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sinks()), input)
-    (row,) = saved_rows(report, saved_by="other code")
+    (row,) = select_saved(report, saved_by="other code")
     assert (row["operator"], row["first_use"]) == ("aten.add.Tensor", None)
 
 

@@ -72,7 +72,7 @@ def list_hooks(model):
     return [[*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for module in model.modules()]
 
 
-def column(report, category):
+def read_column(report, category):
     return [row[2 + CATEGORIES.index(category)] for row in report["timeline"]]
 
 
@@ -120,7 +120,7 @@ def test_every_event_by_hand():
     report = timeline.report()
     totals = [sum(row[2:]) for row in report["timeline"]]
     assert totals == [1024, 2048, 3072, 2048, 1024]
-    assert column(report, "inputs") == [1024] * 5
+    assert read_column(report, "inputs") == [1024] * 5
     assert (report["peak_bytes"], report["peak_event"]) == (3072, 2)
     assert [(row["operator"], row["module"], row["bytes"]) for row in report["at_peak"]] == [
         (None, "", 1024),
@@ -136,7 +136,7 @@ def test_a_storage_that_is_emptied_and_filled_again_by_hand():
         gathered.untyped_storage().resize_(2048)
         model(gathered.add_(1))
     report = timeline.report()
-    assert column(report, "gathered_weights") == [1024, 0, 2048]
+    assert read_column(report, "gathered_weights") == [1024, 0, 2048]
     with TensorBytes() as counted:
         gathered.untyped_storage().resize_(0)
         assert counted.live_bytes == -2048
@@ -156,12 +156,15 @@ def test_sums_names_and_spans_of_a_whole_step():
     report = record_step(model, input, optimizer)
     parameters = sum(parameter.numel() for parameter in model.parameters()) * FLOAT32_BYTES
     steps = len(list(model.parameters())) * FLOAT32_BYTES
-    assert set(column(report, "parameters")) == {parameters}
-    assert max(column(report, "gradients")) == parameters
-    assert column(report, "gradients")[-1] == 0
-    assert set(column(report, "optimizer_state")) == {2 * parameters + steps}
-    assert (column(first, "optimizer_state")[0], column(first, "optimizer_state")[-1]) == (0, 2 * parameters + steps)
-    assert column(report, "saved_activations")[-1] == 0
+    assert set(read_column(report, "parameters")) == {parameters}
+    assert max(read_column(report, "gradients")) == parameters
+    assert read_column(report, "gradients")[-1] == 0
+    assert set(read_column(report, "optimizer_state")) == {2 * parameters + steps}
+    assert (read_column(first, "optimizer_state")[0], read_column(first, "optimizer_state")[-1]) == (
+        0,
+        2 * parameters + steps,
+    )
+    assert read_column(report, "saved_activations")[-1] == 0
     totals = [sum(row[2:]) for row in report["timeline"]]
     assert report["peak_bytes"] == max(totals) == totals[report["peak_event"]]
     assert sum(row["bytes"] for row in report["at_peak"]) == report["peak_bytes"]
@@ -250,8 +253,8 @@ def test_fsdp_on_two_ranks_agrees_with_the_allocator():
     assert left_bytes == 0
     assert report["peak_bytes"] - sum(report["resident_bytes"].values()) == pytest.approx(allocated, abs=UNSEEN_BYTES)
     assert report["resident_bytes"]["parameters"] == BLOCK_BYTES  # half of two blocks
-    assert max(column(report, "gathered_weights")) in (BLOCK_BYTES, 2 * BLOCK_BYTES)
-    assert column(report, "gathered_weights")[-1] == 0
+    assert max(read_column(report, "gathered_weights")) in (BLOCK_BYTES, 2 * BLOCK_BYTES)
+    assert read_column(report, "gathered_weights")[-1] == 0
     assert report["resident_bytes"]["inputs"] == pytest.approx(256 * 64 * FLOAT32_BYTES, abs=UNSEEN_BYTES)
 
 

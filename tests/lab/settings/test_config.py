@@ -11,7 +11,7 @@ from quaver.lab.settings.config_file import build_config, list_turned_off, load_
 from quaver.lab.settings.fields import get_base_type, get_hints
 from quaver.lab.trainer.model import make_meta_llama
 
-DELAYED = ["--float8.recipe_name", "delayed"]
+DELAYED = "--float8.recipe_name delayed --float8.delayed_history_len=4"
 
 
 def read_config(*words: str) -> TrainConfig:
@@ -54,31 +54,31 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
 @pytest.mark.parametrize(
     ("words", "is_set"),
     [
-        (["--training.compile"], lambda c: c.training.compile is True),
-        (["--float8.no-enable_float8_linear"], lambda c: c.float8.enable_float8_linear is False),
-        (["--float8.recipe-name", "rowwise"], lambda c: c.float8.recipe_name == "rowwise"),
-        (["--float8.filter_fqns", "lm_head", "o_proj"], lambda c: c.float8.filter_fqns == ("lm_head", "o_proj")),
-        (["--float8.filter_fqns"], lambda c: c.float8.filter_fqns == ()),
-        ([*DELAYED, "--float8.delayed_history_len=4"], lambda c: c.float8.delayed_history_len == 4),
-        (["--compare"], lambda c: c.job.compare is True),
-        (["--data=some/folder"], lambda c: c.data.path == "some/folder"),
-        (["--optimizer.lr", "1e-3"], lambda c: c.optimizer.lr == 1e-3),
-        (["--training.global_batch_size", "-1"], lambda c: c.training.step_batch_size == 8),
+        ("--training.compile", lambda config: config.training.compile is True),
+        ("--float8.no-enable_float8_linear", lambda config: config.float8.enable_float8_linear is False),
+        ("--float8.recipe-name rowwise", lambda config: config.float8.recipe_name == "rowwise"),
+        ("--float8.filter_fqns lm_head o_proj", lambda config: config.float8.filter_fqns == ("lm_head", "o_proj")),
+        ("--float8.filter_fqns", lambda config: config.float8.filter_fqns == ()),
+        (DELAYED, lambda config: config.float8.delayed_history_len == 4),
+        ("--compare", lambda config: config.job.compare is True),
+        ("--data=some/folder", lambda config: config.data.path == "some/folder"),
+        ("--optimizer.lr 1e-3", lambda config: config.optimizer.lr == 1e-3),
+        ("--training.global_batch_size -1", lambda config: config.training.step_batch_size == 8),
     ],
 )
 def test_flags(words, is_set):
-    assert is_set(read_config(*words))
+    assert is_set(read_config(*words.split()))
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["--compare", "--training.steps", "3", "--float8.filter_fqns", "a", "b", "--data", "x"],
-        [*DELAYED, "--float8.delayed_headroom=1.5", "--float8.filter_fqns"],
+        "--compare --training.steps 3 --float8.filter_fqns a b --data x",
+        f"{DELAYED} --float8.delayed_headroom=1.5 --float8.filter_fqns",
     ],
 )
 def test_a_written_config_reads_back_equal(tmp_path, words):
-    config = read_config(*words)
+    config = read_config(*words.split())
     write_config(config, tmp_path / "c.toml")
     assert load_config(tmp_path / "c.toml") == config
 
@@ -196,6 +196,10 @@ BAD_SETTINGS = {
         )
     },
     "--float8.backward=high_precision --float8.enable_fsdp_float8_all_gather": "false with the backward of tensorwise:",
+    "--float8.layer_recipes=0": "float8.layer_recipes: expected an entry 'layer=recipe', got '0'",
+    "--float8.layer_recipes=a=rowwise --parallelism.tensor_parallel_degree=2": (
+        "float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"
+    ),
     "--float8.backward=hp": "float8.backward must be one of float8, dequantized, high_precision, got 'hp'",
     "--float8.backward=dequantized --float8.no-enable_float8_linear": "float8.backward must be its default, 'float8'",
     "--validation.high_precision_too --float8.no-enable_float8_linear": "validation.high_precision_too must be false",

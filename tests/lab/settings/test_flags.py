@@ -1,5 +1,6 @@
 """Flags of a command: how words become values, and what is said about wrong ones."""
 
+import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,46 +29,44 @@ def parse(*words: str) -> Options:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["block"], Options("block")),
-        (["block", "--seq-len", "4"], Options("block", seq_len=4)),
-        (["block", "--seq_len=4"], Options("block", seq_len=4)),
-        (["--json", "block"], Options("block", json=True)),
-        (["--json", "false", "block"], Options("block")),
-        (["--json=true", "--no-json", "block"], Options("block")),
-        (["--seq-len", "3", "block", "--seq-len", "4"], Options("block", seq_len=4)),
-        (["block", "--modes", "eager,compiled"], Options("block", modes=("eager", "compiled"))),
-        (["--modes=eager,compiled", "block"], Options("block", modes=("eager", "compiled"))),
-        (["block", "--modes", "eager", "--modes", "compiled"], Options("block", modes=("eager", "compiled"))),
-        (["block", "--modes", "compiled", "--json"], Options("block", modes=("compiled",), json=True)),
-        (["block", "--vs", "--a.b c --d"], Options("block", vs="--a.b c --d")),
-        (["block", "--vs=--a.b"], Options("block", vs="--a.b")),
+        ("block", Options("block")),
+        ("block --seq-len 4", Options("block", seq_len=4)),
+        ("block --seq_len=4", Options("block", seq_len=4)),
+        ("--json block", Options("block", json=True)),
+        ("--json false block", Options("block")),
+        ("--json=true --no-json block", Options("block")),
+        ("--seq-len 3 block --seq-len 4", Options("block", seq_len=4)),
+        ("block --modes eager,compiled", Options("block", modes=("eager", "compiled"))),
+        ("--modes=eager,compiled block", Options("block", modes=("eager", "compiled"))),
+        ("block --modes eager --modes compiled", Options("block", modes=("eager", "compiled"))),
+        ("block --modes compiled --json", Options("block", modes=("compiled",), json=True)),
+        ("block --vs '--a.b c --d'", Options("block", vs="--a.b c --d")),
+        ("block --vs=--a.b", Options("block", vs="--a.b")),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_words_become_values(words, expected):
-    assert parse(*words) == expected
+    assert parse(*shlex.split(words)) == expected
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "^the following arguments are required: WHAT; see quaver none --help$"),
-        (["conv"], "^WHAT must be one of linear, block, got 'conv'$"),
-        (["block", "x"], "^unexpected argument 'x'; see quaver none --help$"),
-        (["block", "-x"], "^unexpected argument '-x'"),
-        (["block", "--sq-len", "4"], "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
-        (["block", "--seq-len"], "^--seq-len: expected one argument; see quaver none --help$"),
-        (["block", "--seq_len", "0"], "^--seq-len must be at least 1, got 0$"),
-        (["block", "--seq-len", "1.5"], "^--seq-len must be an integer, got '1.5'$"),
-        (["block", "--modes", "eager", "fast"], "^--modes must be one of eager, compiled, got 'fast'$"),
-        (["block", "--json=maybe"], "^--json must be true or false, got 'maybe'$"),
-        (["block", "--vs", "--json"], "^--vs: expected one argument; see"),
+        ("", "^the following arguments are required: WHAT; see quaver none --help$"),
+        ("conv", "^WHAT must be one of linear, block, got 'conv'$"),
+        ("block x", "^unexpected argument 'x'; see quaver none --help$"),
+        ("block -x", "^unexpected argument '-x'"),
+        ("block --sq-len 4", "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
+        ("block --seq-len", "^--seq-len: expected one argument; see quaver none --help$"),
+        ("block --seq_len 0", "^--seq-len must be at least 1, got 0$"),
+        ("block --seq-len 1.5", "^--seq-len must be an integer, got '1.5'$"),
+        ("block --modes eager fast", "^--modes must be one of eager, compiled, got 'fast'$"),
+        ("block --json=maybe", "^--json must be true or false, got 'maybe'$"),
+        ("block --vs --json", "^--vs: expected one argument; see"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_words_have_errors_of_one_line(words, message):
     with pytest.raises(ValueError, match=message):
-        parse(*words)
+        parse(*words.split())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.runtime.devices import MissingDeviceError
 
 
-def config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: object) -> TrainConfig:
+def make_config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: object) -> TrainConfig:
     return TrainConfig(parallelism=Parallelism(replicate, shard, tensor), **sections)
 
 
@@ -29,7 +29,7 @@ def config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: obj
     ],
 )
 def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
-    _, layout = resolve(config(*degrees), world_size=world_size)
+    _, layout = resolve(make_config(*degrees), world_size=world_size)
     assert layout.mesh == mesh
     assert layout.world_size == world_size
 
@@ -40,18 +40,18 @@ def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
 )
 def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, product):
     with pytest.raises(ValueError, match=f"the number of processes = {world_size}, got {product}; change a degree"):
-        resolve(config(*degrees), world_size=world_size)
+        resolve(make_config(*degrees), world_size=world_size)
 
 
 def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
-    layouts = [resolve(config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
+    layouts = [resolve(make_config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
     assert [layout.data_parallel_rank for layout in layouts] == [0, 0, 1, 1, 2, 2]
     assert {layout.data_parallel_degree for layout in layouts} == {3}
 
 
 def test_the_global_batch_is_filled_in_and_divides():
     def fill_in(world_size: int, **training: int) -> int:
-        chosen = config(training=Training(local_batch_size=2, **training), tensor=world_size // 3)
+        chosen = make_config(training=Training(local_batch_size=2, **training), tensor=world_size // 3)
         return resolve(chosen, world_size=world_size)[0].training.global_batch_size
 
     assert fill_in(3) == 6
@@ -63,7 +63,7 @@ def test_the_global_batch_is_filled_in_and_divides():
 
 def test_a_float8_all_gather_needs_sharded_weights():
     with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be false where no weight is sharded"):
-        resolve(config(2, 1, float8=Float8(enable_fsdp_float8_all_gather=True)), world_size=2)
+        resolve(make_config(2, 1, float8=Float8(enable_fsdp_float8_all_gather=True)), world_size=2)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_single_process_needs_no_communication():
 
 def test_a_resolved_config_resolves_to_itself_on_fewer_ranks():
     """The config that two ranks write repeats their run in one process."""
-    wide, _ = resolve(config(training=Training(local_batch_size=2)), world_size=2)
+    wide, _ = resolve(make_config(training=Training(local_batch_size=2)), world_size=2)
     alone, layout = resolve(wide, world_size=1)
     assert alone == wide
     assert layout == ParallelDims()

@@ -16,6 +16,8 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare
 
+CONFIGS = Path(__file__).parents[3] / "train_configs"
+
 
 def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
     """changed(config, training={"steps": 3}, job={"name": "short"}): the config with these settings."""
@@ -28,7 +30,7 @@ def run_to_end(config: TrainConfig) -> TrainingRun:
     return run
 
 
-def on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims]:
+def build_on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims]:
     """The one model of a run as this rank of so many holds it, with its first weights."""
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     config, layout = resolve(config, rank=rank, world_size=ranks)
@@ -47,7 +49,7 @@ def read_losses(metrics: Path, name: str | None = None) -> list[float]:
     return [record["loss"] for record in read_steps(metrics, name)]
 
 
-def numbers(run: TrainingRun) -> list[tuple[str, ...]]:
+def read_numbers(run: TrainingRun) -> list[tuple[str, ...]]:
     """Losses and gradient norms of every step and model, and validation losses, sorted: models take turns."""
     keys = ("step", "run", "loss", "grad_norm", "validation_loss")
     return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics))

@@ -11,7 +11,7 @@ from quaver.lab.settings import ActivationCheckpoint, Checkpoint, Float8, Parall
 from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, prepare
-from tests.lab.trainer.runs import changed, numbers, on_rank, run_to_end
+from tests.lab.trainer.runs import build_on_rank, changed, read_numbers, run_to_end
 from tests.ranks import run as run_on_ranks
 
 FULL, BY_POLICY = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
@@ -27,9 +27,9 @@ def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(reci
     config = replace(tiny_config, float8=Float8(recipe_name=recipe), checkpoint=Checkpoint(enable=False))
     config = changed(config, job={"compare": True})
     runs = {name: run_with_checkpoint(config, name, checkpoint) for name, checkpoint in SECTIONS.items()}
-    expected = numbers(runs["none"])
+    expected = read_numbers(runs["none"])
     for name, run in runs.items():
-        assert numbers(run) == expected, name
+        assert read_numbers(run) == expected, name
     for index in range(2):
         peaks = {name: run.models[index].peak for name, run in runs.items()}
         assert all(peak.exact for peak in peaks.values())
@@ -62,7 +62,7 @@ def train_in_all_modes(config: TrainConfig) -> list[list[tuple[float, float]]]:
 def train_two_steps(config: TrainConfig, mode: str, store: bool = False) -> list[tuple[float, float]]:
     """Return the losses and gradient norms."""
     checkpoint = ActivationCheckpoint(mode, store_in_float8=store)
-    trained, layout = on_rank(replace(config, activation_checkpoint=checkpoint), 2)
+    trained, layout = build_on_rank(replace(config, activation_checkpoint=checkpoint), 2)
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(layout.data_parallel_rank))
     results = [trained.train_step(step, [Batch(tokens, tokens.roll(-1, 1))]) for step in (1, 2)]
     return [(result.loss, result.grad_norm) for result in results]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver import Float8Linear
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.lab.runs.json_lines import read_metrics
-from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Validation
+from quaver.lab.settings import Float8, Model, TrainConfig, Validation
 from quaver.lab.trainer.float8 import convert_model, in_high_precision
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
@@ -24,7 +24,7 @@ from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end
 from tests.steps import assert_same
 
 
-def with_float8(config: TrainConfig, name: str = "run", **settings: Any) -> TrainConfig:
+def set_float8(config: TrainConfig, name: str = "run", **settings: Any) -> TrainConfig:
     return replace(changed(config, job={"name": name}), float8=Float8(**settings))
 
 
@@ -36,7 +36,7 @@ def read_conversion(run: TrainingRun) -> list[dict[str, Any]]:
     return json.loads((run.folder.path / "conversion_report.json").read_text())["layers"]
 
 
-def converted_names(run: TrainingRun) -> set[str]:
+def list_converted(run: TrainingRun) -> set[str]:
     return {layer["name"] for layer in read_conversion(run) if layer["converted"]}
 
 
@@ -55,7 +55,7 @@ def copy_state(source: TrainedModel, target: TrainedModel) -> None:
 def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(tiny_float8_config, recipe):
     accumulating = changed(tiny_float8_config, training={"global_batch_size": 4})
     config = replace(accumulating, validation=Validation(freq=2, steps=2, high_precision_too=True))
-    run = prepare(with_float8(config, recipe_name=recipe, high_precision_schedule=("all: last 1 steps",)))
+    run = prepare(set_float8(config, recipe_name=recipe, high_precision_schedule=("all: last 1 steps",)))
     float8, baseline = run.models
     for number in (1, 2, 3):
         train_step(run, float8, number)
@@ -75,8 +75,8 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
 
 
 def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
-    run = run_to_end(with_float8(tiny_float8_config, high_precision_schedule=("all: last 1 steps",)))
-    plain = run_to_end(with_float8(tiny_float8_config, "plain"))
+    run = run_to_end(set_float8(tiny_float8_config, high_precision_schedule=("all: last 1 steps",)))
+    plain = run_to_end(set_float8(tiny_float8_config, "plain"))
     *losses, last = read_losses(run.folder.metrics, "tensorwise")
     *plain_losses, plain_last = read_losses(plain.folder.metrics, "tensorwise")
     assert losses == plain_losses
@@ -93,7 +93,7 @@ def test_delayed_scaling_records_nothing_for_the_tail_and_does_not_warn(tiny_flo
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of a missing sync
         schedule = ("all: last 2 steps",)
-        run = run_to_end(with_float8(tiny_float8_config, recipe_name="delayed", high_precision_schedule=schedule))
+        run = run_to_end(set_float8(tiny_float8_config, recipe_name="delayed", high_precision_schedule=schedule))
     saturation = ["saturated" in " ".join(record) for record in read_steps(run.folder.metrics, "delayed")]
     assert saturation == [True, True, False, False]
     assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
@@ -101,12 +101,12 @@ def test_delayed_scaling_records_nothing_for_the_tail_and_does_not_warn(tiny_flo
 
 def test_both_validation_losses_are_kept(tiny_float8_config):
     config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
-    run = run_to_end(with_float8(config))
+    run = run_to_end(set_float8(config))
     summary = json.loads((run.folder.path / "summary.json").read_text())["runs"]["tensorwise"]
     last = read_records(run)[-1]
     assert last["validation_loss"] == summary["validation_loss"] != summary["validation_loss_hp"]
     assert last["validation_loss_hp"] == summary["validation_loss_hp"]
-    plain = run_to_end(with_float8(tiny_float8_config, "plain"))  # validation changes no training step
+    plain = run_to_end(set_float8(tiny_float8_config, "plain"))  # validation changes no training step
     assert read_losses(run.folder.metrics, "tensorwise") == read_losses(plain.folder.metrics, "tensorwise")
     assert "validation_loss_hp" not in read_records(plain)[-1]
 
@@ -120,7 +120,7 @@ def test_an_error_brings_float8_back(tiny_float8_config):
 
 
 def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tiny_float8_config):
-    run = prepare(with_float8(tiny_float8_config, filter_fqns=()))
+    run = prepare(set_float8(tiny_float8_config, filter_fqns=()))
     batch = run.data.make_step_batches(run.config.training, 0)[0]
     float8, baseline = run.models
     for model in run.models:
@@ -137,11 +137,11 @@ def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tin
 
 def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
     deep = changed(tiny_float8_config, model={"n_layers": 4})
-    run = prepare(with_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
+    run = prepare(set_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
     model = run.models[0].model
     in_float8 = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     block = {f"model.layers.1.{name}" for name, m in model.model.layers[1].named_modules() if isinstance(m, nn.Linear)}
-    assert in_float8 == converted_names(run) == block - {"model.layers.1.self_attn.o_proj"}
+    assert in_float8 == list_converted(run) == block - {"model.layers.1.self_attn.o_proj"}
     reasons = {layer["name"]: layer["reason"] for layer in read_conversion(run)}
     assert reasons["model.layers.0.mlp.up_proj"] == "float8.skip_first_layers = 1"
     for block in (2, 3):
@@ -150,10 +150,10 @@ def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
 
 
 def test_every_block_but_the_output_projection_can_stay_out(tiny_float8_config):
-    run = prepare(with_float8(tiny_float8_config, skip_first_layers=2, filter_fqns=()))
-    assert converted_names(run) == {"lm_head"}
+    run = prepare(set_float8(tiny_float8_config, skip_first_layers=2, filter_fqns=()))
+    assert list_converted(run) == {"lm_head"}
     with pytest.raises(ValueError, match=r"nothing to convert: .*float8.skip_first_layers = 2"):
-        prepare(with_float8(tiny_float8_config, "none", skip_first_layers=2))
+        prepare(set_float8(tiny_float8_config, "none", skip_first_layers=2))
 
 
 def test_the_trainer_converts_by_layer():
@@ -166,10 +166,3 @@ def test_the_trainer_converts_by_layer():
     assert recipes[name] == "mxfp8"
     assert recipes.keys().isdisjoint(["model.layers.0.mlp.up_proj", "lm_head"])
     assert recipes["model.layers.0.mlp.down_proj"] == "tensorwise"
-
-
-def test_recipes_by_layer_that_cannot_be_are_refused_with_the_name_of_the_setting():
-    with pytest.raises(ValueError, match="float8.layer_recipes: expected an entry 'layer=recipe', got '0'"):
-        Float8(layer_recipes=("0",))
-    with pytest.raises(ValueError, match="layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"):
-        TrainConfig(float8=Float8(layer_recipes=("a=rowwise",)), parallelism=Parallelism(tensor_parallel_degree=2))

@@ -26,10 +26,10 @@ MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
 
 @pytest.fixture
 def delayed_config(tiny_config: TrainConfig) -> TrainConfig:
-    return with_float8(tiny_config, recipe_name="delayed")
+    return set_float8(tiny_config, recipe_name="delayed")
 
 
-def with_float8(config: TrainConfig, **settings: object) -> TrainConfig:
+def set_float8(config: TrainConfig, **settings: object) -> TrainConfig:
     return replace(config, float8=Float8(**settings))
 
 
@@ -41,7 +41,7 @@ def compute_scale(amaxes: list[float], format_max: float, headroom: float) -> np
 def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
     remembered, headroom = 3, 1.5
     settings = {"delayed_history_len": remembered, "delayed_headroom": headroom}
-    config = with_float8(changed(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
+    config = set_float8(changed(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
     config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
     run = run_to_end(config)
     lines = read_metrics(run.folder.float8_scales)
@@ -73,7 +73,7 @@ def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_conf
 
 def test_metrics_count_what_the_lines_list(delayed_config):
     """Gradients that shrink and grow saturate."""
-    config = with_float8(delayed_config, recipe_name="delayed", delayed_scale_fn_name="most_recent")
+    config = set_float8(delayed_config, recipe_name="delayed", delayed_scale_fn_name="most_recent")
     run = run_to_end(changed(config, training={"steps": 12}))
     steps = read_steps(run.folder.metrics)
     for record, line in zip(steps, read_metrics(run.folder.float8_scales), strict=True):
@@ -142,7 +142,7 @@ def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
     tensors = 2 * 18
     for history_len in (16, 256):
         config = changed(delayed_config, job={"name": f"{history_len}"})
-        config = with_float8(config, recipe_name="delayed", delayed_history_len=history_len)
+        config = set_float8(config, recipe_name="delayed", delayed_history_len=history_len)
         growth = count_resident_bytes(config) - plain
         assert tensors * (1 + history_len) * 4 <= growth <= tensors * (16 + history_len) * 4
 
@@ -151,7 +151,7 @@ def test_settings_reach_the_linears(delayed_config):
     delayed = {"history_len": 4, "scale_fn_name": "most_recent", "margin": 1, "headroom": 1.25}
     delayed |= {"nonfinite_amax": "keep_scale"}
     settings = {f"delayed_{name}": value for name, value in delayed.items()}
-    config = with_float8(delayed_config, recipe_name="delayed", **settings)
+    config = set_float8(delayed_config, recipe_name="delayed", **settings)
     linears = [module for module in prepare(config).models[0].model.modules() if isinstance(module, Float8Linear)]
     for linear in linears:
         assert linear.config.delayed_scaling_config == DelayedScalingConfig(**delayed)

@@ -11,7 +11,7 @@ from quaver.lab.data import Batch
 from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.trainer.micro_batches import accumulate
-from tests.lab.trainer.runs import changed, on_rank
+from tests.lab.trainer.runs import build_on_rank, changed
 from tests.ranks import run as run_on_ranks
 
 TINY = Model(32, 32, 2, 2, 2, 32, n_experts=2, n_shared_experts=1, tie_word_embeddings=True)
@@ -28,7 +28,7 @@ CASES = {
 
 
 def compute_gradients(config: TrainConfig, ranks: int, scales: list[float]) -> dict[str, torch.Tensor]:
-    trained, _ = on_rank(config, ranks)
+    trained, _ = build_on_rank(config, ranks)
     tokens = torch.arange(32).view(2, 16) * 7 % 32
     with accumulate(trained.model, config, scales) as micro_batches:
         for scale in micro_batches:
@@ -55,7 +55,7 @@ def test_gradients_of_micro_batches_are_added_up_in_float32(name):
 
 def train_after_an_error(config: TrainConfig, ranks: int) -> bool:
     """Return whether every parameter gets a gradient."""
-    trained, _ = on_rank(config, ranks)
+    trained, _ = build_on_rank(config, ranks)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     with pytest.raises(RuntimeError, match="mine"), accumulate(trained.model, config, [1, 2, 3]) as micro_batches:
         for number in micro_batches:

@@ -18,7 +18,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare
 from quaver.numerics.record import Record
-from tests.lab.trainer.runs import changed, numbers, run_to_end
+from tests.lab.trainer.runs import changed, read_numbers, run_to_end
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe
     watched_config = changed(watched_config, float8={"recipe_name": recipe}, job={"compare": True})
     run = run_to_end(watched_config)
     plain = run_to_end(changed(watched_config, job={"name": "plain"}, numerics={"every": 0, "extras_every": 20}))
-    assert numbers(run) == numbers(plain)
+    assert read_numbers(run) == read_numbers(plain)
     assert not plain.folder.numerics.exists()
     record = Record.read(run.folder.path)
     assert record.steps.tolist() == [1, 2, 4]

@@ -9,7 +9,7 @@ from quaver.lab.data import Batch
 from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
-from tests.lab.trainer.runs import changed, on_rank
+from tests.lab.trainer.runs import build_on_rank, changed
 from tests.ranks import run as run_on_ranks
 from tests.reference import sqnr_db
 
@@ -18,7 +18,7 @@ BFLOAT16 = {"residual_dtype": "bfloat16"}
 
 def record_stream(config: TrainConfig, ranks: int) -> dict:
     """One forward and backward on this rank: what the embedding and each block give and get, and the gradient."""
-    trained, _ = on_rank(config, ranks)
+    trained, _ = build_on_rank(config, ranks)
     stream: dict = {"blocks": [], "dtypes": [], "gathered": []}
     embedding = trained.model.model.embed_tokens
     embedding.register_forward_hook(lambda module, _, out: stream["gathered"].append(module.weight.dtype))

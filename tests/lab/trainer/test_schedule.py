@@ -16,7 +16,7 @@ def compute_rate(share: float) -> float:
     return LR * (FLOOR + (1 - FLOOR) * share)
 
 
-def wsd(decay_type: str) -> dict[str, object]:
+def make_wsd(decay_type: str) -> dict[str, object]:
     return {"schedule": "wsd", "decay_ratio": 0.2, "decay_type": decay_type}
 
 
@@ -24,9 +24,12 @@ CASES = {  # step: rate. The warm-up ends at step 10; after it 100 steps are lef
     "cosine": ({}, {11: compute_rate((1 + math.cos(math.pi / 100)) / 2), 60: compute_rate(0.5), 110: LR * FLOOR}),
     "linear": ({"schedule": "linear"}, {11: compute_rate(0.99), 60: compute_rate(0.5), 110: LR * FLOOR}),
     "constant": ({"schedule": "constant"}, {11: LR, 60: LR, 110: LR}),
-    "wsd_linear": (wsd("linear"), {11: LR, 88: LR, 89: compute_rate(21 / 22), 99: compute_rate(0.5), 110: LR * FLOOR}),
+    "wsd_linear": (
+        make_wsd("linear"),
+        {11: LR, 88: LR, 89: compute_rate(21 / 22), 99: compute_rate(0.5), 110: LR * FLOOR},
+    ),
     "wsd_sqrt": (
-        wsd("sqrt"),
+        make_wsd("sqrt"),
         {88: LR, 89: compute_rate(1 - math.sqrt(1 / 22)), 99: compute_rate(1 - math.sqrt(0.5)), 110: LR * FLOOR},
     ),
 }

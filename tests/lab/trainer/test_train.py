@@ -53,11 +53,11 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys
 def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
     steps, train_step = [], TrainedModel.train_step
 
-    def record(self, step, batches, *, measure_memory):
+    def record_and_train(self, step, batches, *, measure_memory):
         steps.append(step) if measure_memory else None
         return train_step(self, step, batches, measure_memory=measure_memory)
 
-    monkeypatch.setattr(TrainedModel, "train_step", record)
+    monkeypatch.setattr(TrainedModel, "train_step", record_and_train)
     traced = {"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1, "profiler_active": 1}
     monkeypatch.setattr(TrainedModel, "has_countable_memory", False)  # as of compiled code
     (model,) = run_to_end(changed(tiny_config, profiling=traced)).models
