@@ -27,7 +27,7 @@ NAMES = (BFLOAT16, *(name.value for name in Float8LinearRecipeName))
 STEPS = 20
 
 
-def machine_type() -> str:
+def describe_machine() -> str:
     """Return what the last bits depend on: the instructions that torch and quaver use, and torch's version."""
     torch_version = torch.__version__.split("+")[0]
     has_tiles = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
@@ -40,7 +40,7 @@ def machine_type() -> str:
 
 
 @functools.cache
-def text() -> str:
+def make_text() -> str:
     """Return about 300 kB of words from a Markov chain; Python's generator is the same in every version."""
     chance = random.Random(8)
     words = ["".join(chance.choices("aeioubcdfghlmnprst", k=chance.randint(2, 8))) for _ in range(400)]
@@ -55,12 +55,12 @@ def text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def losses(name: str, folder: Path, steps: int = STEPS) -> list[float]:
+def compute_losses(name: str, folder: Path, steps: int = STEPS) -> list[float]:
     """Train for `steps` steps, all of them in the warm-up, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        (folder / "text.txt").write_text(text())
+        (folder / "text.txt").write_text(make_text())
         config = load_config(DEBUG)
         float8 = replace(config.float8, enable_float8_linear=name != BFLOAT16)
         if name != BFLOAT16:
@@ -88,8 +88,8 @@ def losses(name: str, folder: Path, steps: int = STEPS) -> list[float]:
 if __name__ == "__main__":
     recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:
-        mine = {}
-        for each in NAMES:
-            (Path(temporary) / each).mkdir()
-            mine[each] = [loss.hex() for loss in losses(each, Path(temporary) / each)]
-    FILE.write_text(json.dumps({**recorded, machine_type(): mine}, indent=1) + "\n")
+        by_name = {}
+        for name in NAMES:
+            (Path(temporary) / name).mkdir()
+            by_name[name] = [loss.hex() for loss in compute_losses(name, Path(temporary) / name)]
+    FILE.write_text(json.dumps({**recorded, describe_machine(): by_name}, indent=1) + "\n")

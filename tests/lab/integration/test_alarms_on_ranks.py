@@ -16,19 +16,19 @@ LAYER = "model.layers.0.mlp.up_proj"
 WATCHED = [*TINY, "--model.n_layers=1", "--training.global_batch_size=4", "--checkpoint.enable", "--numerics.every=1"]
 
 
-def broken(setup):
-    """The run, in which one channel of a linear's input is 2^20 times larger, on the rank that has it."""
-    found = build(setup)
+def build_broken(setup):
+    """A run in which one channel of a linear's input is 2^20 times larger, on the rank that has it."""
+    broken = build(setup)
     scale = torch.ones(32)
     scale[5] = 2.0**20
-    found.models[0].model.get_submodule(LAYER).register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale,))
-    return found
+    broken.models[0].model.get_submodule(LAYER).register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale,))
+    return broken
 
 
 def train_broken(cases, prefix):
     """Without guards on hooks Dynamo gives each block the code of one that has none."""
     guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-    with patch("quaver.lab.cli.train.build", broken), guarded:
+    with patch("quaver.lab.cli.train.build", build_broken), guarded:
         return train_here(cases, prefix)
 
 
@@ -43,7 +43,7 @@ def test_two_ranks_fall_back_together(tmp_path, compiles):
     assert record["progress"]["fallbacks"] == {LAYER: "high_precision"}
     lines = [json.loads(line) for line in (tmp_path / "falls" / "numerics.jsonl").read_text().splitlines()]
     headers = [line for line in lines if line["kind"] == "header"]
-    has_layer = [any(each["layer"] == LAYER for each in header["tensors"]) for header in headers]
+    has_layer = [any(tensor["layer"] == LAYER for tensor in header["tensors"]) for header in headers]
     assert has_layer == [True, False]
     assert [line["step"] for line in lines if line["kind"] == "sample"] == [1, 2, 3]
 

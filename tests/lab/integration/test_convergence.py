@@ -15,7 +15,7 @@ from quaver.lab.trainer.training_run import prepare
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 
-def _validation_loss(folder: Path, name: str, float8: Float8) -> float:
+def train_and_validate(folder: Path, name: str, float8: Float8) -> float:
     config = TrainConfig(
         job=Job(name="run", dump_folder=str(folder)),
         model=Model(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256),
@@ -32,13 +32,13 @@ def _validation_loss(folder: Path, name: str, float8: Float8) -> float:
 @pytest.fixture(scope="module")
 def bfloat16_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
     """Of the same initial weights, which are a function of the seed, and the same batches."""
-    return _validation_loss(tmp_path_factory.mktemp("bfloat16"), "bfloat16", Float8(enable_float8_linear=False))
+    return train_and_validate(tmp_path_factory.mktemp("bfloat16"), "bfloat16", Float8(enable_float8_linear=False))
 
 
 @pytest.mark.nightly  # test_golden_losses.py guards the arithmetic of each recipe in each run of the tests
 @pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES])
 def test_float8_ends_where_bfloat16_ends(recipe: str, bfloat16_loss: float, tmp_path: Path) -> None:
-    gap = _validation_loss(tmp_path, recipe, Float8(recipe_name=recipe)) / bfloat16_loss - 1
+    gap = train_and_validate(tmp_path, recipe, Float8(recipe_name=recipe)) / bfloat16_loss - 1
     assert bfloat16_loss < 2.7  # it learned: 5.5 at the start
     assert gap != 0.0  # it was float8
     assert abs(gap) < 0.005

@@ -20,7 +20,9 @@ from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
 from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
 from quaver.lab.trainer.model import Llama
+from tests.command_line import TEXT
 from tests.isolated import quaver
+from tests.steps import assert_same
 
 TINY = [
     *("--model.dim=128", "--model.n_layers=3", "--model.n_heads=4", "--model.n_kv_heads=4", "--model.hidden_dim=256"),
@@ -31,7 +33,7 @@ TOKENS = torch.arange(40).view(2, 20)
 QUANTIZED = [
     f"model.layers.{layer}.{name}"
     for layer in (1, 2)
-    for name in [f"self_attn.{each}_proj" for each in "qkvo"] + [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
+    for name in (*(f"self_attn.{letter}_proj" for letter in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 ]
 
 
@@ -39,39 +41,43 @@ QUANTIZED = [
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By recipe, a finished run with its bfloat16 baseline."""
     root = tmp_path_factory.mktemp("runs")
-    (root / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    where = ["train", *TINY, f"--data={root / 'text.txt'}", f"--job.dump_folder={root}"]
-    started = {
-        recipe: quaver([*where, f"--job.name={recipe}", f"--float8.recipe_name={recipe}"])
-        for recipe in ("rowwise", "delayed")
-    }
-    for process in started.values():
-        done = process.finished()
-        assert done.returncode == 0, done.stderr
-    return {recipe: root / recipe for recipe in started}
+    (root / "text.txt").write_text(TEXT)
+    words = ["train", *TINY, f"--data={root / 'text.txt'}", f"--job.dump_folder={root}"]
+    recipes = ("rowwise", "delayed")
+    processes = [quaver([*words, f"--job.name={recipe}", f"--float8.recipe_name={recipe}"]) for recipe in recipes]
+    for process in [process.finished() for process in processes]:
+        assert process.returncode == 0, process.stderr
+    return {recipe: root / recipe for recipe in recipes}
 
 
-def frozen(folder: Path) -> nn.Module:
+def load_in_float8(folder: Path) -> nn.Module:
     """The model of transformers on a float8 checkpoint, without high-precision weights at any time."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     return load_frozen(model, folder).eval()
 
 
-def trained(run: Path, name: str) -> Llama:
+def load_dequantized(folder: Path) -> nn.Module:
+    """The model of transformers on a float8 checkpoint, with high-precision weights."""
+    config = CompressedTensorsConfig(dequantize=True)
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+
+
+def load_trained(run: Path, name: str) -> Llama:
     """The model of a run's last checkpoint, in high precision."""
-    found = open_checkpoint(find_checkpoint(run), name)
-    model = Llama(found.model)
-    model.load_state_dict(dict(found.open_weights()))
+    checkpoint = open_checkpoint(find_checkpoint(run), name)
+    model = Llama(checkpoint.model)
+    model.load_state_dict(dict(checkpoint.open_weights()))
     return model.eval()
 
 
-def in_float8(model: nn.Module) -> nn.Module:
+def convert(model: nn.Module) -> nn.Module:
     return convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda module, name: name in QUANTIZED)
 
 
 @torch.no_grad()
-def logits_of(model: nn.Module) -> Tensor:
+def compute_logits(model: nn.Module) -> Tensor:
     output = model(TOKENS)
     return output if isinstance(output, Tensor) else output.logits
 
@@ -88,29 +94,26 @@ def test_train_export_load_import(runs, tmp_path, capsys):
     ignore = json.loads((exported / "config.json").read_text())["quantization_config"]["ignore"]
     assert set(ignore) == {"lm_head", "model.embed_tokens"} | {name.replace("s.1.", "s.0.") for name in QUANTIZED[:7]}
 
-    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
-        served = AutoModelForCausalLM.from_pretrained(
-            exported, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
-        )
+    served = load_dequantized(exported)
     weights = load_float8(exported, dtype=torch.float32)
     assert all(torch.equal(served.get_parameter(name), tensor) for name, tensor in weights.items())
-    dequantized = trained(run, "rowwise")
+    dequantized = load_trained(run, "rowwise")
     dequantized.load_state_dict(dict(weights))
-    torch.testing.assert_close(logits_of(served), logits_of(dequantized), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compute_logits(served), compute_logits(dequantized), rtol=1e-5, atol=1e-5)
 
     assert main(["import", str(exported), str(imported), "--dtype=float32"]) == 0
     checkpoint = tmp_path / "checkpoint"
     assert main(["convert", "hf-to-quaver", str(imported), str(checkpoint)]) == 0
-    again = logits_of(in_float8(trained(checkpoint, "model")))
-    exporter = logits_of(in_float8(trained(run, "rowwise")))
+    again = compute_logits(convert(load_trained(checkpoint, "model")))
+    exporter = compute_logits(convert(load_trained(run, "rowwise")))
     assert torch.equal(again, exporter)
-    assert not torch.equal(again, logits_of(dequantized))
+    assert not torch.equal(again, compute_logits(dequantized))
 
-    assert torch.equal(logits_of(load_frozen(trained(run, "bfloat16"), exported)), exporter)
-    model = frozen(exported)
-    torch.testing.assert_close(logits_of(model), exporter, rtol=0.02, atol=0.02)
+    assert torch.equal(compute_logits(load_frozen(load_trained(run, "bfloat16"), exported)), exporter)
+    model = load_in_float8(exported)
+    torch.testing.assert_close(compute_logits(model), exporter, rtol=0.02, atol=0.02)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     losses = []
     for _ in range(3):
         losses.append(model(input_ids=TOKENS, labels=TOKENS).loss)
@@ -120,11 +123,8 @@ def test_train_export_load_import(runs, tmp_path, capsys):
     assert losses[-1] < losses[0]
     merged = model.eval().merge_and_unload()
     assert not save_float8(merged, tmp_path / "merged").requantized
-    assert torch.equal(logits_of(frozen(tmp_path / "merged")), logits_of(merged))
-    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
-        served = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "merged", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
-        )
+    assert torch.equal(compute_logits(load_in_float8(tmp_path / "merged")), compute_logits(merged))
+    served = load_dequantized(tmp_path / "merged")
     assert torch.equal(served.get_parameter(f"{QUANTIZED[0]}.weight"), merged.get_submodule(QUANTIZED[0]).weight + 0)
 
 
@@ -168,24 +168,20 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
 
 def test_a_mixture_is_trained_exported_and_trained_on(tmp_path):
     """transformers reads the experts of the export; quaver reads them back to train, in the same values."""
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    (tmp_path / "text.txt").write_text(TEXT)
     settings = [option for option in TINY if option not in ("--job.compare", "--float8.skip_first_layers=1")]
     words = ["train", *settings, "--model.n_experts=4", "--model.top_k=2", f"--data={tmp_path / 'text.txt'}"]
     words += [f"--job.dump_folder={tmp_path}", "--job.name=run", "--float8.recipe_name=rowwise"]
-    done = quaver(words).finished()
-    assert done.returncode == 0, done.stderr
+    process = quaver(words).finished()
+    assert process.returncode == 0, process.stderr
     run, exported, imported = tmp_path / "run", tmp_path / "exported", tmp_path / "imported"
     assert main(["export", str(run), str(exported), "--dtype=float32", "--measure-tokens=32"]) == 0
     record = json.loads((exported / "quaver_export.json").read_text())
     assert record["requantized"] == {}
     assert record["logits"]["sqnr_db"] > 15
-    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
-        served = AutoModelForCausalLM.from_pretrained(
-            exported, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
-        )
+    served = load_dequantized(exported)
     weights = load_float8(exported, dtype=torch.float32, model=served)
-    assert set(weights) == set(served.state_dict())
-    assert all(torch.equal(served.state_dict()[name], tensor) for name, tensor in weights.items())
+    assert_same(dict(weights), dict(served.state_dict()))
     assert main(["import", str(exported), str(imported), "--dtype=float32"]) == 0
     checkpoint = tmp_path / "checkpoint"
     assert main(["convert", "hf-to-quaver", str(imported), str(checkpoint)]) == 0

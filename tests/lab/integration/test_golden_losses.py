@@ -14,7 +14,7 @@ import json
 
 import pytest
 
-from tests.lab.integration.golden import FILE, NAMES, STEPS, losses, machine_type
+from tests.lab.integration.golden import FILE, NAMES, STEPS, compute_losses, describe_machine
 
 RECORDED = {
     machine: {name: [float.fromhex(loss) for loss in values] for name, values in by_name.items()}
@@ -25,14 +25,14 @@ FIRST_STEP_TOLERANCE = 4 * 9.6e-6
 
 
 def test_the_tolerances_follow_from_what_was_recorded():
-    first, *others = RECORDED.values()
+    first, *later = RECORDED.values()
     ratios = [
-        [abs(loss / reference - 1) for loss, reference in zip(other[name], first[name], strict=True)]
-        for other in others
+        [abs(loss / reference - 1) for loss, reference in zip(machine[name], first[name], strict=True)]
+        for machine in later
         for name in first
     ]
     assert max(map(max, ratios)) == pytest.approx(TOLERANCE / 4, rel=0.01)
-    assert max(of_steps[0] for of_steps in ratios) == pytest.approx(FIRST_STEP_TOLERANCE / 4, rel=0.01)
+    assert max(first_step for first_step, *_ in ratios) == pytest.approx(FIRST_STEP_TOLERANCE / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,18 @@ def test_the_tolerances_follow_from_what_was_recorded():
     ],
 )
 def test_the_first_losses(name, steps, tmp_path):
-    got = losses(name, tmp_path, steps)
-    mine = RECORDED.get(machine_type(), {})
-    if name in mine and "AMX" not in machine_type():
-        assert got == mine[name][:steps], f"on {machine_type()}"
+    losses, machine = compute_losses(name, tmp_path, steps), describe_machine()
+    recorded = RECORDED.get(machine, {})
+    if name in recorded and "AMX" not in machine:
+        assert losses == recorded[name][:steps], f"on {machine}"
         return
     expected = next(by_name[name] for by_name in RECORDED.values() if name in by_name)[:steps]
-    assert got == pytest.approx(expected, rel=TOLERANCE)
-    assert got[0] == pytest.approx(expected[0], rel=FIRST_STEP_TOLERANCE)
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert losses[0] == pytest.approx(expected[0], rel=FIRST_STEP_TOLERANCE)
 
 
 def test_recipes_differ():
-    """Else a recipe that fell back in silence to another would pass."""
+    """Otherwise a recipe that silently fell back to another would pass."""
     for by_name in RECORDED.values():
-        different = {tuple(values) for values in by_name.values()}
-        assert len(different) == len(by_name)
+        assert len(set(map(tuple, by_name.values()))) == len(by_name)
     assert set().union(*RECORDED.values()) == set(NAMES)

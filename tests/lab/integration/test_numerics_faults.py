@@ -8,7 +8,7 @@ from benchmarks.numerics_faults import tables, verdict, watched
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY
 from tests.thinned import first
 
-QUICK = {
+SAMPLES = {
     "flipped layout of a weight's codes": 1,
     "a row of NaN in an activation": 1,
     "weights of a layer x 100": 1,
@@ -17,13 +17,13 @@ QUICK = {
 """Faults, and after how many samples they are named."""
 
 
-@pytest.mark.parametrize(("name", "samples"), first(1, QUICK.items()), ids=QUICK)
+@pytest.mark.parametrize(("name", "samples"), first(1, SAMPLES.items()), ids=SAMPLES)
 def test_a_seeded_fault_is_named_first(name, samples):
-    (fault,) = (each for each in FAULTS if each.name == name)
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
     fault = replace(fault, at=5, steps=7, every=1)
-    found = verdict(fault, watched(fault))
-    assert found["before"] == []
-    assert (found["found"], found["first"], found["samples"]) == (True, True, samples)
+    result = verdict(fault, watched(fault))
+    assert result["before"] == []
+    assert (result["found"], result["first"], result["samples"]) == (True, True, samples)
 
 
 @pytest.mark.nightly  # the steps before a fault are healthy, too
@@ -39,9 +39,7 @@ def test_tables_have_misses():
         {"fault": "another", "found": False, "samples": None, "alarms": [alarm], "expected": ["dead"]},
     ]
     healthy = [{"run": "recipe rowwise", "alarms": []}, {"run": "experts", "alarms": [alarm, alarm]}]
-    made = tables({"faults": faults, "healthy": healthy})["faults"]
-    assert "\n**missed** | shuffled labels; another\n`dead` | an idle expert (3)\n" in made
-    assert (
-        "1 of 3 faults were named; 1 of 2 healthy runs raised no alarm:\n\n- experts: `dead` of layers.3.mlp grad"
-        in made
-    )
+    table = tables({"faults": faults, "healthy": healthy})["faults"]
+    assert "\n**missed** | shuffled labels; another\n`dead` | an idle expert (3)\n" in table
+    assert "1 of 3 faults were named; 1 of 2 healthy runs raised no alarm:\n\n- experts: " in table
+    assert "\n\n- experts: `dead` of layers.3.mlp grad" in table

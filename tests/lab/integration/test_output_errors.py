@@ -28,7 +28,7 @@ def obstruct(runs: Path, name: str) -> None:
     if dist.get_rank() != rank:
         return
     if file is None:
-        FileSystemWriter.write_data = full_disk
+        FileSystemWriter.write_data = fill_disk
         return
     if not file:
         shutil.rmtree(runs / name)
@@ -37,14 +37,14 @@ def obstruct(runs: Path, name: str) -> None:
     (runs / name / file).mkdir(parents=True)
 
 
-def full_disk(*_: object) -> None:
+def fill_disk(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
 def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict, str, str, dict]:
     train_step, steps = TrainedModel.train_step, {}
 
-    def with_obstacle(model: TrainedModel, step: int, batches: object, **options: object) -> object:
+    def obstruct_and_train(model: TrainedModel, step: int, batches: object, **options: object) -> object:
         name = model.config.job.name
         if step == 2:
             obstruct(runs, name)
@@ -52,7 +52,7 @@ def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str
         return train_step(model, step, batches, **options)
 
     with (
-        patch.object(TrainedModel, "train_step", with_obstacle),
+        patch.object(TrainedModel, "train_step", obstruct_and_train),
         patch.object(FileSystemWriter, "write_data", FileSystemWriter.write_data),
     ):
         return *train_here(cases, prefix), steps
@@ -61,20 +61,18 @@ def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str
 def test_what_one_rank_cannot_write_ends_all_ranks_with_one_line(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     runs = tmp_path / "runs"
-    words = [
-        *(*TINY, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={runs}", "--training.steps=3"),
-        *("--model.n_layers=1", "--checkpoint.interval=2"),
-    ]
+    words = [*TINY, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={runs}", "--training.steps=3"]
+    words += ["--model.n_layers=1", "--checkpoint.interval=2"]
     options = {
         "snapshot": ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=2"],
         "numerics": ["--numerics.every=1"],
     }
     cases = [(name, [*words, f"--job.name={name}", *options.get(name, [])]) for name in CASES]
-    on_ranks = run(2, train_obstructed, runs, cases, "output errors", timeout=LIMIT_S)
-    for ended, _, _, steps in on_ranks:
+    results = run(2, train_obstructed, runs, cases, "output errors", timeout=LIMIT_S)
+    for ended, _, _, steps in results:
         assert {name: code for name, (code, _) in ended.items()} == dict.fromkeys(CASES, 4)
         assert steps == {name: last for name, (_, _, last, _) in CASES.items()}
     lines = [f"quaver: error: {line.format(run=str(runs / name))}" for name, (*_, line) in CASES.items()]
     lines[-1] += " on device; there is no earlier one"
-    assert [each[2].splitlines() for each in on_ranks] == [lines, []]
+    assert [stderr.splitlines() for _, _, stderr, _ in results] == [lines, []]
     assert not (runs / "removed").exists()

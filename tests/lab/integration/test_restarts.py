@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from quaver.lab.plan.write import write_run
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from tests.command_line import TEXT, TINY
 from tests.isolated import quaver_on_ranks
+from tests.lab.trainer.runs import read_steps
+from tests.steps import assert_same
 
 LIMIT_S, STEPS, INTERVAL = 400, 60, 5
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a host")
@@ -54,7 +55,7 @@ class Hosts:
         self.agents[host] = subprocess.Popen([self.script], stdout=log, stderr=log, env=self.environment | conf)
         log.close()
 
-    def rank_of(self, host: int) -> int:
+    def find_rank(self, host: int) -> int:
         """The process of the host's rank; the agent has no other child."""
         pid = self.agents[host].pid
         (rank,) = (int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
@@ -64,14 +65,14 @@ class Hosts:
         """Wait for a checkpoint of `step` or a later one, and return its step."""
         deadline = time.monotonic() + LIMIT_S
         while not (steps := CheckpointFolder(self.run / "checkpoint").list_steps()) or steps[-1] < step:
-            assert all(agent.poll() is None for agent in self.agents.values()), self.logs()
-            assert time.monotonic() < deadline, self.logs()
+            assert all(agent.poll() is None for agent in self.agents.values()), self.read_logs()
+            assert time.monotonic() < deadline, self.read_logs()
             time.sleep(0.005)
         return steps[-1]
 
     def finish(self) -> None:
         for agent in self.agents.values():
-            assert agent.wait(LIMIT_S) == 0, self.logs()
+            assert agent.wait(LIMIT_S) == 0, self.read_logs()
 
     def kill(self) -> None:
         """End what a failed test leaves."""
@@ -79,7 +80,7 @@ class Hosts:
             agent.terminate()
             agent.wait(LIMIT_S)
 
-    def logs(self) -> str:
+    def read_logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
 
@@ -90,25 +91,25 @@ def hosts(tmp_path):
     started.kill()
 
 
-def numbers(run: Path) -> list[tuple[int, float, float]]:
-    records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+def read_numbers(run: Path) -> list[tuple[int, float, float]]:
+    records = read_steps(run / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the last checkpoint, whole, but for random states: a start draws numbers, and no step does.
+def load_last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the last checkpoint, whole, without random states: a start draws numbers, and no step does.
 
     Files of equal tensors may have another order inside.
     """
     dcp_to_torch_save(CheckpointFolder(run / "checkpoint").find_checkpoint(STEPS) / "tensorwise", run / "whole.pt")
     state, _ = tree_flatten_with_path(torch.load(run / "whole.pt", weights_only=False))
-    return {str(path): each for path, each in state if isinstance(each, torch.Tensor) and "rng" not in str(path)}
+    return {str(path): value for path, value in state if isinstance(value, torch.Tensor) and "rng" not in str(path)}
 
 
 @pytest.mark.nightly
 def test_a_killed_rank_and_a_killed_agent_change_nothing(hosts, tmp_path):
     step = hosts.wait_for_step(INTERVAL)
-    os.kill(hosts.rank_of(1), signal.SIGKILL)
+    os.kill(hosts.find_rank(1), signal.SIGKILL)
     step = hosts.wait_for_step(step + 2 * INTERVAL)
     hosts.agents[1].kill()
     hosts.agents[1].wait()
@@ -118,10 +119,10 @@ def test_a_killed_rank_and_a_killed_agent_change_nothing(hosts, tmp_path):
 
     whole = quaver_on_ranks(2, ["train", *hosts.words, "--job.name=whole"])
     assert [rank.finished().returncode for rank in whole] == [0, 0]
-    assert hosts.logs().count("resumed ") == 2, hosts.logs()
-    assert [step for step, *_ in numbers(hosts.run)] == list(range(1, STEPS + 1))
-    assert numbers(hosts.run) == numbers(tmp_path / "runs" / "whole")
-    resumed, expected = last_checkpoint(hosts.run), last_checkpoint(tmp_path / "runs" / "whole")
-    assert resumed.keys() == expected.keys() != set()
-    assert [name for name, each in expected.items() if not torch.equal(resumed[name], each)] == []
+    assert hosts.read_logs().count("resumed ") == 2, hosts.read_logs()
+    assert [step for step, *_ in read_numbers(hosts.run)] == list(range(1, STEPS + 1))
+    assert read_numbers(hosts.run) == read_numbers(tmp_path / "runs" / "whole")
+    expected = load_last_checkpoint(tmp_path / "runs" / "whole")
+    assert expected
+    assert_same(load_last_checkpoint(hosts.run), expected)
     assert json.loads((hosts.run / "summary.json").read_text())["status"] == "finished"

@@ -14,16 +14,16 @@ import pytest
 
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.lock import HOLDER
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked, quaver, quaver_on_ranks
+from tests.lab.trainer.runs import read_steps
 
 LIMIT_S = 300
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> list[str]:
+def run_words(tmp_path: Path) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     words = [*TINY, "--model.n_layers=1", "--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3"]
@@ -31,14 +31,14 @@ def where(tmp_path: Path) -> list[str]:
     return [*words, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
-def numbers(run: Path) -> dict[int, tuple[float, float]]:
+def read_numbers(run: Path) -> dict[int, tuple[float, float]]:
     """Return loss and gradient norm by step."""
-    records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    records = read_steps(run / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "steps are missing or doubled"
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
 
 
-def checkpoints(run: Path) -> CheckpointFolder:
+def open_checkpoints(run: Path) -> CheckpointFolder:
     return CheckpointFolder(run / "checkpoint")
 
 
@@ -55,28 +55,28 @@ def has_steps(run: Path, number: int = 3) -> bool:
     return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
 
 
-def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
+def test_ctrl_c_saves_and_the_run_resumes(run_words, tmp_path):
     run = tmp_path / "runs" / "stopped"
-    process = quaver(["train", *where, "--job.name=stopped", "--training.steps=1000000"])
+    process = quaver(["train", *run_words, "--job.name=stopped", "--training.steps=1000000"])
     wait_for(lambda: has_steps(run), process)
     process.send_signal(signal.SIGINT)
     output, error = process.communicate()
     assert (process.returncode, error) == (130, "")
     assert f"quaver train --resume {run}" in output
-    (step,) = checkpoints(run).list_steps()
+    (step,) = open_checkpoints(run).list_steps()
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], max(numbers(run))) == ("interrupted", step, step)
+    assert (summary["status"], summary["steps"], max(read_numbers(run))) == ("interrupted", step, step)
     assert (run / "curves.png").stat().st_size > 1000
     assert main(["train", "--resume", str(run), f"--training.steps={step + 3}"]) == 0
-    assert main(["train", *where, "--job.name=whole", f"--training.steps={step + 3}"]) == 0
-    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
+    assert main(["train", *run_words, "--job.name=whole", f"--training.steps={step + 3}"]) == 0
+    assert read_numbers(run) == read_numbers(tmp_path / "runs" / "whole")
 
 
-def by_hand(words: list[str]) -> list[Forked]:
+def start_by_hand(words: list[str]) -> list[Forked]:
     return quaver_on_ranks(2, words)
 
 
-def by_torchrun(words: list[str]) -> list[subprocess.Popen]:
+def start_by_torchrun(words: list[str]) -> list[subprocess.Popen]:
     """torchrun forwards a SIGTERM to its ranks; each process imports torch for seconds."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -84,43 +84,42 @@ def by_torchrun(words: list[str]) -> list[subprocess.Popen]:
     return [subprocess.Popen([*launcher, "-m", "quaver.lab.cli", *words], **options)]
 
 
-def with_children(pid: int) -> list[int]:
+def list_with_children(pid: int) -> list[int]:
     """Return a process and what it started, as torchrun its ranks, each in a session of its own."""
     return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
-@pytest.mark.parametrize("start", [by_hand, pytest.param(by_torchrun, marks=pytest.mark.nightly)])
-def test_two_ranks_hold_their_run_and_save_at_sigterm(where, tmp_path, start):
+@pytest.mark.parametrize("start", [start_by_hand, pytest.param(start_by_torchrun, marks=pytest.mark.nightly)])
+def test_two_ranks_hold_their_run_and_save_at_sigterm(run_words, tmp_path, start):
     run = tmp_path / "runs" / "stopped"
-    started = start(["train", *where, "--job.name=stopped", "--training.steps=1000000"])
-    wait_for(lambda: has_steps(run), *started)
-    second, _ = [
-        rank.finished() for rank in quaver_on_ranks(2, ["train", f"--resume={run}", "--checkpoint.resume=auto"])
-    ]
+    processes = start(["train", *run_words, "--job.name=stopped", "--training.steps=1000000"])
+    wait_for(lambda: has_steps(run), *processes)
+    resume = ["train", f"--resume={run}", "--checkpoint.resume=auto"]
+    second, _ = [rank.finished() for rank in quaver_on_ranks(2, resume)]
     (line,) = [line for line in second.stderr.splitlines() if line.startswith("quaver: ")]
     holder = json.loads((run / HOLDER).read_text())["pid"]
-    assert holder in [pid for process in started for pid in with_children(process.pid)]
+    assert holder in [pid for process in processes for pid in list_with_children(process.pid)]
     assert f"another run writes the run folder '{run}': process {holder} on host" in line
-    assert all(process.poll() is None for process in started)
-    for process in started:
+    assert all(process.poll() is None for process in processes)
+    for process in processes:
         process.send_signal(signal.SIGTERM)
-    assert f"quaver train --resume {run}" in "".join(process.communicate(timeout=LIMIT_S)[0] for process in started)
-    (step,) = checkpoints(run).list_steps()
-    assert list(numbers(run)) == list(range(1, step + 1))
-    assert len(list((checkpoints(run).find_checkpoint(step) / "delayed").glob("*.distcp"))) == 2
+    assert f"quaver train --resume {run}" in "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
+    (step,) = open_checkpoints(run).list_steps()
+    assert list(read_numbers(run)) == list(range(1, step + 1))
+    assert len(list((open_checkpoints(run).find_checkpoint(step) / "delayed").glob("*.distcp"))) == 2
 
 
-def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(where, tmp_path):
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(run_words, tmp_path):
     """A limit on the size of files simulates it: the same write fails, with another message."""
     run = tmp_path / "runs" / "full"
-    words = [*where, "--job.name=full", "--checkpoint.interval=4"]
+    words = [*run_words, "--job.name=full", "--checkpoint.interval=4"]
     assert main(["train", *words, "--training.steps=4"]) == 0
     before = {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()}
     resume = ["train", "--resume", str(run), "--training.steps=1000"]
-    done = quaver(resume, largest_file_bytes=200_000).finished()
-    assert done.returncode == 4
-    (line,) = done.stderr.splitlines()
+    process = quaver(resume, largest_file_bytes=200_000).finished()
+    assert process.returncode == 4
+    (line,) = process.stderr.splitlines()
     assert "checkpoint of step 8 could not be written" in line
     assert "File too large" in line
     assert "the checkpoint of step 4 is intact" in line
@@ -129,7 +128,7 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(where, tmp_path
     assert main(["train", "--resume", str(run), "--training.steps=10"]) == 0
 
 
-def part_of_reliability(words: list[str]) -> None:
+def run_reliability(words: list[str]) -> None:
     sys.argv = ["benchmarks.reliability", *words]
     runpy.run_module("benchmarks.reliability", run_name="__main__")
 
@@ -148,6 +147,6 @@ def part_of_reliability(words: list[str]) -> None:
 )
 def test_every_try_holds(words):
     """Each try of benchmarks/reliability.py."""
-    process = Forked(part_of_reliability, words)
+    process = Forked(run_reliability, words)
     _, error = process.communicate(timeout=7200)
     assert process.returncode == 0, error

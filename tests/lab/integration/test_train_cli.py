@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quaver.lab.cli import main
+from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests import command_line
@@ -26,32 +27,27 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def where(tmp_path: Path, text: Path) -> list[str]:
+def run_words(tmp_path: Path, text: Path) -> list[str]:
     return ["--data", str(text), "--job.dump_folder", str(tmp_path / "runs"), "--job.name", "r"]
 
 
 def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatch):
     words = ["--data", "text.txt", "--compare", "--training.steps", "4", "--float8.recipe_name", "rowwise"]
-    done = quaver(["train", *TINY, *words], cwd=tmp_path).finished()
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    process = quaver(["train", *TINY, *words], cwd=tmp_path).finished()
+    assert (process.returncode, process.stderr) == (0, "")
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("rowwise-compare-")
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary["runs"]) == ["rowwise", "bfloat16"]
     assert set(summary["comparison"]) == {"loss_gap", "tokens_per_s_ratio", "peak_memory_ratio"}
-    for words_shown in ("step     4", "validation loss", "peak memory", "compared", str(Path("runs") / folder.name)):
-        assert words_shown in done.stdout
+    for part in ("step     4", "validation loss", "peak memory", "compared", str(Path("runs") / folder.name)):
+        assert part in process.stdout
 
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(folder / "config.toml")]) == 0
-    first, second = ((run / "metrics.jsonl").read_text() for run in sorted((tmp_path / "runs").iterdir()))
-
-    def losses(lines: str) -> list[float]:
-        records = [json.loads(line) for line in lines.splitlines()]
-        return [record.get("loss", record.get("validation_loss")) for record in records]
-
-    assert losses(first) == losses(second)  # the written config repeats the run bit for bit
+    first, second = (read_metrics(run / "metrics.jsonl") for run in sorted((tmp_path / "runs").iterdir()))
+    for key in ("loss", "validation_loss"):  # the written config repeats the run bit for bit
+        assert [record.get(key) for record in first] == [record.get(key) for record in second]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +57,7 @@ def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatc
         *at_night((recipe, "inductor") for recipe in ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp")),
     ],
 )
-def test_compiled_blocks_train_alike(where, tmp_path, monkeypatch, recipe, backend):
+def test_compiled_blocks_train_alike(run_words, tmp_path, monkeypatch, recipe, backend):
     flags = ["--training.steps=3", "--training.global_batch_size=4", f"--float8.recipe_name={recipe}"]
     for number in range(300):  # a sequence has several documents
         path = tmp_path / "texts" / f"{number}.txt"
@@ -73,9 +69,9 @@ def test_compiled_blocks_train_alike(where, tmp_path, monkeypatch, recipe, backe
         monkeypatch.setattr(Block, "compile", compile_quickly)
         flags += ["--training.mixed_precision_param=float32"]
         tolerance = 5e-6
-    assert main(["train", *TINY, *where, *flags]) == 0
+    assert main(["train", *TINY, *run_words, *flags]) == 0
     torch._dynamo.utils.counters.clear()
-    assert main(["train", *TINY, *where, *flags, "--job.name", "c", "--training.compile"]) == 0
+    assert main(["train", *TINY, *run_words, *flags, "--job.name", "c", "--training.compile"]) == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one to train, one to validate
     eager, compiled = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in "rc")
     loss, expected = (summary["runs"][recipe]["validation_loss"] for summary in (compiled, eager))
@@ -87,14 +83,14 @@ def test_compiled_blocks_train_alike(where, tmp_path, monkeypatch, recipe, backe
     assert 0.5 < peaks[1] / peaks[0] < 1.5
 
 
-def test_a_closed_standard_output(where, monkeypatch):
+def test_a_closed_standard_output(run_words, monkeypatch):
     monkeypatch.setattr("sys.stdout", None)  # as Python has it after `>&-` in a shell
-    assert main(["train", *TINY, *where, "--training.steps=2"]) == 0
+    assert main(["train", *TINY, *run_words, "--training.steps=2"]) == 0
 
 
-def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
+def test_a_diverging_run_stops_with_one_line(run_words, tmp_path, capsys):
     flags = ["--optimizer.lr", "1e38", "--lr_scheduler.warmup_steps", "0", "--training.steps", "20"]
-    assert main(["train", *TINY, *where, *flags]) == 3
+    assert main(["train", *TINY, *run_words, *flags]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert "quaver: error: tensorwise: step" in line
     assert " of model." in line or " of lm_head" in line
@@ -114,61 +110,53 @@ def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
         (["--float8.filter_fqns", "lm_haed"], "'lm_haed' is part of no linear's name"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words, message, where, tmp_path, monkeypatch, refused):
+def test_bad_input_is_one_line_and_exit_code_2(words, message, run_words, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("to be")
-    line = refused("train", *TINY, *where, "--training.steps", "1", *words)
+    line = refused("train", *TINY, *run_words, "--training.steps", "1", *words)
     assert any(part in line for part in message.split("|")), line
     assert not (tmp_path / "runs" / "r").exists()  # nothing is written for a run that never starts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_where_there_is_none(where, refused):
-    line = refused("train", *TINY, *where, "--training.device", "cuda")
+def test_cuda_where_there_is_none(run_words, refused):
+    line = refused("train", *TINY, *run_words, "--training.device", "cuda")
     assert "torch sees no CUDA device here; choose cpu" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(where, tmp_path, refused):
+def test_a_folder_without_write_permission(run_words, tmp_path, refused):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    assert "cannot write the run folder" in refused("train", *TINY, *where, "--job.dump_folder", locked)
+    assert "cannot write the run folder" in refused("train", *TINY, *run_words, "--job.dump_folder", locked)
 
 
-def test_a_bug_in_training_is_not_dressed_up_as_bad_input(where, tmp_path, monkeypatch):
+def test_a_bug_in_training_is_not_dressed_up_as_bad_input(run_words, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ValueError("a bug")
 
     monkeypatch.setattr(TrainedModel, "train_step", fail)
     with pytest.raises(ValueError, match="a bug"):
-        main(["train", *TINY, *where])
+        main(["train", *TINY, *run_words])
     summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("failed", "ValueError: a bug")
 
 
 @pytest.mark.nightly
-def test_blocks_of_five_recipes_compile_to_train_and_to_validate(where, tmp_path, monkeypatch):
+def test_blocks_of_five_recipes_compile_to_train_and_to_validate(run_words, tmp_path, monkeypatch):
     monkeypatch.setattr(Block, "compile", compile_quickly)
     recipes = ("rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "high_precision")
     layers = ",".join(f"model.layers.{index}.mlp.down_proj={recipe}" for index, recipe in enumerate(recipes))
     words = ["--model.n_layers=5", "--training.compile", f"--float8.layer_recipes={layers}", "--training.steps=2"]
-    assert main(["train", *TINY, *where, *words, "--validation.freq=1", "--job.compare"]) == 0
+    assert main(["train", *TINY, *run_words, *words, "--validation.freq=1", "--job.compare"]) == 0
 
 
-def test_help_version_and_unknown_verbs(capsys):
-    assert main(["--help"]) == 0
-    listed = capsys.readouterr().out
-    assert "train" in listed
-    assert "prepare-data" in listed
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("quaver ")
-    assert main(["trian"]) == 2
-    assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
-    assert main(["zzz"]) == 2
-    assert "choose from train, doctor, bench" in capsys.readouterr().err
-    assert main(["train", "--help"]) == 0
-    help_text = capsys.readouterr().out
+def test_help_version_and_unknown_verbs(run_quaver, refused):
+    assert all(verb in run_quaver("--help") for verb in ("train", "prepare-data"))
+    assert run_quaver("--version").startswith("quaver ")
+    assert "unknown command 'trian'; did you mean 'train'?" in refused("trian")
+    assert "choose from train, doctor, bench" in refused("zzz")
+    help_text = run_quaver("train", "--help")
     for flag in ("--float8.recipe_name", "--training.compile", "--compare", "--data"):
         assert flag in help_text
-    assert main(["prepare-data", "--help"]) == 0
-    assert "usage: quaver prepare-data [CONFIG.toml]" in capsys.readouterr().out
+    assert "usage: quaver prepare-data [CONFIG.toml]" in run_quaver("prepare-data", "--help")

@@ -121,10 +121,7 @@ NIGHTLY = {
 }
 
 BAD = {
-    "few_gradients": (
-        ["--comm.float8_gradients", "--model.dim=16"],
-        "comm.float8_gradients: the FSDP2 group of ",
-    ),
+    "few_gradients": (["--comm.float8_gradients", "--model.dim=16"], "comm.float8_gradients: the FSDP2 group of "),
     "unscattered": (["--comm.float8_gradients", *REPLICATE], "must be false where no gradient is reduce-scattered"),
     "no_replicas": (["--training.reduce=last_all_reduce"], "training.reduce must be every or last without replicas"),
     "world": (["--parallelism.data_parallel_shard_degree=3"], "must be the number of processes = 2, got 1 * 3 * 1"),
@@ -141,9 +138,8 @@ BAD = {
 
 def finish(command: list[str], **options: object) -> "subprocess.CompletedProcess[str]":
     """Run a launcher in a session of its own, and end all of it where it takes too long."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
-    )
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, **options)
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -154,8 +150,8 @@ def finish(command: list[str], **options: object) -> "subprocess.CompletedProces
 
 
 @pytest.fixture(scope="module")
-def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with some text, one used run folder, and what every run is told of it."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with some text and one used run folder."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "text").mkdir()
     for n in range(400):  # a sequence has more than one document
@@ -165,67 +161,67 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words_of(where: Path, name: str, words: list[str]) -> list[str]:
-    places = [f"--data={where / 'text'}", f"--job.dump_folder={where / 'runs'}", f"--job.name={name}"]
+def make_words(folder: Path, name: str, words: list[str]) -> list[str]:
+    places = [f"--data={folder / 'text'}", f"--job.dump_folder={folder / 'runs'}", f"--job.name={name}"]
     return [*TINY, *places, *words]
 
 
-def train_all(where: Path, ranks: int, layouts: dict, bad: dict) -> Results:
-    cases = [(name, words_of(where, name, case[2])) for name, case in layouts.items() if case[0] == ranks]
-    cases += [(f"bad_{name}", words_of(where, f"bad_{name}", words)) for name, (words, _) in bad.items()]
+def train_all(folder: Path, ranks: int, layouts: dict, bad: dict) -> Results:
+    cases = [(name, make_words(folder, name, case[2])) for name, case in layouts.items() if case[0] == ranks]
+    cases += [(f"bad_{name}", make_words(folder, f"bad_{name}", words)) for name, (words, _) in bad.items()]
     return train_on_ranks(ranks, cases)
 
 
-def train_alone(where: Path, references: dict[str, list[str]]) -> None:
+def train_alone(folder: Path, references: dict[str, list[str]]) -> None:
     for name, words in references.items():
-        assert main(["train", *words_of(where, f"one_{name}", words)]) == 0
+        assert main(["train", *make_words(folder, f"one_{name}", words)]) == 0
 
 
 @pytest.fixture(scope="module")
-def on_two(where: Path) -> Results:
-    return train_all(where, 2, LAYOUTS, BAD)
+def on_two(folder: Path) -> Results:
+    return train_all(folder, 2, LAYOUTS, BAD)
 
 
 @pytest.fixture(scope="module")
-def on_four(where: Path) -> Results:
-    return train_all(where, 4, LAYOUTS, {})
+def on_four(folder: Path) -> Results:
+    return train_all(folder, 4, LAYOUTS, {})
 
 
 @pytest.fixture(scope="module")
-def nightly(where: Path) -> None:
-    train_alone(where, REFERENCES_AT_NIGHT)
+def nightly(folder: Path) -> None:
+    train_alone(folder, REFERENCES_AT_NIGHT)
     for ranks in (2, 4):
-        train_all(where, ranks, NIGHTLY, {})
+        train_all(folder, ranks, NIGHTLY, {})
 
 
 @pytest.fixture(scope="module")
-def references(where: Path) -> Path:
-    train_alone(where, REFERENCES)
-    return where / "runs"
+def references(folder: Path) -> Path:
+    train_alone(folder, REFERENCES)
+    return folder / "runs"
 
 
-def numbers(folder: Path, key: str, model: str | None = None) -> list[float]:
-    """Of a model, by default of the run's first."""
-    records = read_metrics(folder / "metrics.jsonl")
+def read_numbers(run: Path, key: str, model: str | None = None) -> list[float]:
+    """The values of a metric for a model, by default for the run's first."""
+    records = read_metrics(run / "metrics.jsonl")
     name = model or records[0]["run"]
     return [record[key] for record in records if key in record and record["run"] == name]
 
 
-def check_numbers(folder: Path, one: Path, tolerance: float, model: str | None = None) -> None:
-    losses, expected = numbers(folder, "loss", model), numbers(one, "loss")
+def check_numbers(run: Path, one: Path, tolerance: float, model: str | None = None) -> None:
+    losses, expected = read_numbers(run, "loss", model), read_numbers(one, "loss")
     assert expected[0] > expected[-1] + 0.03  # the updates matter
     assert losses == pytest.approx(expected, rel=tolerance)
-    norms = numbers(folder, "grad_norm", model)
-    assert norms == pytest.approx(numbers(one, "grad_norm"), rel=NORM[tolerance])
-    if folder.name != "shard_replicate":  # which takes fewer validation batches, that do not divide by the ranks
-        *_, validation = numbers(folder, "validation_loss", model)  # `resharded` has an earlier one, after two steps
-        assert [validation] == pytest.approx(numbers(one, "validation_loss"), rel=tolerance)
+    norms = read_numbers(run, "grad_norm", model)
+    assert norms == pytest.approx(read_numbers(one, "grad_norm"), rel=NORM[tolerance])
+    if run.name != "shard_replicate":  # which takes fewer validation batches, that do not divide by the ranks
+        *_, validation = read_numbers(run, "validation_loss", model)  # `resharded` has an earlier one, after two steps
+        assert [validation] == pytest.approx(read_numbers(one, "validation_loss"), rel=tolerance)
 
 
 @pytest.fixture(scope="module")
-def resharded(where: Path, on_four: Results) -> None:
+def resharded(folder: Path, on_four: Results) -> None:
     """The run with experts that has had two steps on 4 ranks takes the third on 2."""
-    words = [f"--resume={where / 'runs' / 'mixture_shard_split'}", "--training.steps=3"]
+    words = [f"--resume={folder / 'runs' / 'mixture_shard_split'}", "--training.steps=3"]
     train_on_ranks(2, [("resharded", words)])
 
 
@@ -245,14 +241,14 @@ def test_the_baseline_on_ranks_is_that_of_one_process(on_two, references):
 
 
 def test_the_load_of_experts_is_that_of_one_process(on_two, resharded, references):
-    one = numbers(references / "one_mixture", "expert_load_max")
+    one = read_numbers(references / "one_mixture", "expert_load_max")
     for name in ("mixture_split", "mixture_shard_split"):
-        assert numbers(references / name, "expert_load_max") == one
+        assert read_numbers(references / name, "expert_load_max") == one
 
 
 def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, references):
-    ours, one = (numbers(references / name, "loss")[0] for name in ("all_gather", "one_tensorwise"))
-    assert ours == pytest.approx(one, rel=1e-7)
+    losses = [read_numbers(references / name, "loss")[0] for name in ("all_gather", "one_tensorwise")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
 
 
 def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, references):
@@ -261,35 +257,39 @@ def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, reference
     for name in ("delayed_all_gather", "delayed_shard_tensor"):
         steps = read_metrics(references / name / "float8_scales.jsonl")
         assert [step["step"] for step in steps] == [1, 2, 3]
-        for ours, theirs in zip(steps, one, strict=True):
-            factors = {tensor: 2 if tensor.endswith("grad_output") else 1 for tensor in theirs["amax"]}
-            expected = {tensor: factors[tensor] * amax for tensor, amax in theirs["amax"].items()}
-            assert ours["amax"] == pytest.approx(expected, rel=1e-4), name
-            assert ours["dynamic"] == theirs["dynamic"]
+        for step, reference in zip(steps, one, strict=True):
+            factors = {tensor: 2 if tensor.endswith("grad_output") else 1 for tensor in reference["amax"]}
+            expected = {tensor: factors[tensor] * amax for tensor, amax in reference["amax"].items()}
+            assert step["amax"] == pytest.approx(expected, rel=1e-4), name
+            assert step["dynamic"] == reference["dynamic"]
 
 
-def test_the_summary_tells_of_the_ranks(on_two, on_four, references):
-    summary = json.loads((references / "delayed_shard_tensor" / "summary.json").read_text())
+def read_summary(run: Path) -> tuple[dict, dict]:
+    """The summary of a run, and the part of its one model."""
+    summary = json.loads((run / "summary.json").read_text())
+    (model,) = summary["runs"].values()
+    return summary, model
+
+
+def test_the_summary_names_the_ranks_and_has_numbers_of_one_device(on_two, on_four, references):
+    summary, run = read_summary(references / "delayed_shard_tensor")
     assert (summary["status"], summary["ranks"], summary["mesh"]) == ("finished", 4, {"dp_shard": 2, "tp": 2})
-    (run,) = summary["runs"].values()
     flops_share = run["mfu"] * summary["bfloat16_peak"]["flops_per_s"] / run["tokens_per_s"]
-    one = json.loads((references / "one_delayed" / "summary.json").read_text())
-    (alone,) = one["runs"].values()
+    one, alone = read_summary(references / "one_delayed")
     per_token = alone["mfu"] * one["bfloat16_peak"]["flops_per_s"] / alone["tokens_per_s"]
     assert flops_share == pytest.approx(per_token / 4)  # per device
-    (sharded,) = json.loads((references / "delayed_all_gather" / "summary.json").read_text())["runs"].values()
+    _, sharded = read_summary(references / "delayed_all_gather")
     assert sharded["peak_memory_exact"]
     assert run["peak_memory_bytes"] < sharded["peak_memory_bytes"] < alone["peak_memory_bytes"]
     assert run["peak_memory_source"].endswith(", of rank 0")
     assert "global_batch_size = 8" in (references / "delayed_shard_tensor" / "config.toml").read_text()
 
 
-def test_a_compile_that_compiles_nothing_is_told(on_two, references):
-    summary = json.loads((references / "mixture_split" / "summary.json").read_text())
-    (run,) = summary["runs"].values()
+def test_a_compile_that_compiles_nothing_is_noted(on_two, references):
+    summary, run = read_summary(references / "mixture_split")
     assert run["compiled_graphs"] == 0
     note = "training.compile compiled no graph, so the blocks run eagerly: expert parallelism ends graphs"
-    assert sum(note in each for each in summary["notes"]) == 1
+    assert sum(note in line for line in summary["notes"]) == 1
     assert on_two.stdout.count(f"rowwise: {note}") == 1  # after the first step
 
 
@@ -298,13 +298,13 @@ def test_only_the_first_rank_speaks(on_two):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_for_all_ranks_and_no_process_group(name, on_two, where):
+def test_bad_input_is_one_line_for_all_ranks_and_no_process_group(name, on_two, folder):
     errors = [line for line in on_two.stderr.splitlines() if "quaver: error:" in line]
     assert len(errors) == len(BAD)
     message = BAD[name][1]
     assert sum(message in error for error in errors) == 1
     assert [ended[f"bad_{name}"] for ended in on_two.ended] == [(2, 0)] * 2
-    assert not (where / "runs" / f"bad_{name}").exists()
+    assert not (folder / "runs" / f"bad_{name}").exists()
 
 
 def test_every_good_run_asked_for_one_process_group(on_two, on_four):
@@ -325,8 +325,8 @@ def check_diverged(run: Path, stdout: str, stderr: str) -> None:
     assert summary["error"] in line
 
 
-def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(where, tmp_path):
-    """What the script tells torchrun, which torchrun's own parser reads, and the ranks that this asks for."""
+def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(folder, tmp_path):
+    """Parses the script's arguments with torchrun's own parser, and starts the ranks that they ask for."""
     shutil.copytree(REPOSITORY / "train_configs", tmp_path / "train_configs")
     script = shutil.copy(REPOSITORY / "run_train.sh", tmp_path)
     torchrun = tmp_path / ".venv" / "bin" / "torchrun"
@@ -334,40 +334,40 @@ def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(
     torchrun.write_text("""#!/usr/bin/env bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "$@"\n""")
     torchrun.chmod(0o755)
     environment = {**os.environ, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
-    done = finish([script, *words_of(where, "diverges", DIVERGES)], env=environment, cwd=where)
-    threads, *words = done.stdout.split("\0")[:-1]
-    told = get_args_parser().parse_args(words)
-    assert (threads, told.nproc_per_node, told.module, told.training_script) == ("1", "2", True, "quaver.lab.cli")
-    assert (told.local_ranks_filter, told.tee, told.role) == ("0", "3", "rank")
-    assert (told.rdzv_backend, told.rdzv_endpoint) == ("c10d", "localhost:0")
+    process = finish([script, *make_words(folder, "diverges", DIVERGES)], env=environment, cwd=folder)
+    threads, *words = process.stdout.split("\0")[:-1]
+    args = get_args_parser().parse_args(words)
+    assert (threads, args.nproc_per_node, args.module, args.training_script) == ("1", "2", True, "quaver.lab.cli")
+    assert (args.local_ranks_filter, args.tee, args.role) == ("0", "3", "rank")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "localhost:0")
 
-    first, second = [rank.finished() for rank in quaver_on_ranks(2, told.training_script_args, cwd=where)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, args.training_script_args, cwd=folder)]
     assert (first.returncode, second.returncode) == (3, 3)
-    check_diverged(where / "runs" / "diverges", first.stdout + second.stdout, first.stderr + second.stderr)
+    check_diverged(folder / "runs" / "diverges", first.stdout + second.stdout, first.stderr + second.stderr)
 
 
-def test_a_dry_run_is_printed_by_the_first_rank_alone(where):
-    words = ["train", "--dry-run", *words_of(where, "planned", HP)]
-    first, second = [rank.finished() for rank in quaver_on_ranks(2, words, cwd=where)]
+def test_a_dry_run_is_printed_by_the_first_rank_alone(folder):
+    words = ["train", "--dry-run", *make_words(folder, "planned", HP)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, words, cwd=folder)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert "ranks        2: dp_shard 2\n" in first.stdout
     assert "nothing was trained or written" in first.stdout
     assert (second.stdout, second.stderr) == ("", "")
-    first, second = [rank.finished() for rank in quaver_on_ranks(2, [*words, "--training.steps=0"], cwd=where)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, [*words, "--training.steps=0"], cwd=folder)]
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr.startswith("quaver: error: training.steps must be at least 1, got 0")
     assert (second.stdout, second.stderr) == ("", "")
 
 
 @pytest.mark.nightly
-def test_torchrun_ends_the_ranks_of_a_diverging_run(where):
+def test_torchrun_ends_the_ranks_of_a_diverging_run(folder):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
-    words = words_of(where, "diverges_by_torchrun", DIVERGES)
-    done = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=where)
-    assert done.returncode != 0
-    assert "exitcode  : 3" in done.stderr
-    check_diverged(where / "runs" / "diverges_by_torchrun", done.stdout, done.stderr)
+    words = make_words(folder, "diverges_by_torchrun", DIVERGES)
+    process = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=folder)
+    assert process.returncode != 0
+    assert "exitcode  : 3" in process.stderr
+    check_diverged(folder / "runs" / "diverges_by_torchrun", process.stdout, process.stderr)
 
 
 @pytest.mark.parametrize(
@@ -377,13 +377,12 @@ def test_torchrun_ends_the_ranks_of_a_diverging_run(where):
         (["--training.seed=1"], "quaver: error: rank 1 read another config or other data than rank 0"),
     ],
 )
-def test_ranks_that_disagree_end_together_without_torchrun_too(where, other, message):
-    """Rank 0 then hosts the store itself, and must outlive the others' last look into it."""
-    first, second = [
-        rank.finished() for rank in quaver_on_ranks(2, ["train", *words_of(where, "disagree", HP)], others=other)
-    ]
+def test_ranks_that_disagree_end_together_without_torchrun_too(folder, other, message):
+    """Without torchrun rank 0 hosts the store, and must outlive the last read of the other ranks."""
+    words = ["train", *make_words(folder, "disagree", HP)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, words, others=other)]
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr.startswith(message)
     assert len(first.stderr.splitlines()) == 1
     assert second.stderr == ""
-    assert not (where / "runs" / "disagree").exists()
+    assert not (folder / "runs" / "disagree").exists()

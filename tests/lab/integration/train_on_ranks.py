@@ -23,11 +23,12 @@ _launches = itertools.count()
 
 @dataclass
 class Results:
-    """Of the runs on one number of ranks: what all ranks printed, and by name each rank's (exit code, groups made)."""
+    """Of the runs on one number of ranks: what all ranks printed, and how each rank ended each run."""
 
     stdout: str
     stderr: str
     ended: list[dict[str, tuple[int, int]]]
+    """By rank and name: the exit code, and the number of process groups that the run made."""
 
 
 def compile_quickly(block: Block, **options: object) -> None:
@@ -40,12 +41,12 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
     launcher = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
     launcher |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-    made, ended = [], {}
+    groups, ended = [], {}
     output, error = io.StringIO(), io.StringIO()
 
     def make_group(*args: object, **options: object) -> None:
         if args[:1] != ("fake",):  # in which set_up_run parallelizes a model that reduces in float8
-            made.append(args)
+            groups.append(args)
 
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, launcher))
@@ -59,13 +60,13 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
         stack.enter_context(redirect_stdout(output))
         stack.enter_context(redirect_stderr(error))
         for name, words in cases:
-            made.clear()
+            groups.clear()
             try:
                 code = main(["train", *words])
             except SystemExit as stopped:
                 code = stopped.code
             torch.compiler.reset()
-            ended[name] = (code, len(made))
+            ended[name] = (code, len(groups))
     return ended, output.getvalue(), error.getvalue()
 
 
