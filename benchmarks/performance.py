@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, markdown, run_quaver, show
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.roofline.matmul import MATMUL_SHARES
 from quaver.roofline.scaled_matmul import get_scales_share

@@ -32,13 +32,13 @@ COMPILED = "compiled"
 RUNS = {
     COMPILED: [
         *("tests/library/kernels/test_triton_cast_compiled.py", "tests/library/linear/test_gemm.py"),
-        *("tests/library/runtime/test_slow_paths.py", "tests/lab/doctor/test_machine.py", "-m", "not nightly"),
+        *("tests/library/runtime/test_slow_paths.py", "tests/lab/doctor", "-m", "not nightly"),
         "tests/library/optim/test_options.py::test_a_step_in_a_cuda_graph_is_refused",
         "tests/library/numerics/test_monitor.py::test_a_sample_in_a_cuda_graph_is_refused",
     ],
     "": [
         *(f"tests/library/kernels/test_{name}.py" for name in ("dispatch", "triton_cast")),
-        "tests/library/virtual_gpu",
+        *("tests/library/virtual_gpu", "tests/lab/trainer/test_virtual_gpu.py"),
         # It expects that Triton of its own process compiles.
         "--deselect=tests/library/virtual_gpu/test_inductor.py::"
         "test_a_card_without_inductors_code_and_a_missing_interpreter_are_refused",

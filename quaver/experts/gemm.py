@@ -33,16 +33,16 @@ from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_bounds, 
 from quaver.kernels.exact_mm import exact_float8_mm_out
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import register_operation
-from quaver.linear.gemm import (
+from quaver.linear.backends import (
     GemmBackend,
-    ScaleKind,
     choose_backend,
     describe_backends,
     describe_hardware_failure,
     find_cast_kind,
-    mm,
     multiplies_natively,
 )
+from quaver.linear.gemm import mm
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
 from quaver.recipes.linear_casts import MatmulOptions

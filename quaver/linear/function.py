@@ -40,7 +40,8 @@ from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
-from quaver.linear.gemm import describe_backends, lay_out_saved_columns, mm
+from quaver.linear.backends import describe_backends
+from quaver.linear.gemm import lay_out_saved_columns, mm
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import apply_to_rows
 from quaver.linear.protocols import LinearSharding, MatmulProbe

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.recipes.recipe_name import canonicalize_recipe

@@ -25,7 +25,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from quaver.linear.gemm import ScaleKind, find_cast_kind
+from quaver.linear.backends import find_cast_kind
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import DeviceSpec

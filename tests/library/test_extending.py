@@ -26,7 +26,7 @@ from quaver import use_float8_primary_weights
 from quaver.parallel.linear_sharding import check_can_be_sharded
 from quaver.experts.module import Float8Experts
 from quaver.export.formats import make_weight_format
-from quaver.linear.gemm import find_cast_kind
+from quaver.linear.backends import find_cast_kind
 from tests.mixture import make_mixture
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.kernels.operands import expect

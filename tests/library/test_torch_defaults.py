@@ -14,7 +14,8 @@ from torch import nn
 import quaver
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu, widen
-from quaver.linear import gemm
+from quaver.linear import backends, gemm
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
 from tests.steps import assert_same, results_of
 
@@ -93,18 +94,18 @@ def test_a_step(recipe, defaults, monkeypatch):
 
 
 @DEFAULTS
-@pytest.mark.parametrize("kind", [gemm.ScaleKind.TENSORWISE, gemm.ScaleKind.BLOCKS_OF_128])
+@pytest.mark.parametrize("kind", [ScaleKind.TENSORWISE, ScaleKind.BLOCKS_OF_128])
 def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
     """With scales of another dtype `_scaled_mm` fails, and the process would multiply exactly instead of natively."""
     scale_dtypes = []
 
-    def native_mm(a, b, bias, out_dtype, use_fast_accum):
+    def multiply(a, b, bias, out_dtype, use_fast_accum):
         scale_dtypes.extend([a.dequant_scale.dtype, b.dequant_scale.dtype])
         return gemm.mm(a, b, MatmulOptions(), out_dtype, bias)
 
     with other_defaults(defaults):
-        monkeypatch.setattr(gemm, "_native_mm", native_mm)
-        assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
+        monkeypatch.setattr(backends, "native_mm", multiply)
+        assert backends.probe_native_mm(torch.device("cpu"), kind) is None
         assert set(scale_dtypes) == {torch.float32}
-        monkeypatch.setattr(gemm, "_native_mm", lambda *args: native_mm(*args) * 1.1)
-        assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
+        monkeypatch.setattr(backends, "native_mm", lambda *args: multiply(*args) * 1.1)
+        assert "wrong result" in backends.probe_native_mm(torch.device("cpu"), kind)

@@ -25,14 +25,8 @@ from quaver.lab.bench.options import BenchOptions, Shapes
 from quaver.lab.bench.results import BFLOAT16, Result, Row
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
-from quaver.linear.gemm import (
-    GemmBackend,
-    choose_backend,
-    find_cast_kind,
-    float8_mm,
-    lay_out_columns,
-    lay_out_rows,
-)
+from quaver.linear.backends import GemmBackend, choose_backend, find_cast_kind
+from quaver.linear.gemm import float8_mm, lay_out_columns, lay_out_rows
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scaling import dynamic_cast

@@ -18,7 +18,7 @@ from typing import Any
 
 from quaver.lab.bench.roofline_layers import ExpertGroup, LinearGroup, ModelLayers
 from quaver.lab.output_file import write_json
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, predict_linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec

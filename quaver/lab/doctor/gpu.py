@@ -13,7 +13,8 @@ from quaver.conversion.report import conversion_report
 from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.linear.gemm import ScaleKind, find_cast_kind
+from quaver.linear.backends import find_cast_kind
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS

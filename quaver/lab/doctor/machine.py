@@ -13,7 +13,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.delayed import sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
-from quaver.linear.gemm import find_cast_kind, find_native_failure, list_matmul_casts
+from quaver.linear.backends import find_cast_kind, find_native_failure, list_matmul_casts
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import compute_sqnr_db

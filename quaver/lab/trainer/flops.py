@@ -15,7 +15,7 @@ from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.settings import Model
 from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.model import Llama, count_attention_flops_per_token, count_training_flops_per_token
-from quaver.linear.gemm import GemmBackend, predict_backend
+from quaver.linear.backends import GemmBackend, predict_backend
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops
 

@@ -23,7 +23,7 @@ from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
 from quaver.lab.cli.bench.ledger import LedgerOptions
 from quaver.lab.settings import Model
 from quaver.lab.settings.flags import parse_options
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.roofline.matmul import predict_matmul_seconds

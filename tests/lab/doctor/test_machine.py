@@ -10,7 +10,7 @@ from quaver.experts.gemm import predict_grouped_backend
 from quaver.lab.cli import main
 from quaver.lab.doctor import machine as doctor
 from quaver.lab.doctor.gpu import describe_gpu
-from quaver.linear.gemm import predict_backend
+from quaver.linear.backends import predict_backend
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import require_device_spec

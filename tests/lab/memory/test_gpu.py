@@ -17,7 +17,7 @@ from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.trainer.float8 import fuse_producers
 from quaver.lab.trainer.model import FeedForward, RMSNorm
-from quaver.linear.gemm import predict_backend
+from quaver.linear.backends import predict_backend
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import is_cpu, is_cuda

@@ -14,7 +14,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.dry_run import dry_run
 from quaver.lab.trainer.flops import MASKED, count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.trainer.run_setup import make_models, set_up_run
-from quaver.linear.gemm import GemmBackend
+from quaver.linear.backends import GemmBackend
 from tests.lab.trainer.runs import CONFIGS, changed
 
 PARAMETERS = {
@@ -55,7 +55,7 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     assert bfloat16 == {MASKED: masked, "bfloat16": sum(bfloat16.values()) - masked}
     monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: False)
     older = count()
-    monkeypatch.setattr("quaver.linear.gemm.choose_backend", lambda *args, **options: GemmBackend.NATIVE)
+    monkeypatch.setattr("quaver.linear.backends.choose_backend", lambda *args, **options: GemmBackend.NATIVE)
     native = count()
     assert sum(native.values()) == sum(bfloat16.values())
     weights = sum(layer.flops_per_token for layer in list_linear_precisions(model, "bfloat16", device)[:-1])

@@ -15,7 +15,7 @@ from quaver.experts.cast import cast_groups
 from quaver.experts.gemm import ExpertMatmul
 from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale_row
 from quaver.kernels.operands import Operand
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ROWWISE
 from quaver.runtime.devices import simulate_gpu

@@ -11,8 +11,10 @@ from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.native_blocks import native_block_mm
 from quaver.kernels.operands import Operand
-from quaver.linear import gemm
-from quaver.linear.gemm import GemmBackend, ScaleKind, choose_backend, float8_mm, native_operands
+from quaver.linear import backends, native_mm
+from quaver.linear.backends import GemmBackend, choose_backend
+from quaver.linear.gemm import float8_mm
+from quaver.linear.native_mm import ScaleKind, native_operands
 from quaver.recipes.scale_layout import TENSORWISE, infer_layout
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.runtime.devices import simulate_capture
@@ -120,7 +122,7 @@ def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, powe
 def find_kind(a, b, a_scale, b_scale):
     """Return the kind of scales of a matmul, by the shapes of the scales."""
     pairs = (a, a_scale), (b, b_scale)
-    return gemm.find_kind(*(Operand(codes, scale, infer_layout(scale, codes.shape)) for codes, scale in pairs))
+    return native_mm.find_kind(*(Operand(codes, scale, infer_layout(scale, codes.shape)) for codes, scale in pairs))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_bad_operands(change, message):
 
 def test_a_cpu_and_emulation_never_take_the_native_path():
     assert choose_backend(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
-    assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
+    assert backends.find_native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
     with virtual_gpu("h100"):
         assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
         assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
@@ -305,7 +307,7 @@ def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square):
 def test_padded_codes_lie_as_they_lay():
     stored = torch.randn(17, 40).to(E4M3)
     for codes in (stored, stored.t()):
-        padded = gemm.pad_codes(codes, 3, 5)
+        padded = native_mm.pad_codes(codes, 3, 5)
         assert padded.shape == (codes.shape[0] + 3, codes.shape[1] + 5)
         assert padded.is_contiguous() == codes.is_contiguous()
         assert padded.t().is_contiguous() == codes.t().is_contiguous()
@@ -323,8 +325,8 @@ def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
         return matmuls.scaled_mm_v2(card, a, b, [exchanged], *rest)
 
     monkeypatch.setitem(matmuls.MODELS, "_scaled_mm_v2", exchange_scales_of_a)
-    with virtual_gpu(card), gemm.assume_native({}):
-        assert "wrong result" in gemm.find_native_failure(0, kind)
+    with virtual_gpu(card), backends.assume_native({}):
+        assert "wrong result" in backends.find_native_failure(0, kind)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +335,9 @@ def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
 def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe, kind):
     """On a device whose blocks work all three are native; 1 x 32 with scales that have mantissas is not."""
     config = Float8LinearConfig.from_recipe_name(recipe)
-    assert {gemm.find_cast_kind(*pair) for pair in gemm.list_matmul_casts(config)} == {kind}
+    assert {backends.find_cast_kind(*pair) for pair in backends.list_matmul_casts(config)} == {kind}
     plain = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32), target_dtype=E4M3)
-    assert gemm.find_cast_kind(plain, plain) is None
+    assert backends.find_cast_kind(plain, plain) is None
 
 
 @pytest.fixture
@@ -367,14 +369,14 @@ def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error
     errors.append(error)
     with virtual_gpu("h100"):
         with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
-            gemm.find_native_failure(0, ScaleKind.TENSORWISE)
+            backends.find_native_failure(0, ScaleKind.TENSORWISE)
         for _ in range(2):
-            assert gemm.find_native_failure(0, ScaleKind.TENSORWISE) is None
+            assert backends.find_native_failure(0, ScaleKind.TENSORWISE) is None
     assert len(called) == 1 + 2  # of two formats, once
 
 
 def test_a_failure_without_a_message_names_the_error():
-    assert gemm.describe_hardware_failure(NotImplementedError()) == "NotImplementedError"
+    assert backends.describe_hardware_failure(NotImplementedError()) == "NotImplementedError"
 
 
 def test_a_verdict_about_the_hardware_is_remembered_and_warns_once(device_errors, caplog):
@@ -392,5 +394,5 @@ def test_a_verdict_about_the_hardware_is_remembered_and_warns_once(device_errors
 def test_no_probe_runs_while_a_graph_is_captured():
     with virtual_gpu("h100") as card, simulate_capture():
         with pytest.raises(RuntimeError, match="run a step before the capture"):
-            gemm.find_native_failure(0, ScaleKind.TENSORWISE)
+            backends.find_native_failure(0, ScaleKind.TENSORWISE)
         assert not card.calls

@@ -18,7 +18,7 @@ from quaver.lab.memory.devices.gpu import as_on_a_gpu
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import Float8LinearConfig
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import require_device_spec

@@ -28,7 +28,7 @@ from quaver.kernels.triton_cast_blocks import casts_both_at_once
 from quaver.lab.bench.ledger.inside import OperatorCall, record_calls
 from quaver.lab.bench.ledger.kernels import count_float64_operations, count_loads_in_loops, is_along_rows
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH
 from quaver.roofline.block import ATTENTION_MATMULS
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from quaver.lab.bench.ledger.entries import CATEGORIES, LedgerEntry, find_matrices, find_query_and_key, find_scale_kind
 from quaver.lab.bench.ledger.gpu_code import GPUS
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.linear.gemm import ScaleKind
+from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH, choose_kernel, get_rates
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec

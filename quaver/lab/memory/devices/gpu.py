@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.linear.gemm import ScaleKind, assume_native
+from quaver.linear.backends import assume_native
+from quaver.linear.native_mm import ScaleKind
 from quaver.runtime.devices import simulate_gpu
 
 DEVICES = ("cpu", "cuda")

@@ -1,0 +1,227 @@
+"""Chooses the backend of a float8 matmul: native or exact.
+
+The granularity of the scales decides which of two backends computes it:
+
+    scales                                                   on hardware that multiplies float8    elsewhere
+    one per tensor; one per row of a and column of b         NATIVE                                EXACT
+    of blocks: 1 x 128 or 1 x 32 of a (native_blocks.py)     NATIVE                                EXACT
+    others, which vary along the contracted dim              EXACT                                 EXACT
+
+NATIVE is the hardware's float8 matmul (native_mm.py). It is used if a probe, a tiny matmul, gives the right result. The
+compute capability is not enough: row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on every
+device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Row-wise scales vary along the contracted dim if
+grad_input reads a row-wise weight that is stored once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from quaver.kernels.operands import Operand, expect
+from quaver.linear.native_mm import ScaleKind, find_block_kind, native_mm
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.formats import E5M2
+from quaver.recipes.linear_casts import MATMULS
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
+from quaver.recipes.scaling import multiply_scale_
+from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cuda_device
+from quaver.runtime.slow_paths import warn_once
+from quaver.torch_private.dispatch import without_dispatch_modes
+from quaver.torch_private.tracing import assume_constant_result
+
+
+class GemmBackend(enum.Enum):
+    """The implementation that runs a float8 matmul: the hardware's, or exact_mm.py."""
+
+    NATIVE = "native"
+    EXACT = "exact"
+
+
+def choose_backend(
+    device: torch.device,
+    kind: ScaleKind | None,
+    *,
+    emulate: bool = False,
+    works: Callable[[int, ScaleKind], bool] | None = None,
+) -> GemmBackend:
+    """Return the backend of `device` for a kind of scales.
+
+    Args:
+        kind: None if no hardware supports the scales.
+        works: returns whether the CUDA device with this index multiplies `kind` natively; None probes `mm`.
+    """
+    works = works or _native_works
+    if kind is None or emulate or not is_cuda_device(device) or not works(device.index or 0, kind):
+        return GemmBackend.EXACT
+    return GemmBackend.NATIVE
+
+
+def find_cast_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
+    """Return the kind of the scales of a matmul from its operands' casts, or None if no hardware supports them."""
+    a, b = left.layout, None if right.layout is None else right.layout.t()
+    if a is None or b is None:
+        return None
+    if not (left.is_blockwise or right.is_blockwise):
+        return ScaleKind.TENSORWISE if a.is_tensorwise and b.is_tensorwise else ScaleKind.ROWWISE
+    has_mantissas = not (left.e8m0_mode and right.e8m0_mode)
+    kind = find_block_kind(a, b)
+    if (kind is ScaleKind.BLOCKS_OF_32 and has_mantissas) or E5M2.dtype in (left.target_dtype, right.target_dtype):
+        return None
+    return kind
+
+
+def predict_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
+    """Return the backend on `device` of a matmul from its operands' casts."""
+    return choose_backend(device, find_cast_kind(left, right), emulate=emulate)
+
+
+def list_matmul_casts(config: Float8LinearConfig) -> list[tuple[CastConfig, CastConfig]]:
+    """Return the casts of both operands of each float8 matmul."""
+    pairs = [(config.casts.get(*left), config.casts.get(*right)) for left, right in MATMULS.values()]
+    return [pair for pair in pairs if not pair[0].is_disabled]
+
+
+def describe_backends(
+    config: Float8LinearConfig, device: torch.device, backend_of: Callable[..., GemmBackend] = predict_backend
+) -> str:
+    """Return the backends of a linear's float8 matmuls on `device`: "native", "exact" or "native and exact".
+
+    "high precision" if the config disables all casts. `backend_of` chooses the backend of one matmul.
+    """
+    backends = {backend_of(*pair, device, emulate=config.emulate) for pair in list_matmul_casts(config)}
+    return " and ".join(backend.value for backend in GemmBackend if backend in backends) or "high precision"
+
+
+@assume_constant_result
+def _native_works(device_index: int, kind: ScaleKind) -> bool:
+    return multiplies_natively(device_index, kind)
+
+
+def multiplies_natively(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> bool:
+    """Return whether the device multiplies natively, and report a failure once."""
+    failure = find_native_failure(device_index, kind, probe)
+    if failure is not None:
+        warn_once(
+            f"exact matmuls on cuda:{device_index}, {kind.value}",
+            f"cuda:{device_index} runs float8 matmuls with {kind.value} scales on the exact backend, which is slower: "
+            f"{failure}",
+        )
+    return failure is None
+
+
+NativeTest = Callable[[torch.device, "ScaleKind"], str | None]
+"""A function that multiplies on a device and compares the result, such as `probe_native_mm`."""
+
+
+_native_failures: dict[tuple[int, ScaleKind], str | None] = {}
+"""The result of each probe, by device and kind of scales: why the hardware failed, or None."""
+
+
+def find_native_failure(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> str | None:
+    """Probe whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
+
+    `probe` is for kinds that `mm` does not multiply; None for `probe_native_mm`. Results are cached.
+
+    Raises:
+        RuntimeError: the probe failed for another reason, such as too little memory, or would have to run while a CUDA
+            graph is captured. Nothing is cached, and the next call tries again.
+    """
+    key = device_index, kind
+    if key not in _native_failures:
+        if not has_cuda():
+            return "no CUDA device"
+        if is_capturing():
+            raise RuntimeError(
+                "the first float8 matmul on a device runs a probe, which a CUDA graph cannot capture; "
+                "run a step before the capture"
+            )
+        # The first call may be inside a forward. A dispatch mode, such as a selective checkpoint, must not see these
+        # operations, because the recomputation will not repeat them.
+        with without_dispatch_modes():
+            _native_failures[key] = (probe or probe_native_mm)(cuda_device(device_index), kind)
+    return _native_failures[key]
+
+
+@contextlib.contextmanager
+def assume_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
+    """Inside the block, `failures` replaces the probes of the first device; other kinds are probed.
+
+    For tests and predictions. Yields the results of all probes: by device and kind, why the hardware failed, or None.
+    """
+    before = dict(_native_failures)
+    _native_failures.clear()
+    _native_failures.update({(0, kind): failure for kind, failure in failures.items()})
+    try:
+        yield _native_failures
+    finally:
+        _native_failures.clear()
+        _native_failures.update(before)
+
+
+_NOT_THE_HARDWARE = (
+    "out of memory",
+    "alloc_failed",
+    "captur",
+    "illegal memory access",
+    "launch failure",
+    "interrupted",
+)
+"""Words in CUDA errors that are not about what the hardware can multiply."""
+
+
+def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
+    """Multiply on `device` and compare. Returns None if the product is right, else the error's first line.
+
+    Errors that are not about the hardware are raised.
+    """
+    for operands in _make_probes(kind):
+        a, b = (multiply_scale_(side.data.double(), expect(side.dequant_scale), side.layout) for side in operands)
+        expected = torch.mm(a, b)
+        try:
+            out = native_mm(operands[0].to(device), operands[1].to(device), None, torch.bfloat16, False)
+            wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return describe_hardware_failure(error)
+        if wrong:
+            return f"a {expected.shape[0]} x {expected.shape[1]} matmul with {kind.value} scales gave a wrong result"
+    return None
+
+
+def describe_hardware_failure(error: Exception) -> str:
+    """Return the first line of an error, or its class if it has no text. Raises it if it is not about the hardware."""
+    if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
+        raise error
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
+    """Yield operands for the forward and the backward matmuls of a linear, with different scales.
+
+    Dtypes and devices are explicit, because the result must not depend on torch's defaults at the first call.
+    """
+    length = kind.block_length
+    size = 2 * length or 32
+    numbers = torch.arange(size * size, device="cpu")
+    a, b = ((numbers % modulus - modulus // 2).float().view(size, size) for modulus in (13, 7))
+    a_codes = a.to(torch.float8_e4m3fn)
+    if length:
+        powers = torch.exp2((numbers % 7).float() - 3)
+        for columns in (length, 1):
+            blocks = size // columns
+            yield (
+                Operand(a_codes, powers[: 2 * size].view(size, 2), ScaleLayout(1, length)),
+                Operand(b.to(torch.float8_e4m3fn), powers[: 2 * blocks].view(2, blocks), ScaleLayout(length, columns)),
+            )
+        return
+    row_scales = torch.arange(1, size + 1, dtype=torch.float32, device="cpu")
+    is_rowwise = kind is ScaleKind.ROWWISE
+    # Cloned so that it is aligned: `_align_scale` copies no scale while code is compiled.
+    a_scale = row_scales.view(size, 1) if is_rowwise else row_scales[1].clone()
+    b_scale = row_scales.view(1, size) if is_rowwise else 1 / row_scales[1]
+    layouts = (ROWWISE, COLUMNWISE) if is_rowwise else (TENSORWISE, TENSORWISE)
+    for b_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        yield Operand(a_codes, a_scale, layouts[0]), Operand(b.to(b_dtype), b_scale, layouts[1])
