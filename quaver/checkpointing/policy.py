@@ -42,6 +42,7 @@ import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
 from quaver.linear.class_change import Layer, add_layer, has_layer
 from quaver.linear.shared_input import RECOMPUTED_HOOKS
+from quaver.torch_private.collectives import REDUCE_SCATTER
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
 from quaver.torch_private.policies import policy_contexts
@@ -71,7 +72,7 @@ SAVED = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_fused_attention_overrideable.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        REDUCE_SCATTER,
         _aten.amax.default,
         _aten.max.default,  # the overload that reduces everything
     }

@@ -2,6 +2,7 @@
 
 - `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `all_to_all_single`, `wait_tensor` and
   `AsyncCollectiveTensor` of torch.distributed._functional_collectives. No replacement.
+- `REDUCE_SCATTER`: the operator of `reduce_scatter_single`, for policies of checkpointing. No replacement.
 - `group_of_name(name)`: torch.distributed.distributed_c10d._resolve_process_group; the operators of functional
   collectives take the name of a group. No replacement.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed._functional_collectives as functional
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -22,6 +24,7 @@ all_to_all_single = functional.all_to_all_single
 wait_tensor = functional.wait_tensor
 all_gather_single = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 def group_of_name(name: str) -> ProcessGroup:

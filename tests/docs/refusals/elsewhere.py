@@ -51,7 +51,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_what_is_refused",
         "or the style refuses them": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
         "The styles refuse experts": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
-        "A tied weight is refused": f"{FSDP}::test_tied_weights_are_refused_and_nothing_is_changed",
+        "A tied weight is refused": "tests/library/conversion/test_convert.py"
+        "::test_an_error_leaves_the_model_as_it_was",
         "does not divide by the tensor-parallel ranks is refused": f"{TENSOR_PARALLEL}"
         "::test_errors_when_a_module_is_called",
         "refuses to shard its output along features": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
@@ -182,7 +183,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "primary-weights.md": {
         "- A weight of the optimizer that is tied, sharded": f"{PRIMARY}"
-        "::test_what_cannot_be_is_refused_and_nothing_is_changed",
+        "::test_bad_input_is_refused_and_nothing_is_changed",
         "the next `optimizer.step()` raises": f"{PRIMARY}"
         "::test_a_weight_that_was_replaced_is_an_error_and_not_untrained",
         "is an error at its next all-gather": f"{CAST_ONCE}"
@@ -250,11 +251,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "what-works-with-what.md": {
         '"no" ends in an error': f"{FREEZE}::test_refusals_leave_the_model_as_it_was "
-        f"{PRIMARY}::test_what_cannot_be_is_refused_and_nothing_is_changed "
+        f"{PRIMARY}::test_bad_input_is_refused_and_nothing_is_changed "
         f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied {SPLIT_EXPERTS}::test_experts_that_cannot_be_split "
         f"{FROZEN}::test_what_is_refused "
         "tests/library/distributed/test_ddp_fsdp1.py::test_fsdp1_refuses_weights_to_gather "
-        f"{FSDP}::test_tied_weights_are_refused_and_nothing_is_changed {SERVING}::test_what_is_refused "
+        "tests/library/conversion/test_convert.py::test_an_error_leaves_the_model_as_it_was "
+        f"{SERVING}::test_what_is_refused "
         f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
     },
     "design/0001-decisions.md": {
@@ -262,7 +264,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "design/0010-primary-weights.md": {
         "because it would be wrong in silence": f"{PRIMARY}"
-        "::test_what_cannot_be_is_refused_and_nothing_is_changed tests/library/weights/test_primary.py"
+        "::test_bad_input_is_refused_and_nothing_is_changed tests/library/weights/test_primary.py"
         "::test_the_wrapped_optimizer_is_not_stepped_or_scheduled_by_itself "
         "tests/library/distributed/test_primary_weights.py::test_wrapped_models_are_refused",
     },

@@ -68,7 +68,7 @@ def count_operator(operator, reads, write, is_backward=False):
 
 @pytest.mark.parametrize(("part", "name"), CASES)
 def test_counts(part, name):
-    assert count_case(part, name).counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
+    assert count_case(part, name).list_counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
 
 
 def test_the_amax_and_the_cast_of_a_gradient_by_hand():
@@ -89,8 +89,8 @@ def test_the_amax_and_the_cast_of_a_gradient_by_hand():
 def test_matmuls_and_saved_bytes_by_hand():
     """Three products of 2 M K N, and what a linear saves: its input's codes with their scale."""
     counted = count_case("linear", "quaver tensorwise")
-    assert [e.flops for e in counted.of("float8 matmul")] == [2 * M * K * N] * 3
-    assert sorted(e.moved_bytes - 8 for e in counted.of("float8 matmul")) == sorted(
+    assert [e.flops for e in counted.select("float8 matmul")] == [2 * M * K * N] * 3
+    assert sorted(e.moved_bytes - 8 for e in counted.select("float8 matmul")) == sorted(
         [M * K + K * N + 2 * M * N, M * N + K * N + 2 * M * K, M * N + M * K + 2 * K * N]
     )
     (input,) = (tensor for graph in counted.graphs for tensor in graph.saved if tensor.elements == M * K)
@@ -290,11 +290,11 @@ def test_how_programs_share_a_tensor_by_hand():
     layout = KernelLayout.parse(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
     square, flat = {"XBLOCK": 64, "YBLOCK": 64}, {"XBLOCK": 1024, "YBLOCK": 1}
     assert [layout.count_sector_bytes(config) for config in (square, flat)] == [2 + 1, 2 + 32]
-    assert [layout.programs(config) for config in (square, flat)] == [16 * 64, 4096]
+    assert [layout.count_programs(config) for config in (square, flat)] == [16 * 64, 4096]
     assert layout.count_loaded_bytes(square) == 64 * 64 * 2
     columns = KernelLayout.parse(TWO_LOOPS, {"in_ptr0": "*bf16", "in_ptr1": "*fp32"})
     tile = {"XBLOCK": 64, "R0_BLOCK": 8}
-    assert columns.programs(tile) == 64
+    assert columns.count_programs(tile) == 64
     assert columns.count_loaded_bytes(tile) == (2 + 2 + 4) * 64 * 16384
     loaded = columns.count_loaded_bytes(tile) // 128  # of a thread
     assert count_issued(100, (), loaded, columns, tile, warps=4) == 64 * 4 * 100

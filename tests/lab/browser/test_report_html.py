@@ -336,7 +336,7 @@ def test_worst_tensors_by_another_statistic(browser, reports, runs):
     assert browser.one("#worst-caption").text == "Highest amax of first, by tensor"
     worst = runs[0].numerics.statistics["amax"].max()
     (amax,) = (statistic for statistic in STATISTICS if statistic.name == "amax")
-    assert browser.texts("#worst-table tbody td:nth-last-child(2)")[0] == amax.shown(worst)
+    assert browser.texts("#worst-table tbody td:nth-last-child(2)")[0] == amax.format_value(worst)
     browser.all("#worst-table .link")[0].click()
     assert read_choice(browser)
     gains = [row.replace(" dB", "").split()[-2:] for row in browser.texts("#whatif-table tbody tr")]

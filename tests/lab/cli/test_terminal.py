@@ -165,7 +165,9 @@ def make_bench_views(verb):
         row["library"] = "quaver"
     about = {"device": "NVIDIA H100 80GB HBM3", "threads": 16, "torch": "2.13.0+cu130", "commit": "0123456+"}
     result = {"environment": about, "rows": [row, row], "complete": True}
-    options = SimpleNamespace(case_fields=kind.case_fields, tables=kind.tables, note=lambda result: "", result_file="x")
+    options = SimpleNamespace(
+        case_fields=kind.case_fields, tables=kind.tables, format_note=lambda result: "", result_file="x"
+    )
     return bench.iter_views(options, result)
 
 

@@ -52,7 +52,7 @@ def silu():
 def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu, silu):
     """silu saves its input, relu its result, which is saved anyway: as the input of the next matmul."""
     comparison, reverse = compare_reports(relu, silu), compare_reports(silu, relu)
-    row = comparison.at("saved")[0]
+    row = comparison.list_rows("saved")[0]
     assert (row.module, row.operator, row.shape, row.dtype) == ("layers.*.up", "aten.mm", (128, 256), "float32")
     assert (row.count_a, row.count_b, row.layers) == (0, 3, 3)
     assert (row.difference_bytes, row.per_layer_bytes) == (3 * HIDDEN_BYTES, HIDDEN_BYTES)
@@ -60,13 +60,13 @@ def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu,
     assert "float32 (128, 256)" in row.sentence
     assert "saved by autograd" in row.sentence
     assert comparison.saved_b - comparison.saved_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
-    assert reverse.at("saved")[0].difference_bytes == -3 * HIDDEN_BYTES
-    assert reverse.at("saved")[0].sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
+    assert reverse.list_rows("saved")[0].difference_bytes == -3 * HIDDEN_BYTES
+    assert reverse.list_rows("saved")[0].sentence.startswith("-131.1 kB (-131,072 bytes) per layer x 3: `mm`")
     assert len(reverse.rows) == len(comparison.rows)
     sizes = [abs(row.difference_bytes) for row in comparison.rows]
     assert sizes == sorted(sizes, reverse=True)
-    assert sum(row.difference_bytes for row in comparison.at("peak")) == silu.peak_bytes - relu.peak_bytes
-    assert sum(row.difference_bytes for row in comparison.at("saved")) == silu.saved_bytes - relu.saved_bytes
+    assert sum(row.difference_bytes for row in comparison.list_rows("peak")) == silu.peak_bytes - relu.peak_bytes
+    assert sum(row.difference_bytes for row in comparison.list_rows("saved")) == silu.saved_bytes - relu.saved_bytes
     written = json.loads(json.dumps(comparison.to_dict()))
     assert (written["label_a"], written["label_b"]) == ("one", "other")
     assert written["rows"][0]["difference_bytes"] == written["rows"][0]["bytes_b"] - written["rows"][0]["bytes_a"]
@@ -77,7 +77,7 @@ def test_equal_reports_have_no_differences(relu):
     same = compare_reports(relu, explain_stack())
     assert same.rows == ()
     assert same.peak_a == same.peak_b == relu.peak_bytes
-    assert compare_reports(relu, explain_stack(torch.tanh)).at("saved") == ()
+    assert compare_reports(relu, explain_stack(torch.tanh)).list_rows("saved") == ()
     report = dict(relu.report)
     for name in ("at_peak", "saved_for_backward"):
         report[name] = [row | {"of": row["of"].replace("aten.relu", "aten.mul.Tensor")} for row in report[name]]
@@ -86,11 +86,11 @@ def test_equal_reports_have_no_differences(relu):
 
 
 def test_fewer_layers_are_a_difference_of_bytes_only_and_one_has_its_own_name(relu):
-    row = compare_reports(relu, explain_stack(layers=2)).at("saved")[0]
+    row = compare_reports(relu, explain_stack(layers=2)).list_rows("saved")[0]
     assert (row.count_a, row.count_b, row.layers) == (3, 2, 3)
     assert row.difference_bytes == -HIDDEN_BYTES
     assert "393.2 kB in all became 262.1 kB" in row.sentence
-    row = compare_reports(explain_stack(layers=1), explain_stack(nn.functional.silu, layers=1)).at("saved")[0]
+    row = compare_reports(explain_stack(layers=1), explain_stack(nn.functional.silu, layers=1)).list_rows("saved")[0]
     assert row.module == "layers.0.up"
     assert " per layer" not in row.sentence
 
@@ -102,7 +102,7 @@ def test_a_policy_that_saves_an_unread_tensor():
         return torch.relu(rows) * rows.detach().abs().amax()
 
     a, b = (explain_stack(multiply_by_amax, mode="selective", also_keep=kept) for kept in ([], ["aten.abs"]))
-    row = compare_reports(a, b).at("saved")[0]
+    row = compare_reports(a, b).list_rows("saved")[0]
     assert (row.operator, row.saved_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
     assert row.first_use is None  # its amax is saved, too
     assert "saved by the selective policy; no operator of the backward reads it: the policy need not" in row.sentence

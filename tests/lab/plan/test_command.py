@@ -136,7 +136,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
         assert (ranks, run.local_batch) == (8, config.training.local_batch_size)
         if not is_counted:
             raise NotImplementedError("expected code that compiles one forward")
-        modeled = Costs.of(run, cluster)
+        modeled = Costs.from_formulas(run, cluster)
         return modeled._replace(block=BlockTimes(*(2 * seconds for seconds in modeled.block)))
 
     monkeypatch.setattr(command, "count_costs", costs)

@@ -43,7 +43,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     entries = list_block_entries(config, 2, H200)
     ledger = Ledger(precision, "H200", entries, ())
     expected = COUNTS[BFLOAT16 if precision == BFLOAT16 else f"quaver {precision}"]
-    counts, halves = ledger.counts(), 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
+    counts, halves = ledger.list_counts(), 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
     fused = "hp_bytes", "casts_bytes"  # a cast may be in the kernel that rotates
     same = counts.keys() - {"saved_bytes", *fused}
     assert {name: counts[name] for name in same} == {name: expected[name] for name in same}
@@ -56,7 +56,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     spans = [span for span in simulate(build_step(run, cluster, costs)).spans if "of block 1" in span.task.name]
     seconds = sum(span.end_s - span.start_s for span in spans)
     assert 1e3 * seconds == pytest.approx(sum(sum_milliseconds(ledger, H200).values()))
-    assert costs.head == Costs.of(run, cluster).head
+    assert costs.head == Costs.from_formulas(run, cluster).head
 
 
 def split_in_two(precision):

@@ -60,8 +60,8 @@ def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
         parts = [tensor for parameter in model.parameters() for tensor in list_plain_tensors(parameter)]
         states = count_state_bytes(build_optimizer(model, config.optimizer))
     estimate = Estimate(config, layout)
-    assert estimate.parameters == sum(tensor.nbytes for tensor in parts)
-    assert estimate.states == states
+    assert estimate.count_parameter_bytes() == sum(tensor.nbytes for tensor in parts)
+    assert estimate.count_state_bytes() == states
 
 
 def make_config(name: str, tensor: int, batch: int, mode: str, recipe: str, is_compiled: bool = True):

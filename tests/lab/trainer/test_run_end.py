@@ -303,7 +303,7 @@ def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
 def wait_in_a_collective(rank: int, port: int, folder: Path) -> None:
     """Rank 0 waits for rank 1, which does not come before rank 0 has raised."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with Ranks(rank, rank, 2).process_group(torch.device("cpu"), timeout_seconds=1):
+    with Ranks(rank, rank, 2).open_process_group(torch.device("cpu"), timeout_seconds=1):
         if rank == 0:
             with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
                 torch.distributed.all_reduce(torch.ones(1))

@@ -214,8 +214,8 @@ def test_frozen_weights():
     frozen, trained = model[0].up.weight, model[0].down.weight
     assert frozen.grad is None
     assert torch.equal(frozen.to_local().plain(), before)
-    assert frozen._local_tensor.scales(frozen) is not None
-    assert trained._local_tensor.scales(trained) is None
+    assert frozen._local_tensor.get_scales(frozen) is not None
+    assert trained._local_tensor.get_scales(trained) is None
 
 
 def change_weights(how, model, optimizer, state_dict):
