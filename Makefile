@@ -92,6 +92,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.toml
 	$(BIN)/lint-imports --no-cache
 
 # A warning is an error: a link that leads nowhere, a page that is not in mkdocs.yml.

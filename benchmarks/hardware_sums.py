@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import ROOT, markdown, show
+from quaver.kernels.operands import Operand
 from quaver.numerics.accumulation import HARDWARE, get_accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.recipes.scaling import dynamic_cast
@@ -42,8 +43,9 @@ def sums_of(operands: str, k: int, hardware: str) -> Sums:
     for change in OPERANDS[operands]:
         hp = change(torch.randn(ROWS, k))
         codes, _, dequant_scale = dynamic_cast(hp, torch.float8_e4m3fn, None, power_of_2=False)
-        rows.append(Rows(hp, codes, dequant_scale))
-    sums = Sums.from_values(observe_sums(*rows, get_accumulation(hardware)).tolist())
+        rows.append(Rows(hp, Operand(codes, dequant_scale)))
+    left, right = rows
+    sums = Sums.from_values(observe_sums(left, right, get_accumulation(hardware)).tolist())
     assert sums is not None
     return sums
 

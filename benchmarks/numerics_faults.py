@@ -244,7 +244,8 @@ def _outcome(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def scenarios(part: str) -> Iterator[Fault | Healthy]:
-    yield from (each for each in (*FAULTS, *HEALTHY) if part in each.name)
+    every: tuple[Fault | Healthy, ...] = (*FAULTS, *HEALTHY)
+    yield from (scenario for scenario in every if part in scenario.name)
 
 
 def parse_options(description: str | None) -> argparse.Namespace:

@@ -135,7 +135,8 @@ class Stale:
     """A change that reuses the codes or the scale of its first call in all later ones."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.first = what, None
+        self.what = what
+        self.first: Operand | None = None
 
     def __call__(self, operand: Operand, hp: Tensor) -> Operand:
         if self.first is None:

@@ -94,5 +94,5 @@ def _cells(
 def _draw_scale(axis: Any, statistic: Statistic, limits: tuple[float, float]) -> None:
     """Draw the color bar, with the limits of the statistic at its ends."""
     bar = axis.figure.colorbar(axis.collections[0], ax=axis, boundaries=np.arange(BEST + 1, WORST + 2), fraction=0.05)
-    ends = [statistic.shown(statistic.invert_scale(end)) for end in limits]
+    ends = [statistic.format_value(statistic.invert_scale(end)) for end in limits]
     bar.set_ticks([BEST + 1, WORST], labels=reversed(ends) if statistic.is_low_worse else ends, fontsize=7)

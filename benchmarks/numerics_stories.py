@@ -189,9 +189,8 @@ def main() -> None:
         runs = [train_story(story, options.out / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
         results.append(measured(story, *runs) | {"remedy": story.remedy, "statistic": story.statistic})
         image = runs[0] / "story.png"
-        draw_run(
-            image, *read_runs(runs[:1]), next(statistic for statistic in STATISTICS if statistic.name == story.shown)
-        )
+        (run,) = read_runs(runs[:1])
+        draw_run(image, run, next(statistic for statistic in STATISTICS if statistic.name == story.shown))
         if options.update_docs:
             shrink(image, IMAGES / f"story_{story.file}.png")
     (options.out / "stories.json").write_text(json.dumps(results, indent=1))

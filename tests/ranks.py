@@ -77,7 +77,7 @@ def on_ranks(world_size=None, **options):
             named = inspect.signature(function).parameters
             run(world_size or arguments["ranks"], function, *(arguments[name] for name in named), **options)
 
-        test.on_each_rank = function
+        test.on_each_rank = function  # type: ignore[attr-defined]
         return test
 
     return decorate

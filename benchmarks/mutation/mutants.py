@@ -100,7 +100,7 @@ def mutants_of(file: str, source: Source, seed: int, of_all: bool = False) -> It
     for condition, _ in source.deciding:
         condition.is_condition = True  # type: ignore[attr-defined]
     roots = source.bodies() if of_all else source.gpu
-    for root, line in [*((root, root.lineno) for root in roots), *source.deciding]:
+    for root, line in [*((root, root.lineno) for root in roots), *source.deciding]:  # type: ignore[attr-defined]
         for node, of_line in _expressions(root, line):
             for mutated in _changes(node):
                 before, after = ast.unparse(node), "pass" if mutated is None else ast.unparse(mutated)
@@ -157,7 +157,7 @@ def _changes(node: Any) -> Iterator[ast.expr | None]:
             yield changed
     elif isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in OTHER_OPERATOR:
         changed = copy.deepcopy(node)
-        changed.op = OTHER_OPERATOR[type(node.op)]()
+        changed.op = OTHER_OPERATOR[type(node.op)]()  # type: ignore[attr-defined]
         yield changed
     elif isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
         yield node.operand

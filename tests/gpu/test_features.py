@@ -33,7 +33,7 @@ def test_experts_agree_with_the_cpu(recipe, k_n, compiled):
     function = quaver.float8_grouped_mm
     if compiled:
         function = torch.compile(function, fullgraph=True, backend=BACKEND)
-    results = step(*(tensor.to(DEVICE) for tensor in (a, b_t, ends, grad_output)), recipe, function)
+    results = step(*(tensor.to(DEVICE) for tensor in (a, b_t, ends, grad_output)), config=recipe, function=function)
     for result, reference in zip(results, expected, strict=True):
         assert sqnr_db(reference, result.cpu()) > 40
     assert results[0][ENDS[-1] :].count_nonzero() == 0

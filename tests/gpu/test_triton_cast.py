@@ -82,7 +82,7 @@ def test_unusual_amaxes(hp_dtype, float8_dtype):
 )
 def test_shapes(shape, hp_dtype):
     given = [(torch.rand(shape[0], 1) * 9, torch.rand(1, shape[1]) * 9), (None, torch.tensor(0.7))]
-    assert_casts(varied(*shape, hp_dtype).to(DEVICE), E4M3, persistent=(100.0,), given=given)
+    assert_casts(varied(*shape, dtype=hp_dtype).to(DEVICE), E4M3, persistent=(100.0,), given=given)
     shifted = varied(shape[0] + 1, shape[1], hp_dtype).to(DEVICE).view(-1)[1 : 1 + math.prod(shape)].view(shape)
     assert_casts(shifted, E4M3)
 
@@ -92,7 +92,7 @@ def test_shapes(shape, hp_dtype):
 @pytest.mark.parametrize("mode", ["", "rceil", "floor"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
 def test_blocks(block_size, mode, hp_dtype, float8_dtype):
-    large = varied(*smaller((2000, 1008), (208, 112)), hp_dtype)
+    large = varied(*smaller((2000, 1008), (208, 112)), dtype=hp_dtype)
     for hp in (varied(130, 257, hp_dtype), large, every_value(hp_dtype).view(256, 256)):
         assert_block_casts(hp.to(DEVICE), float8_dtype, block_size, True, mode)
     for values in UNUSUAL:

@@ -63,7 +63,7 @@ def draw_samples(tensors, samples, *, seed=0, every=10, histograms=4):
         values |= {"saturated": saturated, "sqnr_db": sqnr, "nonfinite": np.zeros(count)}
         values = {name: column.round(9).tolist() for name, column in values.items()}
         for name in ("underflow", "saturated"):
-            values[name] = np.where(is_result, None, values[name]).tolist()
+            values[name] = np.where(is_result, None, values[name]).tolist()  # type: ignore[attr-defined]
         more = {}
         if histograms and at % max(1, samples // histograms) == 0:
             trial = np.where(is_result, None, np.array(values["sqnr_db"]) + 1.5).tolist()

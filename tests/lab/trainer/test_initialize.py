@@ -77,7 +77,7 @@ def test_buffers_are_refused():
 def test_each_rank_holds_its_part_of_the_same_weights(sizes):
     expected = dict(make_llama(seed=3).named_parameters())
     for rank in range(ParallelDims(*sizes).world_size):
-        layout = ParallelDims(*sizes, rank)
+        layout = ParallelDims(*sizes, rank=rank)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
         try:
             parts = dict(make_llama(seed=3, layout=layout).named_parameters())

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
-    wandb = types.ModuleType("wandb")
+    wandb: Any = types.ModuleType("wandb")
     wandb.logged, wandb.options, wandb.finished = [], {}, []
     run = types.SimpleNamespace(log=wandb.logged.append, finish=lambda: wandb.finished.append(True))
     wandb.init = lambda **options: wandb.options.update(options) or run

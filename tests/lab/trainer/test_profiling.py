@@ -165,9 +165,9 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
 
 def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, monkeypatch):
     histories = []
-    profiling = "quaver.lab.trainer.profiling"
-    monkeypatch.setattr(f"{profiling}.record_memory_history", lambda **options: histories.append(options))
-    monkeypatch.setattr(f"{profiling}.dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
+    patched = "quaver.lab.trainer.profiling"
+    monkeypatch.setattr(f"{patched}.record_memory_history", lambda **options: histories.append(options))
+    monkeypatch.setattr(f"{patched}.dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
     device = torch.device("cuda", 0)
     config = make_config(enable_memory_snapshot=True, memory_snapshot_step=2)
     model = build_model()

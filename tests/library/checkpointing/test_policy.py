@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ class Nested(nn.Module):
         return inner(x) + checkpoint(inner, x, use_reentrant=False, preserve_rng_state=False)
 
 
-MODULES = {
+MODULES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
     "blocks": (lambda: Net(64, blocks=2), [{}]),
     "dropout": (lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), [{}]),
     "own input": (Readers, [{"dtype": torch.float32}, {"dtype": torch.bfloat16}]),

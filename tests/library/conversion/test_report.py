@@ -138,7 +138,7 @@ class ListOfExperts(nn.Module):
         self.experts = nn.ModuleList(Mlp() for _ in range(experts))
         self.shared_experts = nn.ModuleList(Mlp() for _ in range(2))
         self.head = nn.Linear(16, 48, bias=False)
-        vars(self).update(settings)
+        self.__dict__.update(settings)
 
 
 def report_on(model, *, converted):
@@ -192,7 +192,7 @@ def test_the_active_experts_of_transformers_models_are_counted(name, settings, a
 
 class Config:
     def __init__(self, **settings):
-        vars(self).update(settings)
+        self.__dict__.update(settings)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_whole_state_is_loaded_on_4_ranks(recipe):
 def _save_2d(recipe, path, layout):
     """Save, load and go on; a loss is that of a rank's part of the sequence, so the same ranks compare theirs."""
     saved, *then = _save(recipe, path, layout)
-    _load_and_go_on(recipe, path, shard, True, saved, *then, layout)
+    _load_and_go_on(recipe, path, shard, True, saved, *then, layout=layout)
     return saved
 
 

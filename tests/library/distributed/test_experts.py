@@ -156,7 +156,7 @@ def assert_same_operands(model, whole):
                 assert operand.layout == expected.layout
                 assert_same(operand.data.view(torch.uint8), expected.data.view(torch.uint8), weight.name)
                 scales = [select_scales(quantized, unsharded.shape) for quantized in (operand, expected)]
-                assert_same(*scales, weight.name)
+                assert_same(*scales, where=weight.name)
         block.reshard()
 
 

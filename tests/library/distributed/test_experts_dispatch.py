@@ -160,7 +160,7 @@ def test_results_and_gradients_are_those_of_one_process(ranks, top_k, recipe, op
     mine = parts[dist.get_rank()]
     call = functools.partial(checkpoint, split, use_reentrant=False) if recomputed else split
     for _ in range(2):
-        assert_parts_same(step(split, *mine, call), expected)
+        assert_parts_same(step(split, *mine, call=call), expected)
     with torch.no_grad():
         assert_same_bits(split(*mine[:3]), expected["out"].contiguous())
     assert len(expected) == 3 + options.get("trained", True) * len(list(experts.parameters()))

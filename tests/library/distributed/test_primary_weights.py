@@ -221,7 +221,8 @@ def count_bytes(linear):
     if linear._prepared_weight is not None:
         codes = linear._prepared_weight.operands.row.data.nbytes
     elif linear.gathering is not None and get_all_gather_state(linear).prepared:
-        codes = sum(payload.nbytes for payload in get_all_gather_state(linear).prepared["weight"]._inputs[0])
+        payloads = get_all_gather_state(linear).prepared["weight"]._inputs[0]  # type: ignore[attr-defined]
+        codes = sum(payload.nbytes for payload in payloads)
     return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]
 
 

@@ -31,7 +31,7 @@ from quaver.integrations.lightning import Float8FabricPrecision, Float8Monitor, 
 from quaver.numerics.record import Record  # noqa: E402
 
 
-class Module(lightning.LightningModule):
+class Module(lightning.LightningModule):  # type: ignore[name-defined]
     """Converts when it is made, or when Lightning configures the model."""
 
     def __init__(self, recipe, in_hook):

@@ -33,8 +33,8 @@ def check_names():
     from quaver.integrations import torchao as shim
 
     importer = sys.modules["a_users_module"] = type(sys)("a_users_module")
-    importer.convert = package.convert_to_float8_training
-    importer.Linear = float8_linear.Float8Linear
+    importer.convert = package.convert_to_float8_training  # type: ignore[attr-defined]
+    importer.Linear = float8_linear.Float8Linear  # type: ignore[attr-defined]
     e4m3, inference = config.e4m3_dtype, package.Float8MMConfig
     shim.install()
     shim.install()
@@ -67,7 +67,7 @@ def check_refusals(kind):
         expected = "Derived derives from torchao's Float8Linear: call install"
     elif kind == "no counterpart":
         importer = sys.modules["a_users_module"] = type(sys)("a_users_module")
-        importer.T = config.Float8TypeConfig
+        importer.T = config.Float8TypeConfig  # type: ignore[attr-defined]
         expected = "a_users_module has imported torchao.float8.config.T, for which quaver has no counterpart"
     elif kind == "converted before":
         package.convert_to_float8_training(linear)

@@ -128,7 +128,7 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, direction
                 dequant = torch.empty(dequant.shape[::-1]).t().copy_(dequant)
             expected.append((codes, quant, dequant))
         operands = triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode)
-        assert_operands(operands, *expected, rows, columns)
+        assert_operands(operands, *expected, rows=rows, columns=columns)
 
 
 @contextmanager

@@ -294,7 +294,7 @@ def block_operands(m, k, n, length, is_square):
 @pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
 def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square):
     """Every scale is read where the hardware reads it; ragged blocks are completed with zeros."""
-    a, b, a_scale, b_scale = block_operands(*shape, length, is_square)
+    a, b, a_scale, b_scale = block_operands(*shape, length=length, is_square=is_square)
     expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
     with virtual_gpu({128: "h100", 32: "b200"}[length]) as card:
         out = native_block_mm(a, b, a_scale, b_scale, length, is_square)

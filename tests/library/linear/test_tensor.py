@@ -23,13 +23,13 @@ def both_operands(matrix, casts):
 
 
 def as_float8_weight(weight, config):
-    return Float8Tensor.from_operands(*both_operands(weight, config.casts.weight), weight.dtype)
+    return Float8Tensor.from_operands(*both_operands(weight, config.casts.weight), dtype=weight.dtype)
 
 
 def as_float8_input(input, config):
     """[B, T, K]"""
     rows = input.flatten(0, -2)
-    whole = Float8Tensor.from_operands(*both_operands(rows, config.casts.input), input.dtype)
+    whole = Float8Tensor.from_operands(*both_operands(rows, config.casts.input), dtype=input.dtype)
     return whole.view(input.shape)
 
 

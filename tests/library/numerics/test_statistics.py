@@ -95,7 +95,7 @@ def implementation(request, monkeypatch):
     ids=str,
 )
 def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, shape, recipe, dtype):
-    hp = make_hostile(*shape, dtype)
+    hp = make_hostile(*shape, dtype=dtype)
     for name, column in itertools.product(("input", "weight", "grad_output"), (False, True)):
         operand = cast(hp, recipe, name, column)
         summary = summarize(hp, operand)

@@ -55,7 +55,7 @@ def make_steps(parameters, optimizer, seeds):
 
 
 def train(optimizer=Float8AdamW, steps=3, **options):
-    return make_steps(*build(optimizer, **options), range(steps))
+    return make_steps(*build(optimizer, **options), seeds=range(steps))
 
 
 def assert_same_states(ours, theirs):

@@ -28,7 +28,7 @@ def combine(parameters, kinds=OURS, lr=1e-2):
 
 
 def train(steps=range(3), **options):
-    return make_steps(*build(**options), steps)
+    return make_steps(*build(**options), seeds=steps)
 
 
 def test_it_steps_both_as_they_step_alone():

@@ -70,7 +70,7 @@ def test_a_cast_has_two_codes_a_byte_and_two_levels_of_scales(layout, dtype):
     for operand, size in ((row, layout), (column, layout[::-1])):
         assert operand.data.shape == (40, 35)
         assert operand.size == (40, 70)
-        assert operand.layout == ScaleLayout(*size, 1, 2)
+        assert operand.layout == ScaleLayout(*size, rows_of_byte=1, columns_of_byte=2)
         assert operand.dequant_scale.dtype is E4M3.dtype
         assert operand.dequant_scale.shape == operand.layout.get_scale_shape(40, 70)
         expected, options = dequantize(operand), {"layout": operand.layout, "outer_scale": operand.outer_scale}
