@@ -19,7 +19,7 @@ from quaver.lab.bench.results import Result, Row, describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
 from quaver.lab.output_file import check_writable
 from quaver.lab.progress import show_progress
-from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
+from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.settings.training import DEVICES
 from quaver.recipes.config import Float8LinearConfig
@@ -38,7 +38,7 @@ class BenchOptions(Settings):
 
     device: Annotated[str, OneOf(DEVICES)] = setting("auto", "Where it runs; auto: a GPU if there is one.")
     threads: Annotated[int, Ge(0), Le(10_000)] = setting(0, "CPU threads; 0 for torch's default.")
-    output: str = setting("", "File of the JSON; runs/bench-VERB.json by default.")
+    output: UserPath = setting("", "File of the JSON; runs/bench-VERB.json by default.")
     rounds: AtLeast1 = setting(20, "Samples of each contestant.")
 
     case_fields: ClassVar[tuple[str, ...]] = ()

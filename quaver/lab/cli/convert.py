@@ -1,13 +1,14 @@
 """`quaver convert hf-to-quaver` and `quaver convert quaver-to-hf`: weights from and to Hugging Face's Llama."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
-from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
+from quaver.lab.settings.fields import OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.trainer.huggingface.convert import export_hf, import_hf
 from quaver.lab.trainer.huggingface.weights import make_file_state
@@ -23,8 +24,8 @@ WAYS = {
 class HFToQuaver(Settings):
     """Convert a Hugging Face folder into a checkpoint for --checkpoint.initial_load_path."""
 
-    hf_folder: str = argument("a folder with config.json and *.safetensors")
-    out: str = argument("the new folder")
+    hf_folder: UserPath = argument("a folder with config.json and *.safetensors")
+    out: UserPath = argument("the new folder")
     dtype: Annotated[str, OneOf(DTYPES)] = setting("float32", "Dtype of the stored weights.")
 
 
@@ -32,12 +33,12 @@ class HFToQuaver(Settings):
 class QuaverToHF(Settings):
     """Convert a checkpoint into a folder that transformers' from_pretrained loads."""
 
-    checkpoint: str = argument("a run of quaver train, a step-... folder of it, or the output of hf-to-quaver")
-    out: str = argument("the new folder")
+    checkpoint: UserPath = argument("a run of quaver train, a step-... folder of it, or the output of hf-to-quaver")
+    out: UserPath = argument("the new folder")
     model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
     dtype: Annotated[str, OneOf(DTYPES)] = setting("bfloat16", "Dtype of the weights.")
     max_shard_size: str = setting("5GB", "Largest size of a file.")
-    tokenizer: str | None = setting(None, "Folder to copy tokenizer files from.")
+    tokenizer: UserPath | None = setting(None, "Folder to copy tokenizer files from.")
 
 
 def run(argv: list[str]) -> int:
@@ -53,9 +54,9 @@ def run(argv: list[str]) -> int:
 
 def _import(argv: list[str]) -> None:
     options = parse_options(HFToQuaver, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
-    out = expand_user(options.out)
+    out = Path(options.out)
     with show_progress(f"writing {out}"):
-        model = import_hf(expand_user(options.hf_folder), out, options.dtype)
+        model = import_hf(Path(options.hf_folder), out, options.dtype)
     parameters = sum(tensor.numel() for tensor in make_file_state(model).values())
     print(f"{out}: {parameters:,} parameters in {options.dtype}")
     print(f"train with: quaver train {out / 'model.toml'} --checkpoint.initial_load_path {out}")
@@ -63,15 +64,15 @@ def _import(argv: list[str]) -> None:
 
 def _export(argv: list[str]) -> None:
     options = parse_options(QuaverToHF, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
-    out = expand_user(options.out)
+    out = Path(options.out)
     with show_progress(f"writing {out}"):
         exported = export_hf(
-            expand_user(options.checkpoint),
+            Path(options.checkpoint),
             out,
             name=options.model,
             dtype=options.dtype,
             max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
-            tokenizer=expand_user(options.tokenizer) if options.tokenizer else None,
+            tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         )
     step = exported.record["progress"]["step"]
     print(f"{out}: the model {exported.weights.name} of step {step:,} in {options.dtype}")

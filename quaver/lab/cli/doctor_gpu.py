@@ -4,6 +4,7 @@ The GPU need not be in this machine. Nothing runs and no weight is read: the mod
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from rich.table import Table
@@ -17,7 +18,6 @@ from quaver.lab.doctor.gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.fields import expand_user
 from quaver.lab.trainer.float8 import convert_model, make_linear_config
 from quaver.lab.trainer.model import make_meta_llama
 from quaver.recipes.recipe_name import canonicalize_recipe
@@ -31,7 +31,7 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
     spec = require_device_spec(gpu, "--gpu")
     if model is None:
         return describe_gpu(spec)
-    path = expand_user(model)
+    path = Path(model)
     if path.name == HUGGINGFACE_CONFIG:
         path = path.parent
     if (path / HUGGINGFACE_CONFIG).is_file():

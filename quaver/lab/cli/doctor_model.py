@@ -22,7 +22,6 @@ from quaver.lab.cli.doctor_sums import iter_sum_views, make_sums_dict
 from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey
 from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
 from quaver.lab.output_file import check_writable
-from quaver.lab.settings.fields import expand_user
 from quaver.lab.trainer.float8 import make_linear_config
 from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
 from quaver.numerics.accumulation import get_accumulation
@@ -61,12 +60,12 @@ class Survey:
 
 def survey_model(path: str, options: DoctorOptions) -> Survey:
     """Survey a model, and write its recipes. Raises OSError, InputError and NotImplementedError for bad input."""
-    out = None if options.out is None else expand_user(options.out)
+    out = None if options.out is None else Path(options.out)
     if out is not None and out.exists():
         raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
     if out is not None:
         check_writable(out, "--out")
-    opened = open_surveyed(expand_user(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
+    opened = open_surveyed(Path(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
     own = opened.config.float8.recipe_name
     first = own if own in RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)

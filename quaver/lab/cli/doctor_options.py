@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from quaver.lab.doctor.gpu import NVIDIA_GPUS
-from quaver.lab.settings.fields import FiniteNotNegative, OneOf, Settings, setting
+from quaver.lab.settings.fields import FiniteNotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.float8 import RECIPES
 from quaver.numerics.accumulation import HARDWARE
 
@@ -25,7 +25,7 @@ class DoctorOptions(Settings):
     recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
         None, "With --gpu and --model: the recipe of the model's linears. Default: the run's, or tensorwise."
     )
-    model: str | None = setting(
+    model: UserPath | None = setting(
         None,
         "A run or a Hugging Face folder whose linears are surveyed instead, with a recipe chosen for each. With "
         "--gpu they are listed by their shapes alone.",
@@ -34,7 +34,7 @@ class DoctorOptions(Settings):
         None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
     )
     budget_db: FiniteNotNegative = setting(25.0, "Decibels that each operand of each linear must keep.")
-    out: str | None = setting(None, "Where to write the recipes, as TOML.")
+    out: UserPath | None = setting(None, "Where to write the recipes, as TOML.")
     sequences: Annotated[int, Ge(1), Le(10**6)] = setting(2, "Sequences of the batch.")
     seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(
         None, "Length of the sequences; the run's by default, else 256."

@@ -17,7 +17,7 @@ from quaver.export.source import DEFAULT_FILTER, ExportSource, open_huggingface_
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
-from quaver.lab.settings.fields import OneOf, Settings, argument, expand_user, setting
+from quaver.lab.settings.fields import OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.trainer.huggingface.convert import find_checkpoint
@@ -31,8 +31,8 @@ class ExportOptions(Settings):
     transformers, vLLM and SGLang load, or as a file that ComfyUI loads.
     """
 
-    source: str = argument("a run of quaver train, a step-... folder of it, or a Hugging Face folder")
-    target: str = argument("the new folder; in the format comfyui the new .safetensors file")
+    source: UserPath = argument("a run of quaver train, a step-... folder of it, or a Hugging Face folder")
+    target: UserPath = argument("the new folder; in the format comfyui the new .safetensors file")
     recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
         None, "Recipe whose codes are written; by default the run's. A Hugging Face folder needs one."
     )
@@ -59,10 +59,10 @@ class ExportOptions(Settings):
         0, "Measure the change of the logits on this many random tokens; the model is then whole in memory."
     )
     max_shard_size: str = setting("5GB", "Largest size of a file.")
-    kv_scales: str | None = setting(
+    kv_scales: UserPath | None = setting(
         None, "A float8 folder of this model, whose scales of a float8 KV cache are written; by default none are."
     )
-    tokenizer: str | None = setting(
+    tokenizer: UserPath | None = setting(
         None, "Folder whose tokenizer files are copied; of a Hugging Face folder, its own by default."
     )
 
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     with report_bad_input():
         options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")
-        target = expand_user(options.target)
+        target = Path(options.target)
         if CHECKPOINT_FORMATS[options.format].is_file:
             for_folders = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
             options.require_default(*for_folders, unless="--format is that of a folder")
@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
 
 
 def _open_source(options: ExportOptions) -> ExportSource:
-    path = expand_user(options.source)
+    path = Path(options.source)
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
         return make_run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
@@ -114,11 +114,11 @@ def _open_source(options: ExportOptions) -> ExportSource:
 
 def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8Weights:
     if options.kv_scales is not None:
-        scales = Float8Checkpoint(expand_user(options.kv_scales), torch.float32).kv_scales
+        scales = Float8Checkpoint(Path(options.kv_scales), torch.float32).kv_scales
         if not scales:
             raise InputError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
         set_kv_scales(source.model, scales)
-    files = source.files if options.tokenizer is None else list_tokenizer_files(expand_user(options.tokenizer))
+    files = source.files if options.tokenizer is None else list_tokenizer_files(Path(options.tokenizer))
     is_file = CHECKPOINT_FORMATS[options.format].is_file
     return save_float8(
         source.model,

@@ -30,7 +30,7 @@ from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
-from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, setting
+from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds
@@ -54,7 +54,7 @@ class PlanOptions(Settings):
 
     gpus: MostRanks = setting(8, "Number of GPUs of the run.")
     gpu: str = setting("h100", f"Kind of the GPUs: {DEVICE_NAMES.lower()}.")
-    spec: str | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
+    spec: UserPath | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
     nodes_of: AtLeast1 = setting(8, "Number of GPUs that the links of a node connect.")
     network: str = setting(
         "400gbps", "Rate of the network between nodes, for each GPU: 400gbps or 400Gb/s are bits, 50GB/s bytes."
@@ -74,13 +74,13 @@ class PlanOptions(Settings):
     )
     top: AtLeast1 = setting(3, "Fastest layouts to print.")
     explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
-    png: str = setting("runs/plan.png", "File of the picture, with --explain.")
+    png: UserPath = setting("runs/plan.png", "File of the picture, with --explain.")
     ledger: bool = setting(
         False, "Compile the block of the explained row for the GPU, count its kernels, and simulate their times."
     )
-    write: str | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
+    write: UserPath | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
     row: AtLeast1 = setting(1, "Row to write, with --write.")
-    output: str = setting("runs/plan.json", "File of the JSON, which is always written.")
+    output: UserPath = setting("runs/plan.json", "File of the JSON, which is always written.")
 
     def check(self) -> None:
         """Raise InputError for numbers without units, and OSError for files that cannot be written."""

@@ -13,7 +13,7 @@ from quaver.lab.progress import show_progress
 from quaver.lab.report.facts import describe_health, list_facts
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
-from quaver.lab.settings.fields import NotNegative, Settings, argument, expand_user, setting
+from quaver.lab.settings.fields import NotNegative, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.runtime.errors import InputError
 
@@ -26,15 +26,15 @@ class ReportOptions(Settings):
     as a page that needs no network, and in a few lines here. Several runs stand side by side.
     """
 
-    runs: tuple[str, ...] = argument("folders of quaver train, or numerics.jsonl files of quaver.monitor")
-    html: str | None = setting(None, "File of the page; report.html in the folder of the first run by default.")
+    runs: tuple[UserPath, ...] = argument("folders of quaver train, or numerics.jsonl files of quaver.monitor")
+    html: UserPath | None = setting(None, "File of the page; report.html in the folder of the first run by default.")
     top: NotNegative = setting(10, "Alarms to print of each run.")
 
     def check(self) -> None:
         """Raise InputError if a run is given twice."""
         paths: set[Path] = set()
         for run_path in self.runs:
-            path = expand_user(run_path).resolve()
+            path = Path(run_path).resolve()
             if path in paths:
                 raise InputError(f"expected different runs, got {run_path!r} twice")
             paths.add(path)
@@ -44,11 +44,11 @@ def run(argv: list[str]) -> int:
     """Print and write the report; returns 0 when done, 2 for bad input, 4 if a file cannot be written."""
     with report_bad_input():
         options = parse_options(ReportOptions, argv, prog="quaver report RUN [RUN2 ...]")
-        paths = [expand_user(path) for path in options.runs]
+        paths = [Path(path) for path in options.runs]
         with show_progress("reading runs"):
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
-        page = first / _PAGE if options.html is None else expand_user(options.html)
+        page = first / _PAGE if options.html is None else Path(options.html)
         check_writable(page, "--html")
     show(iter_views(runs, options.top))
     try:

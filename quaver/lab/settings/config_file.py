@@ -133,7 +133,7 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
             _check_known(word[2:].partition("=")[0].replace("-", "_"), known, "flag")
     for word in rest[1:] if rest and not rest[0].startswith("-") else rest:
         raise InputError(f"unexpected argument {word!r}; expected [CONFIG.toml] [--section.field value ...]")
-    config_path = Path(rest[0]) if rest else None
+    config_path = expand_user(rest[0]) if rest else None
     flags: Sections = {}
     if "resume" in values:
         folder = expand_user(values.pop("resume")).resolve()

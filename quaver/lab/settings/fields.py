@@ -14,9 +14,9 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.types import AllowInfNan
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from quaver.runtime.errors import InputError, blame_input
 
@@ -37,8 +37,21 @@ _BOUNDS_AS_TEXT = {
     "less_than_equal": "at most {le}",
     "less_than": "below {lt}",
     "finite_number": "finite",
+    "unknown_home": "a path that does not begin with the home of an unknown user",
 }
-"""Descriptions of valid numbers, by the type of pydantic's error."""
+"""Descriptions of valid values, by the type of pydantic's error."""
+
+
+def _expand_home(path: str) -> str:
+    try:
+        return str(expand_user(path)) if path.startswith("~") else path
+    except InputError as error:
+        raise PydanticCustomError("unknown_home", "unknown home") from error
+
+
+UserPath = Annotated[str, AfterValidator(_expand_home)]
+"""A path of a command's option, in which ~ is expanded when the option is checked. The shell leaves that of
+`--html=~/page.html`. The paths of a run's config are expanded where they are read, so that config.toml keeps the ~."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,13 @@ from typing import Annotated
 
 import pytest
 
+from quaver.lab.bench.gemm import GemmBenchmark
+from quaver.lab.cli.bench.ledger import LedgerOptions
+from quaver.lab.cli.bench.roofline import RooflineOptions
+from quaver.lab.cli.memory import MemoryOptions
+from quaver.lab.cli.plan import PlanOptions
 from quaver.lab.settings.config_file import parse_arguments
-from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, argument, setting
+from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options, split_flags
 
 
@@ -20,6 +25,8 @@ class Options(Settings):
     modes: tuple[Annotated[str, OneOf(("eager", "compiled"))], ...] = setting(("eager",), "Modes to run.")
     json: bool = setting(False, "Print JSON in 100%.")
     vs: str | None = setting(None, "Words of another run.")
+    out: UserPath | None = setting(None, "A file.")
+    folders: tuple[UserPath, ...] = setting((), "Folders.")
 
 
 def parse(*words: str) -> Options:
@@ -57,6 +64,10 @@ def test_words_become_values(words, expected):
         ("block -x", "^unexpected argument '-x'"),
         ("block --sq-len 4", "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
         ("block --seq-len", "^--seq-len: expected one argument; see quaver none --help$"),
+        (
+            "block --out=~nosuchuser/a",
+            "^--out must be a path that does not begin with the home of an unknown user",
+        ),
         ("block --seq_len 0", "^--seq-len must be at least 1, got 0$"),
         ("block --seq-len 1.5", "^--seq-len must be an integer, got '1.5'$"),
         ("block --modes eager fast", "^--modes must be one of eager, compiled, got 'fast'$"),
@@ -75,6 +86,29 @@ class Part(Settings):
 
     seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence.")
     json: bool = setting(False, "Print JSON.")
+
+
+def test_a_home_is_expanded_in_each_path_of_an_option(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("block", "--out=~/a.json", "--folders", "~/b", "c").out == str(tmp_path / "a.json")
+    assert parse("block", "--out=~/a.json", "--folders", "~/b", "c").folders == (str(tmp_path / "b"), "c")
+    assert parse("block", "--vs=~/a.toml").vs == "~/a.toml"
+    assert parse_arguments(["~/a.toml"]) == (tmp_path / "a.toml", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        *((PlanOptions, flag) for flag in ("spec", "output", "write")),
+        *((MemoryOptions, flag) for flag in ("output", "html", "png")),
+        *((kind, "output") for kind in (GemmBenchmark, LedgerOptions, RooflineOptions)),
+    ],
+)
+def test_commands_expand_the_home_of_a_file(kind, flag, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    file = {"write": "~/a.toml", "png": "~/a.png"}.get(flag, "~/a")
+    assert getattr(kind(**{flag: file}), flag) == file.replace("~", str(tmp_path))
 
 
 def test_words_of_another_command_are_left_in_order():

@@ -40,7 +40,7 @@ from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.output_file import check_writable
 from quaver.lab.progress import show_progress
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
+from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.recipes.recipe_name import canonicalize_recipe
@@ -51,7 +51,7 @@ from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 class LedgerOptions(Settings):
     """Count what one compiled block launches, reads and writes on a GPU, forward and backward. Needs no GPU."""
 
-    model: str = setting("llama-8b", f"A model, {', '.join(MODEL_NAMES)}, or a TOML file of quaver train.")
+    model: UserPath = setting("llama-8b", f"A model, {', '.join(MODEL_NAMES)}, or a TOML file of quaver train.")
     recipe: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
         (), f"Recipes, beside bfloat16; by default those of {', '.join(COUNTED)} that the GPU multiplies."
     )
@@ -69,7 +69,7 @@ class LedgerOptions(Settings):
     machine_code: bool = setting(
         False, "Compile each Triton kernel: print registers, spills and instructions, and count the time to issue them."
     )
-    output: str = setting("runs/bench-ledger.json", "File of the JSON; the picture stands beside it.")
+    output: UserPath = setting("runs/bench-ledger.json", "File of the JSON; the picture stands beside it.")
 
     @property
     def device(self) -> str:

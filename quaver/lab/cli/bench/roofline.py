@@ -22,7 +22,7 @@ from quaver.lab.bench.shapes import MODELS
 from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.progress import show_progress
-from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, setting
+from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.roofline.device_specs import DEVICE_SPECS
@@ -43,14 +43,14 @@ class RooflineOptions(Settings):
     model: tuple[Annotated[str, OneOf(tuple(MODELS), has_aliases=True)], ...] = setting(
         (), "Models; all by default, or none with --config."
     )
-    config: tuple[str, ...] = setting((), "TOML files of quaver train; their models are predicted.")
+    config: tuple[UserPath, ...] = setting((), "TOML files of quaver train; their models are predicted.")
     microbatches: NotNegative = setting(
         0, "Micro-batches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."
     )
     pictures: tuple[_Device, ...] | None = setting(
         None, "Devices to draw; all of --device by default, no word for none."
     )
-    output: str = setting("runs/bench-roofline", "Folder of the CSV, the JSON and the pictures.")
+    output: UserPath = setting("runs/bench-roofline", "Folder of the CSV, the JSON and the pictures.")
 
     def resolve(self) -> RooflineSettings:
         """Resolve the names. Raises InputError for an unknown name, or two models of one name."""

@@ -31,7 +31,7 @@ from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
-from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, setting
+from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
@@ -67,9 +67,11 @@ class MemoryOptions(Settings):
         None, "With --links: bytes per second to the file system of checkpoints, such as 50GB."
     )
     top: NotNegative = setting(12, "Rows of the largest tensors, and of differences, to print.")
-    output: str = setting("runs/memory.json", "File of the JSON, which is always written.")
-    html: str | None = setting(None, "File of a page: timeline, breakdown of the peak, tensors saved for backward.")
-    png: str | None = setting(None, "File of a picture of the timeline.")
+    output: UserPath = setting("runs/memory.json", "File of the JSON, which is always written.")
+    html: UserPath | None = setting(
+        None, "File of a page: timeline, breakdown of the peak, tensors saved for backward."
+    )
+    png: UserPath | None = setting(None, "File of a picture of the timeline.")
 
     def check(self) -> None:
         """Raise InputError for options that exclude each other, and OSError for files that cannot be written."""
