@@ -142,7 +142,7 @@ def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
     """Return the trainer's run for the `config` and `layout` that `resolve` returned.
 
     Raises:
-        ValueError: the time is not simulated: the run is not in bfloat16, or the compiler chooses what to recompute.
+        InputError: the time is not simulated: the run is not in bfloat16, or the compiler chooses what to recompute.
     """
     training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
     optimizer, parameter_bytes = config.optimizer, _get_itemsize(config.training.dtype)

@@ -97,7 +97,7 @@ def search(
     is returned.
 
     Raises:
-        ValueError: the trainer accepts no layout, or the time of no layout is simulated.
+        InputError: the trainer accepts no layout, or the time of no layout is simulated.
     """
     refusals = layouts.refusals.copy()
     estimated = list(_estimate(layouts.candidates, refusals, progress))

@@ -86,7 +86,8 @@ class TrainedModel:
     the high-precision dtype if all matmuls do, else both names. Such a step records neither time nor memory.
 
     Each rank has its shard of the model and of the batches. `train_step`, `validate` and `precompute_scales` are
-    collectives: all ranks must call them, in the same order. Results are the same on all ranks, except for times.
+    collectives: all ranks must call them, in the same order. Results are the same on all ranks, except for times
+    and the peak of memory.
     """
 
     name: str
