@@ -5,8 +5,8 @@
 
 The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element, and
 scales. Both matmuls read tensorwise and blockwise codes. Row-wise scales run along the contracted dim of grad_input. So
-the exact matmul (linear/gemm.py) dequantizes the weight for grad_input: a second cast would give the backward other
-weights than the forward.
+the exact matmul (kernels/exact_mm.py) dequantizes the weight for grad_input: a second cast would give the backward
+other weights than the forward.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def fits_grouped_matmul(left: CastConfig, right: CastConfig) -> bool:
 
 
 def describe_grouped_backends(config: Float8LinearConfig, device: torch.device) -> str:
-    """Return the backends of experts' grouped matmuls on `device`; see `gemm.describe_backends`."""
+    """Return the backends of experts' grouped matmuls on `device`, as `backends.describe_backends` does for linears."""
     return describe_backends(config, device, predict_grouped_backend)
 
 
@@ -220,7 +220,7 @@ def _count_flops(
 
 
 def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
-    """Run `gemm.probe_native_mm` for torch's scaled grouped matmul, with three groups, one of them empty."""
+    """Do as `backends.probe_native_mm` for torch's scaled grouped matmul, with three groups, one of them empty."""
     numbers = torch.arange(48 * 32, device="cpu").view(48, 32)
     a, b = ((numbers % modulus - modulus // 2).float().to(E4M3.dtype) for modulus in (13, 7))
     a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))

@@ -52,7 +52,7 @@ def choose_backend(
 
     Args:
         kind: None if no hardware supports the scales.
-        works: returns whether the CUDA device with this index multiplies `kind` natively; None probes `mm`.
+        works: returns whether the CUDA device with this index multiplies `kind` natively; None probes `native_mm`.
     """
     works = works or _native_works
     if kind is None or emulate or not is_cuda_device(device) or not works(device.index or 0, kind):
@@ -124,7 +124,7 @@ _native_failures: dict[tuple[int, ScaleKind], str | None] = {}
 def find_native_failure(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> str | None:
     """Probe whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
 
-    `probe` is for kinds that `mm` does not multiply; None for `probe_native_mm`. Results are cached.
+    `probe` is for kinds that `native_mm` does not multiply; None for `probe_native_mm`. Results are cached.
 
     Raises:
         RuntimeError: the probe failed for another reason, such as too little memory, or would have to run while a CUDA

@@ -145,7 +145,7 @@ class Float8Linear(nn.Linear):
 
     @property
     def backend(self) -> str:
-        """The backends of the last eager forward: "native", "exact" or "native and exact" (see gemm.py).
+        """The backends of the last eager forward: "native", "exact" or "native and exact" (see linear/backends.py).
 
         "high precision" if the config disables all casts, and "not run yet" before the first forward.
         Moving the linear, as an offload does, keeps it. Compiled forwards do not change it.
