@@ -119,7 +119,7 @@ class OperandOptions(BenchOptions):
     dtype: Annotated[str, OneOf(tuple(_DTYPES))] = setting("bfloat16", "Dtype of the operands before quantization.")
 
     def check(self) -> None:
-        """Refuse to compare with torchao if it is not installed."""
+        """Raise InputError if torchao is to be timed and is not installed."""
         super().check()
         if self.torchao == "yes" and find_spec("torchao") is None:
             raise InputError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
@@ -169,7 +169,7 @@ class Recipes(Settings):
     recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting((), "Recipes; all by default.")
 
     def check(self) -> None:
-        """Refuse an unknown recipe."""
+        """Raise InputError for an unknown recipe."""
         super().check()
         for name in self.recipes:
             Float8LinearConfig.from_recipe_name(name)

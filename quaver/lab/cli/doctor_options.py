@@ -44,7 +44,7 @@ class DoctorOptions(Settings):
     )
 
     def check(self) -> None:
-        """Raise InputError for options that nothing would read."""
+        """Raise InputError for options that nothing reads."""
         surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
         if self.gpu is not None:
             self.require_default(*surveys, "compile", beside="--gpu")

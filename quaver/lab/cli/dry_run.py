@@ -22,7 +22,7 @@ class DryRunOptions(Settings):
     ranks: MostRanks | None = setting(None, "With --dry-run: processes of the run; by default those of torchrun, or 1.")
 
     def check(self) -> None:
-        """Refuse --ranks for a run that trains."""
+        """Raise InputError for --ranks without --dry-run."""
         if not self.dry_run:
             fix = "start a run on many processes with torchrun"
             self.require_default("ranks", unless="--dry-run is given", fix=fix)

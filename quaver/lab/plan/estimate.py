@@ -1,17 +1,19 @@
 """Estimates the peak memory of one rank in closed form, in a millisecond, to order layouts and rule out hopeless ones.
 
-The bytes of the rank, where P are the weights of a block on this tensor parallel rank:
+The peak is the largest sum of these four terms in a step. P are the weights of a block on this tensor-parallel rank.
 
-    resident    parameters, optimizer states, tokens; with several micro-batches also gradients, which are whole and
-                in float32 if they are reduced after the last micro-batch
-    root        the gathered embedding, which FSDP2 frees after the backward
+    resident    parameters, optimizer states and tokens, during the whole step
+    root        the gathered embedding, until FSDP2 reshards it after the backward
     saved       activations of blocks (`_iter_saved_by_blocks`), rotary tables, the last block's output and its norm
-    peak        resident + root + saved + the largest of
-        head, forward       its gathered weight twice (with the buffer of the all-gather), logits
-        head, backward      gathered weight, its gradient, the next gathered block, logits, gradient of its input
+    moment      what one of these moments needs beside them; the last two have no saved activations any more:
+        head, forward       its weight, gathered, and the all-gather's buffer of the same size; logits
+        head, backward      its weight, gathered, and its gradient; logits; the gradient of its input; a gathered block
         last block          two gathered blocks, the head's gradient in float32, gradients of P, temporaries
-        first block         as the last, without saved activations, with all gradients sharded
-        embedding           all gradients sharded, the embedding's gradient in float32
+        first block         as the last block, and all sharded gradients
+        embedding           all sharded gradients, and the embedding's gradient in float32
+
+With several micro-batches the gradients of earlier ones are resident too (`_count_held_gradient_bytes`): shards, or
+with training.reduce = last whole float32 sums.
 
 All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
 recipes count as the run's recipe.

@@ -1,9 +1,12 @@
-"""Lists the layouts and settings that a search tries, as configs. The trainer may refuse some.
+"""Lists the configs that `quaver plan` tries: every combination of these choices that the trainer accepts.
 
-They combine all choices of parallelism: FSDP2, or HSDP with shard groups of whole nodes; tensor parallelism inside a
-node; expert parallelism. They vary resharding after the forward, the dtype of the all-gather, and the micro-batches
-after which gradients are reduced. They vary local batch size, checkpointing and precision. On request, less precise
-storage is tried too.
+    parallelism     FSDP2, or HSDP with shard groups of whole nodes; tensor parallelism inside a node; experts split
+    all-gather      in float8 or bfloat16; once per micro-batch, or again for the backward (fsdp_reshard_after_forward)
+    reduction       gradients reduced after each micro-batch or after the last (training.reduce)
+    the rest        local batch size, activation checkpointing and recipe; on request float8 optimizer states and
+                    saved activations
+
+`Layouts` counts the reasons for which the trainer refuses the others.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Checkpoint(Settings, section="checkpoint"):
     )
 
     def check(self) -> None:
-        """Refuse a folder that is a path, and settings that nothing would read."""
+        """Raise InputError for a folder that is a path, and for settings that nothing reads."""
         self.require(bool(self.folder) and is_folder_name(self.folder), "folder", "the name of one folder")
         if not self.enable:
             self.require_default("folder", "interval", "keep_latest_k", "async_mode", unless="checkpoint.enable")

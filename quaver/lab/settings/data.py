@@ -30,7 +30,7 @@ class Data(Settings, section="data"):
     document_mask: bool = setting(False, "Attention does not cross the end of a document.")
 
     def check(self) -> None:
-        """Refuse empty strings, and a token that the tokenizer would not read."""
+        """Raise InputError for empty strings, and for a token that the tokenizer does not read."""
         self.require(bool(self.path), "path", "stdlib, a file or a folder")
         self.require(bool(self.field), "field", "the name of a field")
         self.require(bool(self.tokenizer), "tokenizer", f"{BYTES}, a file or a folder")

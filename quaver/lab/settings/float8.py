@@ -88,7 +88,7 @@ class Float8(Settings, section="float8"):
     )
 
     def check(self) -> None:
-        """Refuse settings that the recipe does not have, and most settings that nothing would read."""
+        """Raise InputError for settings that the recipe does not have, and for most settings that nothing reads."""
         _has_persistent_scales(self.recipe_name)  # raises InputError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()

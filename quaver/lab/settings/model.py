@@ -52,7 +52,7 @@ class Model(Settings, section="model"):
     tie_word_embeddings: bool = setting(False, "The token embedding is the output projection too.")
 
     def check(self) -> None:
-        """Refuse heads that do not divide evenly, and settings that nothing reads."""
+        """Raise InputError for heads that do not divide evenly, and for settings that nothing reads."""
         self.require(
             self.n_heads % self.n_kv_heads == 0,
             "n_heads",

@@ -38,7 +38,7 @@ class Job(Settings, section="job"):
     )
 
     def check(self) -> None:
-        """Refuse paths where a name is needed, and empty folders."""
+        """Raise InputError for a path where a name is needed, and for an empty folder."""
         fix = "put parent folders in job.dump_folder"
         self.require(is_folder_name(self.name), "name", "the name of one folder", fix)
         self.require(bool(self.dump_folder), "dump_folder", "a folder")
@@ -63,7 +63,7 @@ class Metrics(Settings, section="metrics"):
     wandb_project: str = setting("quaver", "Project of the run.")
 
     def check(self) -> None:
-        """Refuse names that no logger would read, and a folder outside of the run folder."""
+        """Raise InputError for names that no logger reads, and for a folder outside of the run folder."""
         for name, owner in (("save_tb_folder", "enable_tensorboard"), ("wandb_project", "enable_wandb")):
             self.require(bool(getattr(self, name)), name, "a name")
             if not getattr(self, owner):
@@ -93,7 +93,7 @@ class Numerics(Settings, section="numerics"):
     )
 
     def check(self) -> None:
-        """Refuse settings that nothing would read."""
+        """Raise InputError for settings that nothing reads."""
         if not self.every:
             self.require_default("extras_every", "hardware", "on_alarm", unless="numerics.every is set")
         if not self.extras_every:
@@ -120,7 +120,7 @@ class Profiling(Settings, section="profiling"):
     )
 
     def check(self) -> None:
-        """Refuse settings of a disabled profiler, too short a period, and folders outside of the run folder."""
+        """Raise InputError for settings of a disabled profiler, a short period or a folder outside the run folder."""
         if not self.enable_profiling:
             trace_names = ("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active")
             self.require_default(*trace_names, unless="profiling.enable_profiling is true")

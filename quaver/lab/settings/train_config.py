@@ -44,7 +44,7 @@ class TrainConfig(Settings):
         return field
 
     def check(self) -> None:
-        """Refuse sections that do not go together."""
+        """Raise InputError for settings of different sections that exclude each other."""
         self.require(
             self.float8.enable_float8_linear or not self.job.compare,
             "float8.enable_float8_linear",
@@ -65,7 +65,7 @@ class TrainConfig(Settings):
         self._check_high_precision()
 
     def _check_logits(self) -> None:
-        """Refuse a batch whose largest activation has more bytes than a 64-bit integer counts."""
+        """Raise InputError for a batch whose largest activation has more bytes than a 64-bit integer counts."""
         widest = max(self.model.vocab_size, self.model.hidden_dim, self.model.dim)
         most = max(1, MOST_ELEMENTS // (self.training.seq_len * widest))
         expected = f"at most {most} with training.seq_len = {self.training.seq_len} and a model as wide as {widest}"
@@ -107,7 +107,7 @@ class TrainConfig(Settings):
         )
 
     def _check_steps(self) -> None:
-        """Refuse what no step of the run would reach."""
+        """Raise InputError for a warm-up, trace or snapshot that ends or starts after the last step."""
         schedule, profiling, steps = self.lr_scheduler, self.profiling, self.training.steps
         decay = schedule.count_decay_steps(steps)
         fits = schedule.schedule != "wsd" or schedule.warmup_steps + decay <= steps

@@ -41,8 +41,8 @@ class Training(Settings, section="training"):
     )
     reduce: Annotated[str, OneOf(REDUCE)] = setting(
         "every",
-        "every: reduce after each micro-batch. last: accumulate unsharded float32 gradients, reduce once. "
-        "last_all_reduce: reduce-scatter each, all-reduce once.",
+        "When ranks reduce gradients. every: after each micro-batch. last: once per step, from whole float32 sums. "
+        "last_all_reduce: reduce-scatter after each micro-batch, all-reduce once per step.",
     )
     max_norm: Annotated[float, Gt(0)] = setting(1.0, "Gradients are clipped to this norm.")
     compile: bool = setting(False, "Compile each transformer block with torch.compile.")
@@ -64,7 +64,7 @@ class Training(Settings, section="training"):
     )
 
     def check(self) -> None:
-        """Refuse what autocast cannot do, batches that do not divide, and settings that nothing reads."""
+        """Raise InputError for dtypes that autocast cannot use, uneven batches, and settings that nothing reads."""
         self.require(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         self.require(
             (self.dtype, self.mixed_precision_param) != ("bfloat16", "float32"),
@@ -119,11 +119,11 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
     )
     memory_budget: Share = setting(0.5, "Share of results that the compiler saves; 0 for inputs of blocks only.")
     store_in_float8: bool = setting(
-        False, "What norms, attention and feed-forwards save is stored as float8 codes of blocks of 128."
+        False, "Store the tensors that norms, attention and feed-forwards save for backward as float8 codes."
     )
 
     def check(self) -> None:
-        """Refuse settings of another mode, and operators that torch does not have."""
+        """Raise InputError for settings of another mode, and for operators that torch does not have."""
         for name, mode in (("selective_ac_option", "selective"), ("memory_budget", "memory_budget")):
             if self.mode != mode:
                 self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
@@ -166,7 +166,7 @@ class Optimizer(Settings, section="optimizer"):
     )
 
     def check(self) -> None:
-        """Refuse a choice of AdamW's kernels, or of Muon's momentum, for another optimizer."""
+        """Raise InputError for settings of AdamW or Muon with another optimizer."""
         if self.has_float8_states:
             self.require_default("implementation", unless="optimizer.name is AdamW or Muon")
         if not self.is_muon:
@@ -200,7 +200,7 @@ class LRScheduler(Settings, section="lr_scheduler"):
     min_lr_factor: Share = setting(0.1, "Share of optimizer.lr at the last step.")
 
     def check(self) -> None:
-        """Refuse settings that the schedule does not read."""
+        """Raise InputError for settings that the schedule does not read."""
         if self.schedule != "wsd":
             self.require_default("decay_ratio", "decay_type", unless="lr_scheduler.schedule is wsd")
         if self.schedule == "constant":
@@ -227,7 +227,7 @@ class Parallelism(Settings, section="parallelism"):
     )
 
     def check(self) -> None:
-        """Refuse a shard degree that is neither -1 nor at least 1."""
+        """Raise InputError for a shard degree that is neither -1 nor at least 1."""
         shard = self.data_parallel_shard_degree
         self.require(shard == -1 or shard >= 1, "data_parallel_shard_degree", "-1 or at least 1")
 
