@@ -15,7 +15,6 @@ from torch import nn
 import quaver
 from quaver.lab.cli import errors
 from tests.isolated import Forked
-from tests.sizes import lines_of_halves
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
@@ -139,19 +138,6 @@ def test_the_page_of_the_layout_has_the_folders_in_the_order_of_the_layers():
     contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [sorted(layer.split(" | ")) for contract in contracts[:2] for layer in contract["layers"]]
     assert [["lab"], *(sorted({*row} - {"csrc"}) for row in rows)] == layers
-
-
-@pytest.mark.parametrize(
-    ("number", "lines"),
-    [
-        (r"library of ([\d,]+)\s+lines", lines_of_halves()[0].total()),
-        (r"one file of\s+(\d+)", len((REPOSITORY / "quaver/recipes/reference.py").read_text().splitlines())),
-        (r"([\d,]+)\s+lines of tools", lines_of_halves()[1].total()),
-    ],
-)
-def test_the_readme_says_how_big_each_half_is(number, lines):
-    documented = int(re.search(number, (REPOSITORY / "README.md").read_text())[1].replace(",", ""))
-    assert abs(documented / lines - 1) < 0.05, f"{lines:,} (make sizes)"
 
 
 @pytest.mark.parametrize(("file", "names"), re.findall(r"^\| `([\w/]+\.py)` \| ([^|]+) \|", LAYOUT, re.MULTILINE))

@@ -152,9 +152,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "tests/lab/memory/test_compiled.py::test_several_ranks_need_a_torch_that_shows_gathers",
     },
     "monitor.md": {
-        "end in one line that names the file": f"{REPORT}::test_a_damaged_file_is_named_in_one_line "
-        f"{REPORT}::test_bad_words",
-        "ends in exit code 4": f"{REPORT}::test_a_disk_that_is_full",
         "CUDA graphs": f"{MONITOR}::test_a_sample_in_a_cuda_graph_is_refused",
         "A sink that raises ends the monitor": f"{MONITOR}"
         f"::test_a_sink_that_fails_ends_the_monitor_and_not_the_training {MONITOR}"
@@ -195,7 +192,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "`quaver.error_on_slow_path()`, raises a RuntimeError for each": "tests/library/runtime/test_slow_paths.py"
         "::test_an_op_that_dequantizes_a_frozen_weight",
         "`QUAVER_ERROR_ON_SLOW_PATH=1`": "tests/library/runtime/test_slow_paths.py::test_the_environment_variable",
-        "require_native=True)` raises": (f"{CHECK}::test_training_may_be_required_to_multiply_natively"),
     },
     "reliability.md": {
         "| no file can grow beyond a limit": f"{RELIABILITY}::test_every_try_holds",
