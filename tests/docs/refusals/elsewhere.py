@@ -89,7 +89,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "and the roofline refuse it": "tests/library/test_extending.py::test_each_diff_touches_one_file_a_table",
     },
     "fine-tuning.md": {
-        "| a gradient for a frozen weight": f"{FREEZE}::test_it_presents_a_frozen_high_precision_parameter",
+        "| a gradient for a frozen weight": f"{FREEZE}::test_a_frozen_weight_presents_a_high_precision_parameter",
         "| freezing after adapters are added": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
         "| a tied weight": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
         "| NaN or inf in a weight": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
@@ -100,7 +100,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "A refusal is one line": f"{FREEZE}::test_refusals_leave_the_model_as_it_was",
     },
     "from-torchao.md": {
-        "is an error of torchao's": "tests/library/foreign/test_torchao_names.py::test_what_behaves_otherwise",
+        "is an error of torchao's": "tests/library/foreign/test_torchao_names.py"
+        "::test_documented_differences_from_torchao_hold",
     },
     "huggingface.md": {
         "**Refused, with exit code 2": f"{HUGGING_FACE}::test_folders_that_do_not_fit_are_refused_in_one_line "
@@ -194,13 +195,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "`QUAVER_ERROR_ON_SLOW_PATH=1`": "tests/library/runtime/test_slow_paths.py::test_the_environment_variable",
     },
     "reliability.md": {
-        "| no file can grow beyond a limit": f"{RELIABILITY}::test_every_try_holds",
-        "| one bit of a file flipped": f"{RELIABILITY}::test_every_try_holds",
-        "| a bad setting on the command line": f"{RELIABILITY}::test_every_try_holds",
+        "| no file can grow beyond a limit": f"{RELIABILITY}::test_every_reliability_scenario_holds",
+        "| one bit of a file flipped": f"{RELIABILITY}::test_every_reliability_scenario_holds",
+        "| a bad setting on the command line": f"{RELIABILITY}::test_every_reliability_scenario_holds",
     },
     "scale.md": {
         "refuses `--max-restarts` without `TORCH_DISABLE": "tests/lab/settings/test_parallel_dims.py"
-        "::test_what_a_launcher_says_or_should_have_said",
+        "::test_the_launchers_environment_is_read_or_refused",
     },
     "scaling.md": {
         "it refuses a history of another length": "tests/library/distributed/test_checkpoint.py"

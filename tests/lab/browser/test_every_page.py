@@ -129,7 +129,7 @@ FOCUSED = {"A", "Askip", "DIVplot", "DIVscroll", "BUTTON", "INPUT"}
 
 
 @pytest.mark.parametrize(("name", "focused"), [("full", FOCUSED), ("two", FOCUSED | {"BUTTONlink", "SELECT"})])
-def test_everything_has_a_name_and_shows_its_focus(browser, open_page, name, focused):
+def test_every_control_has_a_name_and_visible_focus(browser, open_page, name, focused):
     open_page(name, details=False)
     assert browser.run(NAMELESS) == []
     ids = browser.map("[id]", "element.id")

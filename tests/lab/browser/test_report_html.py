@@ -130,14 +130,14 @@ def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
     assert "-15.0 dB" in read_choice(browser)
 
 
-def test_worse_stands_out_in_the_dark_too(browser, reports):
+def test_the_worst_cell_stands_out_in_dark_mode(browser, reports):
     browser.open(reports / "large.html", dark=True)
     assert (Map(browser, WIDE).pixels() == encode_color(make_palette()[-1])).sum() in range(1, 5)
     browser.show(1280, 1000, dark=False)
     browser.wait(lambda: (Map(browser, WIDE).pixels() == encode_color(make_palette()[0])).sum() in range(1, 5))
 
 
-def test_a_large_page_answers_within_a_blink(browser, reports):
+def test_a_large_page_redraws_no_cell_on_hover(browser, reports):
     """By the number of cells that it reads, not by time: a pointer's move draws no cell again."""
     browser.open(reports / "large.html")
     browser.run(

@@ -53,7 +53,7 @@ def test_the_order_is_the_same_on_every_machine_and_for_good():
     assert late == [5622581958, 7666094962, 7809753020, 4795761993]
 
 
-def test_any_part_of_the_stream_is_what_the_whole_has_there():
+def test_any_part_of_the_stream_equals_that_of_the_whole():
     whole = compute_stream_indices(0, 350, 100, seed=7)
     for start, amount in ((0, 1), (99, 2), (90, 120), (250, 100), (349, 1)):
         assert np.array_equal(compute_stream_indices(start, amount, 100, seed=7), whole[start : start + amount])
@@ -123,7 +123,7 @@ def test_documents_are_numbered_from_the_start_of_each_row(tmp_path, load):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("mask", [False, True])
-def test_ranks_deal_the_batches_of_one_process_among_them(text_folder, tensor, mask, load):
+def test_ranks_share_out_the_batches_of_one_process(text_folder, tensor, mask, load):
     data = load(text_folder, document_mask=mask)
     alone = data.make_step_batches(TRAINING, 5)
     assert len(alone) == 6

@@ -145,7 +145,7 @@ def run_reliability(words: list[str]) -> None:
         pytest.param([], id="everything", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
     ],
 )
-def test_every_try_holds(words):
+def test_every_reliability_scenario_holds(words):
     """Each try of benchmarks/reliability.py."""
     process = Forked(run_reliability, words)
     _, error = process.communicate(timeout=7200)

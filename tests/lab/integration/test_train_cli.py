@@ -131,7 +131,7 @@ def test_a_folder_without_write_permission(run_words, tmp_path, refused):
     assert "cannot write the run folder" in refused("train", *TINY, *run_words, "--job.dump_folder", locked)
 
 
-def test_a_bug_in_training_is_not_dressed_up_as_bad_input(run_words, tmp_path, monkeypatch):
+def test_a_bug_in_training_is_a_traceback(run_words, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ValueError("a bug")
 

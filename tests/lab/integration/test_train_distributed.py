@@ -293,7 +293,7 @@ def test_a_compile_that_compiles_nothing_is_noted(on_two, references):
     assert on_two.stdout.count(f"rowwise: {note}") == 1  # after the first step
 
 
-def test_only_the_first_rank_speaks(on_two):
+def test_only_the_first_rank_prints(on_two):
     assert on_two.stdout.count("run folder:") == sum(case[0] == 2 for case in LAYOUTS.values())
 
 

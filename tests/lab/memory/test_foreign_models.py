@@ -191,6 +191,6 @@ def test_numbers_that_are_only_checked_are_counted_and_do_no_harm():
     assert prediction.by_category["parameters"] == 4 * (4 * 4 + 4)
 
 
-def test_other_errors_stay_what_they_are():
+def test_errors_of_the_model_are_raised_unchanged():
     with pytest.raises(RuntimeError, match="same reduction dim"):
         explain(nn.Linear(4, 4), (torch.zeros(2, 5),))

@@ -55,7 +55,7 @@ def predict_network(second, **policy):
         return predict_step(step, network, None, fakes)
 
 
-def test_the_tensor_the_policy_and_the_fix_in_own_code():
+def test_a_policy_that_saves_abs_costs_a_weight():
     high, own = predict_network(nn.Linear), predict_network(ScaledLinear)
     faulty = predict_network(ScaledLinear, **FAULTY)
     assert high.saved_by_forward_bytes - SAVED in range(16)  # the loss

@@ -63,7 +63,7 @@ def compute_costs(words, ranks=8, spec=H100):
     return compute_step_cost(*resolve(config, rank=0, world_size=ranks), spec)
 
 
-def test_costs_of_a_step():
+def test_costs_follow_recomputation_precision_and_batch():
     none, op, full = (compute_costs(f"--activation_checkpoint.mode {mode}") for mode in ("none", "selective", "full"))
     model = load_config(LLAMA_8B).model
     assert none.step_flops == 8192 * count_training_flops_per_token(model, 8192)
@@ -233,7 +233,7 @@ def test_a_setting_that_the_trainer_refuses_is_one_row(peaks):
     assert advice.rows[0].cost is None
 
 
-def test_least_gathered(tiny_config):
+def test_gather_least_reshards_always_and_gathers_in_float8(tiny_config):
     config = replace(tiny_config, float8=Float8())
     _, layout = resolve(config, world_size=2)
     (change,) = (change for change in list_combinations(config, 4) if change.config == config)

@@ -35,7 +35,7 @@ def test_one_rank_sends_nothing_and_more_nodes_never_help_a_small_tensor(kind):
     assert times == sorted(times)
 
 
-def test_links_of_groups():
+def test_groups_across_nodes_use_the_network():
     cluster = Cluster(H100)
     assert [cluster.find_link(ranks, stride) for ranks, stride in ((8, 1), (2, 4), (1, 64))] == [NVLINK] * 3
     assert [cluster.find_link(ranks, stride) for ranks, stride in ((16, 1), (2, 8), (3, 4))] == [NETWORK] * 3

@@ -99,7 +99,7 @@ def test_settings_that_are_not_simulated_are_listed():
     assert sentence.endswith("the run has no row")
 
 
-def test_a_step_of_so_many_tokens_is_said_where_it_has_others(plan):
+def test_a_rounded_global_batch_is_reported(plan):
     printed, written = plan("--gpus", "8", "--global-batch", "130k tokens", "--top", "2")
     assert {row["step_tokens"] for row in written["rows"]} == {16 * 8192}  # 130k / 8192 are 15.9 sequences
     assert "--global-batch 130k tokens: a step has 131,072 tokens, 16 sequences of 8,192" in printed

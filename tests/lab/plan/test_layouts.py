@@ -92,7 +92,7 @@ def test_gradients_are_reduced_in_each_way_that_may_be_best():
     }
 
 
-def test_a_precision_takes_the_settings_of_others_away():
+def test_with_precision_resets_settings_of_other_precisions():
     config = load_config(CONFIGS / "llama3_8b.toml")
     gathering = with_precision(config, "tensorwise", gathers_codes=True)
     assert gathering.float8.enable_fsdp_float8_all_gather
@@ -103,7 +103,7 @@ def test_a_precision_takes_the_settings_of_others_away():
     assert not plain.enable_float8_linear
 
 
-def test_a_compared_run_has_a_baseline_without_one():
+def test_a_bfloat16_candidate_drops_job_compare():
     config = load_config(CONFIGS / "llama3_8b.toml")
     compared = replace(config, job=replace(config.job, compare=True))
     assert not with_precision(compared, BFLOAT16).job.compare

@@ -13,7 +13,7 @@ from quaver.roofline.device_specs import find_device_spec
 CLUSTER = Cluster.from_spec(find_device_spec("h100"))
 
 
-def test_sends_take_the_network_between_nodes_only():
+def test_pipeline_sends_use_the_network_between_nodes_only():
     inside, next_node, far = (time_send(CLUSTER, 2**26, stride) for stride in (4, 8, 64))
     assert inside < next_node == far
 

@@ -63,7 +63,7 @@ def test_recorded_memory_of_a_published_run_is_the_trainers():
         assert recorded["as_published"] == plan_memory.peak_bytes(config, row.gpus)
 
 
-def test_every_row_that_is_far_off_has_a_reason_and_no_other_has():
+def test_rows_far_off_and_no_others_have_a_reason():
     off = [row["name"] for row in PUBLISHED["rows"] if abs(row["predicted"] / row["published"] - 1) > OFF]
     assert [name for name in off if not reason(name)] == []
     assert all(any(name.startswith(part) for name in off) for part in REASONS)
@@ -71,7 +71,7 @@ def test_every_row_that_is_far_off_has_a_reason_and_no_other_has():
 
 
 @pytest.mark.parametrize("name", ["H100", "H100-500W", *(pytest.param(n, marks=pytest.mark.nightly) for n in CARDS)])
-def test_a_cards_share_meets_its_row(name):
+def test_a_cards_rate_is_that_of_its_calibration(name):
     assert CARDS[name].sustained == pytest.approx(calibrated(name), abs=0.001)
 
 

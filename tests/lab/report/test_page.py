@@ -53,7 +53,7 @@ def read_bytes(run, name):
         ("amax", [0, 2.0**-4, 1, 2.0**4, np.inf], [1, 2, 128, 253, 254]),
     ],
 )
-def test_a_worse_value_has_a_larger_byte(name, values, codes):
+def test_worse_values_are_encoded_as_larger_bytes(name, values, codes):
     limits = {"sqnr_db": (0.0, 20.0), "underflow": (-4.0, 0.0), "amax": (-4.0, 4.0)}[name]
     values = np.array(values)
     assert BY_NAME[name].encode(values, ~np.isnan(values), limits).tolist() == codes

@@ -95,7 +95,7 @@ TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "l
         (TWO, "MASTER_ADDR must be set with WORLD_SIZE = 2; use torchrun"),
     ],
 )
-def test_what_a_launcher_says_or_should_have_said(environment, values, expected):
+def test_the_launchers_environment_is_read_or_refused(environment, values, expected):
     environment(**values)
     if isinstance(expected, Ranks):
         assert read_ranks() == expected
@@ -121,7 +121,7 @@ def test_more_ranks_than_gpus(monkeypatch):
         ([("", "same"), ("", "other"), ("", "same")], "rank 1 read another config or other data than rank 0"),
     ],
 )
-def test_every_rank_hears_the_same_verdict(monkeypatch, told, verdict):
+def test_every_rank_agrees_on_the_same_error(monkeypatch, told, verdict):
     store = HashStore()
     monkeypatch.setattr(ranks_module, "open_store", lambda rank, world_size: store)
     heard: dict[int, str] = {}

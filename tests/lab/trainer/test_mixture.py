@@ -51,7 +51,7 @@ def compute_one_by_one(mixture, hidden):
     return torch.stack(outputs).view_as(hidden) + mixture.shared_experts(hidden)
 
 
-def test_a_mixture_is_what_its_equations_say():
+def test_a_mixture_computes_its_equations():
     torch.manual_seed(0)
     mixture = build_model().model.layers[0].mlp
     assert isinstance(mixture, Mixture)

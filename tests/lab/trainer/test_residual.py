@@ -44,7 +44,7 @@ def record_stream(config: TrainConfig, ranks: int) -> dict:
     ],
     ids=str,
 )
-def test_the_dtype_of_the_stream(tiny_config, training, dtype, compiled):
+def test_the_residual_has_the_dtype_of_its_setting(tiny_config, training, dtype, compiled):
     config = changed(tiny_config, training={**training, "compile": compiled})
     assert set(record_stream(config, 1)["dtypes"]) == {(dtype, dtype)}
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_recomputes_the_same_bits(tiny_config):
     assert record_stream(replace(config, activation_checkpoint=ActivationCheckpoint("full")), 1)["grad"].equal(plain)
 
 
-def test_the_bytes_that_it_spares(tiny_config):
+def test_a_bfloat16_residual_saves_the_predicted_bytes(tiny_config):
     """The stream before each half of a block and before the last norm, which norms save on a GPU."""
     with predict_for("cuda"):
         saved, fewer = (

@@ -144,7 +144,7 @@ def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monk
     assert "the checkpoint of step 2 could not be written" in capsys.readouterr().out
 
 
-def test_steps_in_time_leave_nothing(tmp_path, capsys):
+def test_steps_within_their_timeout_write_no_stacks(tmp_path, capsys):
     watchdog = Watchdog(tmp_path / "stacks-rank0.txt")
     with watchdog.watch(5, "step"):
         pass
@@ -172,7 +172,7 @@ def train_slowly(stacks: Path) -> None:
             compile_and_call(n := n + 1)
 
 
-def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
+def test_reading_stacks_does_not_crash_a_slow_step(tmp_path):
     """Stacks read while Python code runs would end the process by a segmentation fault after some hundred reads."""
     path = tmp_path / "stacks-rank0.txt"
     process = Forked(train_slowly, path).finished()

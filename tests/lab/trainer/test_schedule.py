@@ -36,7 +36,7 @@ CASES = {  # step: rate. The warm-up ends at step 10; after it 100 steps are lef
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rates_at_the_corners(name):
+def test_learning_rates_at_the_corners_follow_the_formulas(name):
     settings, expected = CASES[name]
     schedule = LRScheduler(warmup_steps=WARMUP, min_lr_factor=FLOOR, **settings)
     expected = WARMING | expected

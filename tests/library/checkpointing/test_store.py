@@ -538,7 +538,7 @@ def test_classes_keep_their_names_and_signatures_and_exported_programs_store_not
     assert torch.equal(torch.jit.trace(net, x)(x), plain(x))
 
 
-def test_the_way_back_and_copies():
+def test_copies_store_and_stop_storing_restores():
     net, plain = make_storing("rowwise"), make("rowwise", width=256)
     twin = copy.deepcopy(net)
     assert net.state_dict().keys() == plain.state_dict().keys()

@@ -97,7 +97,7 @@ def test_a_linear_whose_weight_its_parent_reads_is_no_float8():
     assert_float8_training(model)
 
 
-def test_only_what_others_trained_without_is_idle():
+def test_a_linear_is_idle_once_others_train_without_it():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     step(model)
     for renew in (lambda old: nn.Linear(16, 16), copy.deepcopy, Float8Linear.from_float):

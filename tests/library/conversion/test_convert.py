@@ -49,7 +49,7 @@ class Model(nn.Module):
         return self.head(self.scaled(x))
 
 
-def test_keeps_everything_about_a_module():
+def test_conversion_keeps_everything_about_a_module():
     linear = nn.Linear(16, 32)
     linear.eval()
     linear.my_note = "kept"
@@ -80,7 +80,7 @@ def test_the_way_back_is_exact():
     assert conversion_report(model).layers[0].reason == "not converted, or new since the conversion"
 
 
-def test_twice_with_another_config_is_refused_where_the_filter_admits_it():
+def test_a_second_conversion_with_another_config_is_refused():
     model = convert_to_float8_training(Model(), module_filter_fn=lambda _, name: name.startswith("blocks.0"))
     with pytest.raises(ValueError, match="already converted, with another config .* convert_to_high_precision first"):
         convert_to_float8_training(model, config="rowwise")
@@ -95,7 +95,7 @@ def states(model):
     return [(type(module), dict(vars(module)), dict(module._parameters)) for module in model.modules()]
 
 
-def test_twice_changes_nothing():
+def test_a_second_conversion_changes_nothing():
     model = convert_to_float8_training(Model())
     before, report = states(model), conversion_report(model)
     convert_to_float8_training(model)
@@ -142,7 +142,7 @@ def build_linears_with_one_made_by_hand():
         ("make_all_gather_weights", lambda: (make_mixture(), GATHERING)),
     ],
 )
-def test_an_error_half_way_is_undone(at, make, monkeypatch):
+def test_a_conversion_that_fails_half_way_is_undone(at, make, monkeypatch):
     (model, config), function = make(), getattr(convert, at)
     before = states(model)
 
@@ -322,7 +322,7 @@ def test_fully_sharded_models(one_rank):
     assert conversion_report(fsdp1).summary().startswith("2 of 2")
 
 
-def test_the_way_back_is_barred_before_anything_changes(one_rank):
+def test_a_refused_conversion_back_changes_nothing(one_rank):
     gathered = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=GATHERING)
     with pytest.raises(RuntimeError, match="module.0 cannot be converted back: DistributedDataParallel holds"):
         convert_to_high_precision(nn.parallel.DistributedDataParallel(gathered))

@@ -336,7 +336,7 @@ def test_each_cast_reads_its_tensor_once_its_scale_is_known(options, weight_read
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
-def test_a_weight_in_a_scope_is_read_once():
+def test_cast_weights_once_reads_a_weight_once():
     module = make(64, 32)
     count_reads(module)
     before = cpu.elements_read()
@@ -430,7 +430,7 @@ def few_forwards(monkeypatch):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_forgotten_sync_is_said_once(several, few_forwards):
+def test_a_forgotten_sync_warns_once(several, few_forwards):
     model = copy.deepcopy(convert_to_float8_training(Net(), config=config_of())) if several else make()
     for _ in range(2):
         for number in range(1, 4 * few_forwards):
@@ -442,7 +442,7 @@ def test_a_forgotten_sync_is_said_once(several, few_forwards):
         sync_float8_amax_and_scale_history(model)
 
 
-def test_what_is_no_forgotten_sync(few_forwards):
+def test_steps_without_need_of_a_sync_do_not_warn(few_forwards):
     """Steps with a sync, compiled or not, evaluation, and models whose scales no sync changes do not warn."""
     module = make()
     syncs = sync_float8_amax_and_scale_history, torch.compile(sync_float8_amax_and_scale_history, backend="aot_eager")

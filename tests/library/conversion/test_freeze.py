@@ -87,7 +87,7 @@ def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
 
 
 @CONFIG
-def test_the_forward_is_that_of_float8_training(config):
+def test_a_frozen_forward_equals_float8_training(config):
     config = make_blockwise_config() if config == "blockwise" else config
     frozen, training = (
         freeze_to_float8(build_model(), config=config),
@@ -148,7 +148,7 @@ def test_compiled_and_checkpointed_code_computes_the_same(config, backend):
 
 
 @CONFIG
-def test_it_presents_a_frozen_high_precision_parameter(config):
+def test_a_frozen_weight_presents_a_high_precision_parameter(config):
     net = freeze_to_float8(build_model(), config=config)
     weight = net[0].weight
     assert isinstance(weight, nn.Parameter)
@@ -310,7 +310,7 @@ def test_nan_and_inf_are_not_written(config, way):
 
 
 @CONFIG
-def test_a_slice_has_no_values_and_says_how_to_get_them(config):
+def test_a_slice_of_a_frozen_weight_raises_with_the_remedy(config):
     weight = freeze_to_float8(build_model(), config=config)[0].weight
     with pytest.raises(RuntimeError, match=r"\(a slice, .* slice weight.to_high_precision\(\)"):
         weight[:2] + 0

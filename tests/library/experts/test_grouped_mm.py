@@ -95,7 +95,7 @@ def test_each_expert_is_a_float8_linear_with_options_and_empty_groups(name, ends
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise"])
-def test_what_lies_past_the_last_end_is_ignored(recipe):
+def test_rows_past_the_last_group_are_ignored(recipe):
     a, b_t, ends = operands()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
     expected = step(a, b_t, ends, grad_output, recipe)

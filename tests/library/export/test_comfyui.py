@@ -104,7 +104,7 @@ def test_values_are_codes_times_scales(name, tmp_path, caplog):
         assert torch.equal(frozen.to_high_precision(), expected["a.weight"])
 
 
-def test_names_with_and_without_the_prefix(tmp_path, caplog):
+def test_names_may_differ_by_a_prefix(tmp_path, caplog):
     prefix, expected = "model.diffusion_model.", {**FLOAT, "a.weight": CODES.float() * 0.3}
     whole = add_prefix(prefix, {**OTHERS, **SCALED}) | {"first_stage_model.x.weight": torch.ones(2)}
     file, model = tmp_path / "whole.safetensors", build_model()

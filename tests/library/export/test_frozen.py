@@ -151,7 +151,7 @@ def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):
 
 @pytest.mark.parametrize(("config", "power_of_2"), [("rowwise", True), ("tensorwise", False), ("blockwise", True)])
 @pytest.mark.parametrize("codes", [0.0, 3.0])
-def test_a_dead_row_is_zero(config, power_of_2, codes, exported, tmp_path):
+def test_a_row_with_scale_or_codes_zero_is_zero(config, power_of_2, codes, exported, tmp_path):
     """Either its scale alone is 0, as some writers leave codes of any value there, or its codes are."""
     folder, tensors = exported(config)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -238,7 +238,7 @@ def test_ties_that_init_empty_weights_undid_are_made_again(tmp_path):
     assert logits(frozen).isfinite().all()
 
 
-def test_the_base_does_not_depend_on_the_files(exported, tmp_path):
+def test_a_frozen_base_survives_changes_of_its_files(exported, tmp_path):
     folder, tensors = exported("rowwise")
     frozen = load_frozen(Tiny(128), write_folder(tmp_path, tensors, folder))
     for tensor in frozen.state_dict().values():

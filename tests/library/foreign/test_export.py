@@ -209,7 +209,7 @@ def test_a_hugging_face_folder_is_exported_and_imported(tmp_path):
         export_folder(tmp_path / "out", tmp_path / "again", "rowwise")
 
 
-def test_what_else_save_pretrained_would_write(tmp_path):
+def test_an_export_has_the_config_that_save_pretrained_writes(tmp_path):
     """The generation config, the architecture, and the dtype of a model that was cast; a user's own dtype stays."""
     model = convert(llama().to(torch.float16), "rowwise")
     model.generation_config.max_new_tokens = 3

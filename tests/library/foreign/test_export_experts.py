@@ -330,7 +330,7 @@ def test_one_layer_in_high_precision(tmp_path):
     assert isinstance(model.model.layers[1].mlp.experts, Float8Experts)
 
 
-def test_what_servers_ask_of_mixtral_in_high_precision():
+def test_ignore_has_the_names_that_servers_ask_of_mixtral():
     """vLLM and SGLang look for gate_proj, up_proj and down_proj of the first expert, also where files have w1 to w3."""
     model = convert_to_float8_training(
         mixture("mixtral"), config="rowwise", module_filter_fn=lambda _, name: "self_attn" in name

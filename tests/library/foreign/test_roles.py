@@ -45,7 +45,7 @@ def skipped_linears(model):
 
 @proves("transformers' Trainer", "heads")
 @pytest.mark.parametrize("name", HEADS)
-def test_what_leads_out_of_the_blocks_is_a_head(name):
+def test_output_heads_are_recognized_by_their_position(name):
     config, options, expected = HEADS[name]
     model = getattr(transformers, name)(getattr(transformers, config)(**options))
     prepare_model_for_float8(model, "rowwise")
@@ -54,7 +54,7 @@ def test_what_leads_out_of_the_blocks_is_a_head(name):
     assert all(reason.startswith("output head") for reason in reasons.values())
 
 
-def test_a_projector_between_the_blocks_of_two_models_is_none():
+def test_a_projector_between_two_models_is_not_a_head():
     text = {**SMALL, "num_key_value_heads": 2, "vocab_size": 128}
     towers = {"vision_config": transformers.CLIPVisionConfig(**VISION), "text_config": transformers.LlamaConfig(**text)}
     config = transformers.LlavaConfig(**towers, image_token_index=5)

@@ -105,7 +105,7 @@ def test_a_folder_alone(tmp_path):
         matches_serving(tmp_path / "served", TOKENS)
 
 
-def test_other_codes_are_found():
+def test_matches_serving_reports_codes_that_differ():
     """A model trained with quaver's rule multiplies other codes than an engine."""
     model = convert(llama().bfloat16(), "rowwise")
     with pytest.raises(ValueError, match="for a model that was not converted with one serving="):

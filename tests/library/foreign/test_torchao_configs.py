@@ -38,7 +38,7 @@ def test_a_recipe_is_the_recipe_of_that_name(recipe):
     assert not config_has_stateful_scaling(config)
 
 
-def test_every_option_arrives():
+def test_every_option_of_torchao_is_taken_over():
     options = {"pad_inner_dim": True, "emulate": True, "enable_fsdp_float8_all_gather": True}
     gemm = {"gemm_config_output": False, "gemm_config_grad_input": True, "gemm_config_grad_weight": True}
     given, expected = (
@@ -145,7 +145,7 @@ def test_an_option_of_a_later_torchao_is_left_out_only_while_it_is_off():
         quaver.Float8LinearConfig(gemm_config_output=later(use_split_k=True))
 
 
-def test_what_is_called_otherwise_is_refused():
+def test_torchao_values_in_wrong_places_are_refused():
     with pytest.raises(ValueError, match="scaling_type: expected ScalingType, got <ScalingGranularity.TENSORWISE"):
         quaver.CastConfig(scaling_type=theirs.ScalingGranularity.TENSORWISE)
     with pytest.raises(TypeError, match="expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None"):

@@ -157,7 +157,7 @@ def _rows():
     return re.findall(r"^\| `(\S+)` \| `(\S+)` \|", page, re.MULTILINE)
 
 
-def test_the_pages_names_are_torchaos_and_quavers():
+def test_names_on_the_page_exist_in_both_libraries():
     pytest.importorskip("torchao")
     rows = _rows()
     assert len(rows) > 10
@@ -209,7 +209,7 @@ def test_products_are_torchaos_but_for_the_order_of_sums(recipe, bias, output_db
         assert noise <= same.double().norm() * 10 ** (-least_db / 20)
 
 
-def test_what_behaves_otherwise():
+def test_documented_differences_from_torchao_hold():
     theirs = pytest.importorskip("torchao.float8")
     for library, keeps in ((theirs, False), (quaver, True)):
         model, called = nn.Sequential(nn.Linear(32, 32)), []

@@ -99,7 +99,7 @@ class MetaFunctions(Functions):
 """
 
 
-def test_modes_around_real_tensors():
+def test_the_extension_refuses_real_tensors_under_modes():
     run(
         MODES
         + """

@@ -96,7 +96,7 @@ def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
+def test_an_unknown_scale_is_computed_from_the_tensor(path, float8_dtype):
     """As the dynamic cast to the bit where everything is finite; 0, negative and NaN scales all stand for unknown."""
     values = every_value(torch.bfloat16)
     finite = values[values.isfinite()]

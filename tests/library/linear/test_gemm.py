@@ -68,7 +68,7 @@ def test_matches_float64_on_the_same_operands(scaling, out_dtype, power_of_2, sh
     ("scaling", "out_dtype", "shape", "power_of_2", "transposed"),
     thinned(SCALINGS, DTYPES, [(301, 70), (70, 301)], (False, True), (False, True)),
 )
-def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transposed, monkeypatch):
+def test_exact_matmul_in_panels_equals_the_whole_matmul(scaling, out_dtype, shape, power_of_2, transposed, monkeypatch):
     """The larger operand in panels of rows or columns, which need not be contiguous, all in the same memory."""
     monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 90)
     monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
@@ -133,7 +133,7 @@ def find_kind(a, b, a_scale, b_scale):
         *at_night([("rowwise", torch.float16, "aot_eager"), ("mixed_b", torch.bfloat16, "aot_eager")]),
     ],
 )
-def test_compiled_is_exact_too(scaling, out_dtype, backend):
+def test_compiled_matmul_is_exact(scaling, out_dtype, backend):
     a, a_scale, b, b_scale = operands(128, 96, 160, scaling, power_of_2=True)
     compiled = torch.compile(float8_mm, fullgraph=True, backend=backend)
     for power_of_2 in (False, True):
@@ -254,7 +254,7 @@ def test_a_cpu_and_emulation_never_take_the_native_path():
         SCALINGS, [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)], DTYPES, (None, torch.bfloat16, torch.float32)
     ),
 )
-def test_native_matmuls_obey_the_hardware_and_mean_the_same(scaling, shape, out_dtype, bias_dtype):
+def test_native_matmul_meets_hardware_rules_and_keeps_the_result(scaling, shape, out_dtype, bias_dtype):
     a, a_scale, b, b_scale = operands(*shape, scaling, b_dtype=E5M2)
     bias = None if bias_dtype is None else torch.randn(shape[2], dtype=bias_dtype)
     expected = (a.double() * a_scale) @ (b.double() * b_scale)
@@ -304,7 +304,7 @@ def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square):
         assert find_kind(a, b, a_scale, b_scale).block_length == length
 
 
-def test_padded_codes_lie_as_they_lay():
+def test_padding_keeps_the_memory_layout_of_codes():
     stored = torch.randn(17, 40).to(E4M3)
     for codes in (stored, stored.t()):
         padded = native_mm.pad_codes(codes, 3, 5)
@@ -364,7 +364,7 @@ def device_errors(monkeypatch):
         RuntimeError("CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error, device_errors):
+def test_a_probe_that_fails_temporarily_raises_and_is_retried(error, device_errors):
     errors, called = device_errors
     errors.append(error)
     with virtual_gpu("h100"):
@@ -379,7 +379,7 @@ def test_a_failure_without_a_message_names_the_error():
     assert backends.describe_hardware_failure(NotImplementedError()) == "NotImplementedError"
 
 
-def test_a_verdict_about_the_hardware_is_remembered_and_warns_once(device_errors, caplog):
+def test_a_failed_probe_is_cached_and_warns_once(device_errors, caplog):
     with virtual_gpu("rtx5090"):
         for _ in range(3):
             assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.EXACT

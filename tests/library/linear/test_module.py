@@ -103,7 +103,7 @@ def test_bytes_kept_for_backward(recipe):
 
 @RECIPE
 @pytest.mark.parametrize("autocast", [False, True])
-def test_qkv_keep_their_input_once(recipe, autocast):
+def test_qkv_save_their_shared_input_once(recipe, autocast):
     """grad_weight in high precision needs the input in autocast's dtype: one copy for three linears."""
     m, k, dtype = 256, 64, torch.float32 if autocast else torch.bfloat16
     qkv = convert_to_float8_training(Qkv(k, 32, dtype), config=config_of(recipe))
@@ -119,7 +119,7 @@ def test_qkv_keep_their_input_once(recipe, autocast):
 
 
 @RECIPE
-def test_nothing_is_kept_for_a_gradient_that_is_not_needed(recipe):
+def test_nothing_is_saved_for_a_gradient_that_is_not_needed(recipe):
     module = make(recipe)
     input = torch.randn(256, 64).bfloat16()
     module.weight.requires_grad_(False)
@@ -201,7 +201,7 @@ M, K, N = 48, 32, 16
         ("rowwise_with_tensorwise_weight", {}, (2, 3, 3), (1, 2, 0)),
     ],
 )
-def test_reads_of_one_step(recipe, options, input_weight_grad_output, without_gradients):
+def test_a_step_reads_each_operand_as_often_as_expected(recipe, options, input_weight_grad_output, without_gradients):
     def elements(times):
         return np.dot(times, (M * K, N * K, M * N))
 
@@ -213,7 +213,7 @@ def test_reads_of_one_step(recipe, options, input_weight_grad_output, without_gr
             assert reads(lambda: module(input.clone())) == elements(without_gradients)
 
 
-def test_sharing_prolongs_no_life():
+def test_shared_operands_are_freed_when_backward_ends():
     def float8_tensors():
         gc.collect()
         return [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dtype in (E4M3, E5M2)]

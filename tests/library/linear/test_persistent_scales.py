@@ -165,7 +165,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_tensor_that_is_used_again_is_cast_with_the_scale_of_now(change):
+def test_a_reused_tensor_is_cast_with_the_current_scale(change):
     module, input = make(), torch.randn(16, 64)
     step(module, input * 1.7)
     before = module(input)
@@ -187,7 +187,7 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
         assert torch.equal(module(input), module(input.clone()))
 
 
-def test_the_host_seldom_reads_the_scale_of_a_slot_that_is_never_cast(monkeypatch):
+def test_scales_of_unused_slots_are_read_on_the_host_rarely(monkeypatch):
     model = convert_to_float8_training(Net(), config=config_of())
     read = mock.Mock(side_effect=ScaleState.refresh_is_initialized)
     monkeypatch.setattr(ScaleState, "refresh_is_initialized", lambda state: read(state))
@@ -205,7 +205,7 @@ def test_the_host_seldom_reads_the_scale_of_a_slot_that_is_never_cast(monkeypatc
     assert knows_all_scales(model)
 
 
-def test_code_for_a_gpu_is_compiled_twice_and_a_scale_that_is_known_by_mistake_is_loud():
+def test_gpu_code_compiles_twice_and_shows_a_wrongly_known_scale():
     model = make()
     twin, state = copy.deepcopy(model), float8_scaling_state(model)
     torch._dynamo.utils.counters.clear()
@@ -399,7 +399,7 @@ def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
         pass
 
 
-def test_calibration_beside_delayed_scaling_leaves_that_alone():
+def test_calibration_leaves_delayed_scales_unchanged():
     config = replace(config_of(), cast_config_weight=STATIC, delayed_scaling_config=DelayedScalingConfig(headroom=2.0))
     module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
     with calibrate_float8_static_scales(module):

@@ -86,7 +86,7 @@ def cast_matrix(kind="own"):
 
 
 @pytest.mark.parametrize("column", ["own", "shared", "none"])
-def test_it_looks_like_the_tensor_that_was_cast(column):
+def test_a_float8_tensor_has_its_inputs_shape_and_dtype(column):
     matrix, whole = cast_matrix(column)
     assert whole.shape == matrix.shape
     assert whole.dtype is torch.bfloat16

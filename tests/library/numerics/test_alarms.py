@@ -98,7 +98,7 @@ def test_weights_that_a_learning_rate_ruins_in_the_first_step_alarm_in_the_secon
     assert events(warmed_up, range(2, 99), last=3) == []
 
 
-def test_what_follows_a_cause_raises_no_alarm_of_its_own():
+def test_consequences_of_a_cause_raise_no_alarm():
     changes = {(layer, "grad_output"): scaled("grad_output", 1e6) for layer in LAYERS}
     changes |= {(layer, "grad_weight"): scaled("grad_weight", 1e6) for layer in LAYERS}
     (alarm, *rest) = events(changes, range(12, 99))
@@ -211,7 +211,7 @@ def test_a_misspelt_statistic_is_refused():
         tensor.get_log2("rsm")
 
 
-def test_another_action_is_refused():
+def test_an_unknown_alarm_action_is_refused():
     with pytest.raises(ValueError, match="action: expected one of log, callback, stop, fallback, got 'mail'"):
         Alarms(action="mail")
 

@@ -113,13 +113,13 @@ def test_compiled_code_agrees_in_every_bit(use_pytorch):
 
 
 @in_c
-def test_nothing_is_compiled_where_c_does_it(monkeypatch):
+def test_the_c_extension_takes_compiled_steps(monkeypatch):
     monkeypatch.setattr(buckets, "compile_update", lambda: pytest.fail("compiled"))
     assert_same_states(train(compile=True), train())
 
 
 @pytest.mark.parametrize("storage", [FLOAT32_MOMENTS, {}])
-def test_it_is_adamw(storage):
+def test_float8_adamw_follows_torch_adamw(storage):
     """float32 moments are torch's up to rounding; float8 ones move parameters as far, within the codes' error."""
     options = {"steps": 20, "lr": 1e-3, "weight_decay": 0.1}
     (ours, _), (theirs, _) = train(**options, **storage), train(torch.optim.AdamW, **options)
@@ -219,7 +219,7 @@ def test_an_ill_conditioned_problem_on_which_nearest_rounding_diverges(use_pytor
 
 
 @pytest.mark.parametrize("is_root", [False, True])
-def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
+def test_stochastic_rounding_keeps_representable_values_and_the_mean(is_root):
     exact = torch.arange(127, dtype=torch.uint8)
     values = torch.zeros(1, 256)
     values[0, :127] = dequantize_moment(exact[None], torch.ones(1))

@@ -31,7 +31,7 @@ def train(steps=range(3), **options):
     return make_steps(*build(**options), seeds=steps)
 
 
-def test_it_steps_both_as_they_step_alone():
+def test_combined_optimizers_step_as_they_do_alone():
     ours, combined = train()
     parameters, _ = build()
     alone = combine(parameters).optimizers
@@ -46,7 +46,7 @@ def test_it_steps_both_as_they_step_alone():
 
 
 @pytest.mark.parametrize("copied", ["state dict", "deepcopy", "torch.save"])
-def test_it_goes_on_to_the_same_bits(copied):
+def test_a_combined_optimizer_resumes_bit_identically(copied):
     parameters, optimizer = train()
     if copied == "state dict":
         twins = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]

@@ -21,7 +21,7 @@ OPTIONS = [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match
 
 
 @pytest.mark.parametrize(("storage", "options"), thinned(BOUNDS, OPTIONS, together=1))
-def test_it_is_muon(storage, options):
+def test_float8_muon_follows_torch_muon(storage, options):
     """float32 momentum is torch's up to rounding in bfloat16; others are within the error of their codes."""
     bound = BOUNDS[storage]
     ours, optimizer = train(momentum_buffer=storage, **options)

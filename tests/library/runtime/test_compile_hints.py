@@ -63,7 +63,7 @@ def test_eager_code_does_not_call_the_operator(monkeypatch):
     assert waiting.eq(1).all()
 
 
-def test_a_tensor_that_waits_is_not_copied():
+def test_add_dependency_copies_no_tensor():
     """The functional graph has a new tensor for it, to which Inductor gives the memory of the old one."""
     from torch._inductor.utils import run_and_get_code
 
