@@ -329,6 +329,15 @@ def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
         assert "wrong result" in backends.find_native_failure(0, kind)
 
 
+def test_a_probe_sees_nans(monkeypatch):
+    def multiply(*args, **options):
+        return matmuls.scaled_mm(*args, **options) * float("nan")
+
+    monkeypatch.setitem(matmuls.MODELS, "_scaled_mm", multiply)
+    with virtual_gpu("h100"), backends.assume_native({}):
+        assert "wrong result" in backends.find_native_failure(0, ScaleKind.TENSORWISE)
+
+
 @pytest.mark.parametrize(
     ("recipe", "kind"), [("blockwise", ScaleKind.BLOCKS_OF_128), ("mxfp8", ScaleKind.BLOCKS_OF_32)]
 )
