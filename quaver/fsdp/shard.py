@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quaver.experts.groups import find_scale_rows
 from quaver.recipes.scale_layout import ScaleLayout
+from quaver.runtime.devices import add_device_index
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -98,10 +99,15 @@ def locate_shard(weight: Tensor, local: Tensor) -> WeightShard:
     if len(axes) == 2 and not are_experts:
         tp_group, tp_dim = mesh.get_group(axes[1]), dims[1]
     offset, _ = _locate_chunk(size[dims[0]], mesh, axes[0])
-    device = torch.device(mesh.device_type)
+    device = find_mesh_device(mesh)
     fsdp_group = mesh.get_group(axes[0])
     ranks = _list_ranks(fsdp_group), _list_ranks(tp_group)
     return WeightShard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
+
+
+def find_mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank's collectives over `mesh`."""
+    return add_device_index(torch.device(mesh.device_type))
 
 
 def _list_ranks(group: ProcessGroup | None) -> RankNumbers:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
-from quaver.fsdp.shard import RankNumbers, WeightShard, locate_shard
+from quaver.fsdp.shard import RankNumbers, WeightShard, find_mesh_device, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrapperWeight
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
@@ -121,8 +121,7 @@ def _needs_scales(weight: ModuleWeight) -> bool:
         return False
     if isinstance(weight.module, Float8Experts) or weight.module.scaling is None:
         return True
-    mesh = typing.cast(Any, weight.parameter).device_mesh
-    device = torch.device(mesh.device_type)  # the device of an offloaded shard differs
+    device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
     scale = weight.module.scaling.scales(recording=False, device=device).weight
     return scale is None or not scale.is_initialized
 

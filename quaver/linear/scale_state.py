@@ -57,7 +57,7 @@ from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
-from quaver.runtime.devices import is_capturing
+from quaver.runtime.devices import add_device_index, is_capturing
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
 
@@ -313,6 +313,7 @@ class LinearScales:
         self.state.host_decides = True
 
     def follow(self, device: torch.device) -> None:
+        device = add_device_index(device)
         if device.type != "meta" and device != self.state.device:
             if torch.compiler.is_compiling():
                 raise RuntimeError(

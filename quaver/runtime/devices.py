@@ -63,6 +63,14 @@ def cuda_device(index: int | None = None) -> torch.device:
     return torch.device("cuda") if index is None else torch.device("cuda", index)
 
 
+def add_device_index(device: torch.device) -> torch.device:
+    """Return `device` as tensors on it name it: with the index of the current device if it has none."""
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    module = torch.get_device_module(device)
+    return torch.device(device.type, module.current_device() if module.is_initialized() else 0)
+
+
 def has_cuda() -> bool:
     """Return whether there is a CUDA device."""
     return _virtual is not None or torch.cuda.is_available()

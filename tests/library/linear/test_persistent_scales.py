@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.compat.delayed_buffers import load_delayed_buffers
+from quaver.fsdp.shard import find_mesh_device
 from quaver.linear.scale_state import ScaleState
 from quaver.runtime.devices import simulate_gpu
 from tests.library.conversion.test_delayed import Ffn, Net, config_of, fared, make, scale_of, states, step
@@ -313,7 +315,23 @@ def test_the_state_follows_the_linears_to_their_device():
         module.scaling.follow(torch.device("cuda"))
         module.scaling.follow(torch.device("meta"))
         module.scaling.follow(torch.device("cpu"))
-    assert moved == [torch.device("cuda")]
+    assert moved == [torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_state_moves_to_another_device_only(current, monkeypatch):
+    """FSDP2's meshes have a device type without an index, which is that of the current device."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    mesh_device = find_mesh_device(SimpleNamespace(device_type="cuda"))
+    assert mesh_device == torch.device("cuda", current)
+    moved = []
+    monkeypatch.setattr(ScaleState, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(ScaleState, "to", lambda self, device: moved.append(device))
+    module = make()
+    for device in (torch.device("cuda"), mesh_device):
+        module.scaling.scales(recording=False, device=device)
+    assert moved == ([mesh_device] * 2 if current else [])
 
 
 def test_views_follow_a_move():
