@@ -84,22 +84,28 @@ def save_float8(
         share_fused_scales=share_fused_scales,
         module_filter_fn=module_filter_fn,
     )
-    path, plan = Path(folder), tensors.plan
-    plan.format.check_target(path, plan.names, config=config, files=files, high_precision_model=high_precision_model)
-    record = {"format": format, "recipe": plan.recipe, **(about or {})}
-    if plan.format.is_file:
-        target = _create_file(path, model, tensors, record)
-    else:
+
+    def open_target() -> AbstractContextManager[SafetensorsWriter]:
+        """Open the folder or file on the rank that writes, which alone may have the options."""
+        path, plan = Path(folder), tensors.plan
+        options = {"config": config, "files": files, "high_precision_model": high_precision_model}
+        plan.format.check_target(path, plan.names, **options)
+        record = {"format": format, "recipe": plan.recipe, **(about or {})}
+        if plan.format.is_file:
+            return _create_file(path, model, tensors, record)
         measure = partial(_measure_logits, high_precision_model, measure_tokens)
-        config = _get_config(model) if config is None else config
-        make_config = partial(_encode_quantized_config, config, model, tensors, dtype)
-        target = _create_bundle(path, model, tensors, record, make_config, max_shard_bytes, files, measure)
+        full_config = _get_config(model) if config is None else config
+        make_config = partial(_encode_quantized_config, full_config, model, tensors, dtype)
+        return _create_bundle(path, model, tensors, record, make_config, max_shard_bytes, files, measure)
+
     held = itertools.chain(model.parameters(), (weights or {}).values())
-    _write(any(isinstance(tensor, DTensor) for tensor in held), tensors, target)
+    _write(any(isinstance(tensor, DTensor) for tensor in held), tensors, open_target)
     return tensors
 
 
-def _write(is_sharded: bool, tensors: Float8Weights, target: AbstractContextManager[SafetensorsWriter]) -> None:
+def _write(
+    is_sharded: bool, tensors: Float8Weights, open_target: Callable[[], AbstractContextManager[SafetensorsWriter]]
+) -> None:
     """Write the tensors, on the first rank if they are sharded. Every rank iterates, because it gathers them.
 
     A tensor that is not sharded may be invalid on one rank only, so the ranks agree on every tensor.
@@ -114,11 +120,11 @@ def _write(is_sharded: bool, tensors: Float8Weights, target: AbstractContextMana
 
     with ExitStack() as stack:
         if not is_sharded:
-            writers.append(stack.enter_context(target))
+            writers.append(stack.enter_context(open_target()))
             while write_next():
                 pass
             return
-        run_on_first_rank(lambda: writers.append(stack.enter_context(target)))
+        run_on_first_rank(lambda: writers.append(stack.enter_context(open_target())))
         while all(run_on_every_rank(write_next)):
             pass
         run_on_first_rank(stack.close)

@@ -261,7 +261,16 @@ def test_all_ranks_raise_what_rank_0_raises(options, error, message, tmp_path):
     """Rank 0 alone writes, and here it alone has the options."""
     folder = tmp_path / "out" if options else tmp_path
     with pytest.raises(error, match=message):
-        save_float8(fully_shard(tiny()), folder, config={}, **(options if dist.get_rank() == 0 else {}))
+        save_float8(fully_shard(tiny()), folder, **({"config": {}, **options} if dist.get_rank() == 0 else {}))
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_all_ranks_raise_what_a_format_refuses_on_rank_0(tmp_path):
+    config = {"vocab_size": 32} if dist.get_rank() == 0 else None
+    with pytest.raises(ValueError, match="config: expected none for the format comfyui"):
+        save_float8(fully_shard(tiny()), tmp_path / "out.safetensors", format="comfyui", config=config)
     dist.barrier()
     assert not list(tmp_path.iterdir())
 
@@ -280,6 +289,7 @@ def test_a_tensor_that_is_invalid_on_one_rank_is_an_error_on_all(tmp_path):
 @on_ranks(2)
 def test_rank_0_writes_sharded_weights_of_a_model_on_meta(tmp_path):
     weights = fully_shard(tiny()).state_dict()
-    save_float8(tiny().to("meta"), tmp_path / "out", config={}, weights=weights)
+    config = {} if dist.get_rank() == 0 else None
+    save_float8(tiny().to("meta"), tmp_path / "out", config=config, weights=weights)
     dist.barrier()
     assert set(load_float8(tmp_path / "out")) == set(weights)
