@@ -31,6 +31,8 @@ class LastRun:
         """The time on `_clock` at which the module was created, converted or copied."""
         self.device: torch.device | None = None
         """The device of the last input; None before the first forward."""
+        self.config: Float8LinearConfig | None = None
+        """The module's config at that time."""
         self.backend = "not run yet"
         self.forward: object = None
         """The `forward` attribute of the instance at that time, or None if it had none."""
@@ -52,8 +54,8 @@ def note_run(
         _note_traced(_get_kind(module))
         return
     run: LastRun = module.__dict__["_last_run"]
-    if run.device != device:
-        run.device, run.backend = device, describe_backends(config, device)
+    if run.device != device or run.config is not config:
+        run.device, run.config, run.backend = device, config, describe_backends(config, device)
     run.forward = module.__dict__.get("forward")
     if module.training and torch.is_grad_enabled():
         run.trained_at = next(_clock)

@@ -16,11 +16,13 @@ from quaver import (
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
+    set_high_precision_matmuls,
     sync_float8_amax_and_scale_history,
 )
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.linear.last_run import note_run
 from quaver.recipes.config import resolve_config
+from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.slow_paths import warn_once
 from tests.mixture import GroupedExperts
 
@@ -162,6 +164,15 @@ def test_experts_are_judged_by_what_ran():
     step(model)
     assert_float8_training(model)
     assert conversion_report(model.to(torch.float64).float()).layers[1].backend == "exact"
+
+
+def test_a_backend_is_that_of_the_last_config():
+    experts = to_float8_grouped_mm(GroupedExperts(), resolve_config("rowwise"))
+    model = nn.Sequential(convert_to_float8_training(nn.Linear(16, 16)), experts)
+    for matmuls, backend in ((), "exact"), (MATMULS, "high precision"), ((), "exact"):
+        set_high_precision_matmuls(model, matmuls)
+        step(model)
+        assert {layer.backend for layer in conversion_report(model).layers} == {backend}
 
 
 def test_weights_of_experts_are_checked():
