@@ -18,9 +18,10 @@ class Float8Grouped(nn.Module):
     float8_config: Float8LinearConfig
     _last_run: LastRun
 
-    def note_run(self, device: torch.device) -> None:
-        """Record that a forward ran on `device`."""
-        note_run(self, device, self.float8_config, describe_grouped_backends)
+    def note_run(self, device: torch.device, *, has_row_codes_only: bool = False) -> None:
+        """Record that a forward ran on `device`; see `last_run.note_run`."""
+        config = self.float8_config
+        note_run(self, device, config, describe_grouped_backends, has_row_codes_only=has_row_codes_only)
 
     @property
     def backend(self) -> str:

@@ -110,9 +110,11 @@ def fits_grouped_matmul(left: CastConfig, right: CastConfig) -> bool:
     return fits and left.target_dtype is right.target_dtype is E4M3.dtype
 
 
-def describe_grouped_backends(config: Float8LinearConfig, device: torch.device) -> str:
-    """Return the backends of experts' grouped matmuls on `device`, as `backends.describe_backends` does for linears."""
-    return describe_backends(config, device, predict_grouped_backend)
+def describe_grouped_backends(
+    config: Float8LinearConfig, device: torch.device, *, has_row_codes_only: bool = False
+) -> str:
+    """Return the backends of experts' grouped matmuls on `device`; see `backends.describe_backends`."""
+    return describe_backends(config, device, predict_grouped_backend, has_row_codes_only=has_row_codes_only)
 
 
 def _has_native(device: torch.device, emulate: bool) -> bool:

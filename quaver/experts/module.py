@@ -44,6 +44,7 @@ from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.torch_private.tracing import disable_compile
 
 OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_prepared_weights", "_last_run")
@@ -168,13 +169,12 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
-        self.note_run(tokens.device)
-        weight, operands = self._get_local(name), None
+        weight, operands, has_row_codes_only = self._get_local(name), None, False
         config, transposed = self.float8_config, is_transposed(self)
         if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
             weight.check_casts(config.casts.weight)
         if isinstance(weight, FrozenFloat8Weight):
-            operands = get_frozen_operands(weight)
+            operands, has_row_codes_only = get_frozen_operands(weight), weight.scale_layout in (ROWWISE, COLUMNWISE)
         elif isinstance(weight, Float8Tensor):
             operands = get_quantized_operands(weight, transposed)
         else:
@@ -184,6 +184,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
             prepared = resolve_prepared(prepared, self, name)
         if prepared is not None:
             operands = prepared.operands
+        self.note_run(tokens.device, has_row_codes_only=has_row_codes_only)
         probe = self.probes[name] if self.probes is not None and self.training else None
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)
 

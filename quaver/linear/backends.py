@@ -80,20 +80,30 @@ def predict_backend(left: CastConfig, right: CastConfig, device: torch.device, *
     return choose_backend(device, find_cast_kind(left, right), emulate=emulate)
 
 
-def list_matmul_casts(config: Float8LinearConfig) -> list[tuple[CastConfig, CastConfig]]:
-    """Return the casts of both operands of each float8 matmul."""
-    pairs = [(config.casts.get(*left), config.casts.get(*right)) for left, right in MATMULS.values()]
-    return [pair for pair in pairs if not pair[0].is_disabled]
+def list_matmul_casts(config: Float8LinearConfig) -> dict[str, tuple[CastConfig, CastConfig]]:
+    """Return the casts of both operands of each float8 matmul, by its name."""
+    pairs = {name: (config.casts.get(*left), config.casts.get(*right)) for name, (left, right) in MATMULS.items()}
+    return {name: pair for name, pair in pairs.items() if not pair[0].is_disabled}
 
 
 def describe_backends(
-    config: Float8LinearConfig, device: torch.device, backend_of: Callable[..., GemmBackend] = predict_backend
+    config: Float8LinearConfig,
+    device: torch.device,
+    backend_of: Callable[..., GemmBackend] = predict_backend,
+    *,
+    has_row_codes_only: bool = False,
 ) -> str:
     """Return the backends of a linear's float8 matmuls on `device`: "native", "exact" or "native and exact".
 
     "high precision" if the config disables all casts. `backend_of` chooses the backend of one matmul.
+    `has_row_codes_only`: whether the weight is row-wise and stored once, so that grad_input reads row codes, too.
     """
-    backends = {backend_of(*pair, device, emulate=config.emulate) for pair in list_matmul_casts(config)}
+    backends = {
+        GemmBackend.EXACT
+        if has_row_codes_only and matmul == "grad_input"
+        else backend_of(*casts, device, emulate=config.emulate)
+        for matmul, casts in list_matmul_casts(config).items()
+    }
     return " and ".join(backend.value for backend in GemmBackend if backend in backends) or "high precision"
 
 

@@ -51,6 +51,7 @@ from quaver.linear.shared_input import choose_quantizer, clear_cached_operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.scale_layout import ROWWISE
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
 from quaver.runtime.devices import is_cpu
@@ -365,7 +366,9 @@ def apply_linear(
         input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
         output = _compute_output(expect(input_row), weight_row, bias, args, input, weight)
     if linear is not None:
-        note_run(linear, input.device, config, describe_backends)
+        column = None if weight_operands is None else weight_operands.column
+        has_row_codes_only = column is not None and column.layout == ROWWISE
+        note_run(linear, input.device, config, describe_backends, has_row_codes_only=has_row_codes_only)
     if output.dim() == input.dim():
         return output
     # Not a view: autograd forbids in-place operations on a view that a Function returns, and FSDP2 would register its

@@ -33,6 +33,8 @@ class LastRun:
         """The device of the last input; None before the first forward."""
         self.config: Float8LinearConfig | None = None
         """The module's config at that time."""
+        self.has_row_codes_only = False
+        """Whether its weight was row-wise and stored once at that time."""
         self.backend = "not run yet"
         self.forward: object = None
         """The `forward` attribute of the instance at that time, or None if it had none."""
@@ -47,15 +49,21 @@ def note_run(
     module: nn.Module,
     device: torch.device,
     config: Float8LinearConfig,
-    describe_backends: Callable[[Float8LinearConfig, torch.device], str],
+    describe_backends: Callable[..., str],
+    *,
+    has_row_codes_only: bool = False,
 ) -> None:
-    """Record that a forward of `module` ran on `device`, with the backends that `describe_backends` names."""
+    """Record that a forward of `module` ran on `device`, with the backends that `describe_backends` names.
+
+    `has_row_codes_only`: an argument of `describe_backends`.
+    """
     if torch.compiler.is_compiling():
         _note_traced(_get_kind(module))
         return
     run: LastRun = module.__dict__["_last_run"]
-    if run.device != device or run.config is not config:
-        run.device, run.config, run.backend = device, config, describe_backends(config, device)
+    if run.device != device or run.config is not config or run.has_row_codes_only != has_row_codes_only:
+        run.device, run.config, run.has_row_codes_only = device, config, has_row_codes_only
+        run.backend = describe_backends(config, device, has_row_codes_only=has_row_codes_only)
     run.forward = module.__dict__.get("forward")
     if module.training and torch.is_grad_enabled():
         run.trained_at = next(_clock)

@@ -89,7 +89,7 @@ def _judge(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
 
 def _name_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     if is_cuda_device(device):
-        kinds = {find_cast_kind(*pair) for pair in list_matmul_casts(config)}
+        kinds = {find_cast_kind(*pair) for pair in list_matmul_casts(config).values()}
         failures = {
             find_native_failure(device.index or 0, kind) if kind else "no hardware multiplies such scales"
             for kind in kinds

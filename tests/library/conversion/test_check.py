@@ -29,7 +29,7 @@ from tests.mixture import GroupedExperts
 
 def record_run(linear, device, backend):
     """Record a forward as on a device that this machine may lack."""
-    note_run(linear, torch.device(device), linear.config, lambda config, device: backend)
+    note_run(linear, torch.device(device), linear.config, lambda config, device, **options: backend)
 
 
 def assert_refused(model, message, optimizer=None, **options):

@@ -22,6 +22,7 @@ from quaver import (
 )
 from quaver.conversion.freeze import make_blockwise_config, store_float8_weight
 from quaver.experts.grouped_mm import get_frozen_operands, multiply_by_weight
+from quaver.linear import gemm
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.gemm import float8_mm
 from quaver.linear.quantize import Quantizer
@@ -31,6 +32,7 @@ from tests.mixture import make_mixture
 from tests.reference import BACKEND, sqnr_db
 from tests.steps import assert_same, by_torch_save, draw, results_of
 from tests.thinned import at_night
+from tests.virtual_gpu import virtual_gpu
 
 E4M3 = torch.float8_e4m3fn
 CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
@@ -360,6 +362,35 @@ def test_the_report_and_the_way_back(config):
     assert type(net[0]) is nn.Linear
     assert type(net[0].weight) is nn.Parameter
     assert net[0].weight.equal(values)
+
+
+@CONFIG
+def test_the_report_names_the_backends_that_multiply(config, monkeypatch):
+    """On an H100 no matmul reads row-wise scales along the contracted dim, as grad_input does of codes stored once."""
+    chosen, choose = [], gemm._choose_backend_for
+
+    def record_choice(*args):
+        chosen.append(choose(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(gemm, "_choose_backend_for", record_choice)
+    net = freeze_to_float8(build_model(), config=config)
+    with virtual_gpu("h100"):
+        step(net, draw_batch())
+    backends = {layer.backend for layer in conversion_report(net).converted}
+    assert backends == {" and ".join(backend.value for backend in gemm.GemmBackend if backend in chosen)}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_of_row_codes_compute_grad_input_exactly(is_transposed):
+    net = build_mixture(is_transposed, "rowwise")
+    with virtual_gpu("h100") as card:
+        output = net(torch.randn(24, 160, requires_grad=True))
+        before = card.calls.copy()
+        output.sum().backward()
+    assert before["_scaled_grouped_mm", "rowwise"] == 1 + 2  # the probe, and two weights
+    assert card.calls == before
+    assert {layer.backend for layer in conversion_report(net).converted} == {"native and exact"}
 
 
 def test_a_model_that_trains_in_float8_can_be_frozen():
