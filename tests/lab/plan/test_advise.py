@@ -183,7 +183,7 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
     assert advice.nearest is None
     # What is tried and clearly faster does not fit.
     assert not [row for row in advice.rows if row.fits and row.cost.simulated_s * 1.02 < best.cost.simulated_s]
-    assert load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.flags)]))
+    load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.flags)]))  # the command parses
     assert ("--parallelism.fsdp_reshard_after_forward always" in best.flags) == ("gathered" in change)
     assert (best.flags == "") == (change == AS_CONFIGURED)
 

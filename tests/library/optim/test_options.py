@@ -68,7 +68,8 @@ def test_options_of_torch_that_these_lack_are_refused(optimizer):
             optimizer(parameters, **{name: True})
         with pytest.raises(ValueError, match=f"{name}: expected False, got True"):
             optimizer([{"params": parameters, name: True}])
-    assert optimizer([{"params": parameters, "name": "mine", **dict.fromkeys(TORCH_ONLY, False)}])
+    accepted = optimizer([{"params": parameters, "name": "mine", **dict.fromkeys(TORCH_ONLY, False)}])
+    assert accepted.param_groups[0]["name"] == "mine"
 
 
 @pytest.mark.parametrize(
