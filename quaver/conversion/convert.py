@@ -39,6 +39,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
+from quaver.linear.weight_form import WeightForm
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
 from quaver.runtime.names import find_weight_modules, join_names
@@ -275,8 +276,9 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
             "call convert_to_high_precision first"
         )
     for weight in [module.weight] if isinstance(module, nn.Linear) else get_expert_weights(module).values():
-        mismatch = weight.find_cast_mismatch(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
-        if mismatch:
+        if not (isinstance(weight, Float8Tensor) and isinstance(weight, WeightForm)):  # or gathered by FSDP2
+            continue
+        if mismatch := weight.find_cast_mismatch(config.casts.weight):
             raise ValueError(f"{name or 'the module'}: {mismatch}")
     if tied and config.enable_fsdp_float8_all_gather:
         raise ValueError(

@@ -170,6 +170,8 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
             raise RuntimeError(
                 "expected a high-precision input, which a matmul of this linear reads; got a Float8Tensor"
             )
+        if not torch.compiler.is_compiling():
+            input.check_casts(casts)
         operands = input.operands()
     else:
         make_quantizer = choose_quantizer if args.sharding is None else args.sharding.input_quantizer

@@ -120,7 +120,21 @@ class Float8Tensor(TensorForm):
             raise RuntimeError(mismatch)
 
     def find_cast_mismatch(self, casts: OperandCasts) -> str:
-        """Return how this differs from a tensor quantized with `casts` and what to do, or "" if it does not."""
+        """Return how this differs from a tensor quantized with `casts` and what to do, or "" if it does not.
+
+        Compares the dtypes and layouts of the operands that both have in float8.
+        """
+        row, column = casts.row, casts.column_source
+        column_layout = row.layout if casts.is_dequantized else column.layout and column.layout.get_column_layout()
+        operands = ((row, row.layout, self.data_fp8), (column, column_layout, self.column_data_fp8))
+        for (cast, expected, codes), layout in zip(operands, self.layouts, strict=True):
+            if cast.is_disabled or codes is None:
+                continue
+            if codes.dtype is not cast.float8_dtype or expected not in (None, layout):
+                return (
+                    f"a Float8Tensor {list(self.shape)} is stored as {layout} {codes.dtype}, and the linear that reads "
+                    f"it casts it as {cast}; quantize it under the config of that linear"
+                )
         return ""
 
     def to_high_precision(self) -> Tensor:

@@ -181,9 +181,9 @@ class Pair(One):
         return self.a(input), self.b(input)
 
 
-def prepare(use_local_output, layout=None):
+def prepare(use_local_output, layout=None, **options):
     layouts = {"input_layouts": layout or Shard(1), "desired_input_layouts": Replicate()}
-    return PrepareFloat8ModuleInput(**layouts, use_local_output=use_local_output)
+    return PrepareFloat8ModuleInput(**layouts, use_local_output=use_local_output, **options)
 
 
 class WholeWeight(ParallelStyle):
@@ -629,11 +629,10 @@ def test_errors_when_a_style_is_applied():
     several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
     with raises(ValueError, "several configs", "fwd_config_submodule_fqn"):
         parallelize_module(several, mesh, prepare(False))
-    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-    parallelize_module(several, mesh, PrepareFloat8ModuleInput(**layouts, fwd_config_submodule_fqn="1"))
+    parallelize_module(several, mesh, prepare(False, fwd_config_submodule_fqn="1"))
     with raises(ValueError, "float8_e5m2", "float8_e4m3fn"):
-        parallelize_module(Pair(16, 16, F32, None), mesh, PrepareFloat8ModuleInput(**layouts, float8_dtype=E5M2))
-    parallelize_module(Pair(16, 16, F32, None), mesh, PrepareFloat8ModuleInput(**layouts, float8_dtype=E4M3))
+        parallelize_module(Pair(16, 16, F32, None), mesh, prepare(False, float8_dtype=E5M2))
+    parallelize_module(Pair(16, 16, F32, None), mesh, prepare(False, float8_dtype=E4M3))
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -675,6 +674,11 @@ def test_errors_when_a_module_is_called():
             module(torch.randn(2, 4, 16))
     with raises(ValueError, "expected an input of shape [..., 16]", "got [2, 8, 12]"):
         parallelize_module(Pair(16, 16, F32, None), mesh, {**styles, "": prepare(False)})(torch.randn(2, 4, 12))
+    several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
+    styles_of_several = {"": prepare(False, fwd_config_submodule_fqn="1"), "0": Float8ColwiseParallel()}
+    parallelize_module(several, mesh, styles_of_several)
+    with raises(RuntimeError, "is stored as rowwise", "casts it as dynamic tensorwise"):
+        several(torch.randn(2, 4, 16))
     whole = torch.randn(2, 8, 16)
     module = parallelize_module(ReadsItsInput(16, 16, F32, None), mesh, {**styles, "": prepare(True)})
     from_values, from_codes = module(part(whole, 1))

@@ -78,6 +78,26 @@ def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
         float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
 
 
+@pytest.mark.parametrize(
+    ("stored", "operand", "recipe", "message"),
+    [
+        ("rowwise", "weight", "tensorwise", "is stored as rowwise torch.float8_e4m3fn, .* as dynamic tensorwise"),
+        ("tensorwise", "weight", "rowwise", "is stored as tensorwise"),
+        ("tensorwise", "grad_output", "tensorwise", "is stored as tensorwise torch.float8_e5m2"),
+        ("rowwise", "weight", "rowwise:dequantized", "is stored as columnwise"),
+        ("blockwise", "input", "mxfp8", "is stored as blockwise 1 x 128"),
+    ],
+)
+def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, message):
+    casts = getattr(config_of(stored).casts, operand)
+    input, weight = torch.randn(64, 128), torch.randn(256, 128)
+    for index, matrix in enumerate((input, weight)):
+        operands = [input, weight]
+        operands[index] = Float8Tensor.from_operands(*both_operands(matrix, casts), matrix.dtype)
+        with pytest.raises(RuntimeError, match=message):
+            float8_linear(*operands, config=config_of(recipe))
+
+
 def cast_matrix(kind="own"):
     """Return a matrix and its Float8Tensor, whose column operand is its own, the row operand, or none."""
     matrix = torch.randn(12, 8)
