@@ -48,6 +48,7 @@ from quaver.numerics.record import SCHEMA, AnySink, Sink, make_sink
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
+from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
 from quaver.runtime.names import strip_wrappers
 from quaver.torch_private.autograd import runs_in_backward
@@ -108,6 +109,8 @@ class Monitor:
         self.samples: deque[dict[str, Any]] = deque(maxlen=history_len)
         """The last samples, on the first rank only."""
         self._weights: dict[str, ModuleWeight] = {}
+        self._probes: dict[str, Probe] = {}
+        self._configs: dict[str, Float8LinearConfig] = {}
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
         self._mismatch: Mismatch | None = None
@@ -116,6 +119,7 @@ class Monitor:
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self._sink: Sink | None = None
+        self._written_header: dict[str, Any] | None = None
         self._sampling = Sampling()
         self._is_open = True
         error = self._start(model, sink)
@@ -144,11 +148,13 @@ class Monitor:
             if any(_is_watched(weight) for weight in weights.values()):
                 raise RuntimeError("another monitor watches this model; close it first")
             self._weights = weights
-            self._rows = self._attach_probes()
-            self.header = self._make_header()
+            for name, weight in weights.items():
+                self._probes[name] = _attach_probe(weight, self._sampling.take_number())
+            self._describe_tensors(self.completed_steps + 1)
             self._sink = make_sink(sink) if self._is_first else None
             if self._sink is not None:
                 self._sink.write(self.header)
+                self._written_header = self.header
         except BaseException as error:  # noqa: BLE001 - raised by the caller
             return error
         return None
@@ -164,17 +170,26 @@ class Monitor:
             if not extras_every:
                 raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
 
-    def _attach_probes(self) -> list[_MonitoredTensor]:
-        rows = []
+    def _describe_tensors(self, step: int) -> None:
+        """Set the tensors of the samples from `step` on, and their header, by the current configs of the modules."""
+        self._configs = self._list_configs()
+        self._rows = []
         for name, weight in self._weights.items():
-            probe = _attach_probe(weight, self._sampling.take_number())
             numel = weight.parameter.numel()
-            for site in list_sites(weight.config, weight.parameter.requires_grad):
-                rows.append(_MonitoredTensor(name, site, probe, numel if site.operand == "weight" else None))
-        return rows
+            for site in list_sites(self._configs[name], weight.parameter.requires_grad):
+                weight_numel = numel if site.operand == "weight" else None
+                self._rows.append(_MonitoredTensor(name, site, self._probes[name], weight_numel))
+        self.header = self._make_header(step)
 
-    def _make_header(self) -> dict[str, Any]:
-        names = {weight.config.recipe_name for weight in self._weights.values()}
+    def _list_configs(self) -> dict[str, Float8LinearConfig]:
+        """Return the config of each module, the last one of modules that were converted back to high precision."""
+        return {
+            name: weight.config if isinstance(weight.module, Float8Linear | Float8Experts) else self._configs[name]
+            for name, weight in self._weights.items()
+        }
+
+    def _make_header(self, step: int) -> dict[str, Any]:
+        names = {config.recipe_name for config in self._configs.values()}
         recipes = {"custom" if name is None else name.value for name in names}
         return {
             "kind": "header",
@@ -183,7 +198,7 @@ class Monitor:
             "torch": torch.__version__,
             "recipe": recipes.pop() if len(recipes) == 1 else "mixed",
             "every": self.every,
-            "step": self.completed_steps + 1,
+            "step": step,
             "ranks": self._ranks,
             "statistics": list(STATISTICS),
             "tensors": [self._describe(row) for row in self._rows],
@@ -193,9 +208,10 @@ class Monitor:
     def _describe(self, row: _MonitoredTensor) -> dict[str, Any]:
         weight = self._weights[row.name]
         experts = weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
-        about = {"layer": row.name, "experts": experts, **describe_site(row.site, weight.config)}
+        config = self._configs[row.name]
+        about = {"layer": row.name, "experts": experts, **describe_site(row.site, config)}
         if self._hardware is not None and row.site.cast == "result":
-            about["use_fast_accum"] = getattr(weight.config.matmuls, row.site.operand).use_fast_accum
+            about["use_fast_accum"] = getattr(config.matmuls, row.site.operand).use_fast_accum
         return about
 
     def step(self) -> None:
@@ -263,7 +279,7 @@ class Monitor:
         if self._ranks == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
             chosen |= self._sink.alarms.suspects & set(names)
         numbers = {row.name: int(row.probe.number) for row in self._rows if row.name in chosen}
-        emulated = {name for name in numbers if self._weights[name].config.emulate}
+        emulated = {name for name in numbers if self._configs[name].emulate}
         with_sums = numbers.keys() - emulated if self._hardware is not None else set()
         self._sampling.end_step(is_sampled, frozenset(numbers.values()), frozenset(numbers[name] for name in with_sums))
 
@@ -277,6 +293,8 @@ class Monitor:
 
     def _sample(self) -> None:
         self._sampled_step = self.completed_steps
+        if self._configs != self._list_configs():  # after set_high_precision_matmuls
+            self._describe_tensors(self.completed_steps)
         slots, extras = torch.stack([row.probe.take(row.site) for row in self._rows]), None
         if self._sampling.with_extras:
             zeros = slots.new_zeros(EXTRAS_WIDTH)
@@ -322,7 +340,7 @@ class Monitor:
         ]
 
     def _clear(self) -> None:
-        for probe in {row.probe for row in self._rows}:
+        for probe in self._probes.values():
             probe.clear()
 
     def _write(self, gathered: Gathered) -> tuple[BaseException | None, bool]:
@@ -336,6 +354,9 @@ class Monitor:
                 sample = self._make_sample(gathered)
                 if self._sink is not None:
                     is_writing = True
+                    if self._written_header is not self.header:
+                        self._sink.write(self.header)
+                        self._written_header = self.header
                     self._sink.write(sample)
         except BaseException as error:  # noqa: BLE001 - raised, or logged, in `_sample`
             return error, is_writing
@@ -391,7 +412,7 @@ def _is_split(weight: ModuleWeight) -> bool:
 
 
 def _attach_probe(weight: ModuleWeight, number: int) -> Probe:
-    module, probe = weight.module, Probe(number, weight.config, weight.parameter.device)
+    module, probe = weight.module, Probe(number, weight, weight.parameter.device)
     if isinstance(module, Float8Experts):
         module.probes = {**(module.probes or {}), weight.name: probe}
     else:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.experts.module_weight import ModuleWeight
 from quaver.kernels.operands import Operand, Operands
 from quaver.linear.protocols import Groups
 from quaver.linear.tensor import Float8Tensor
@@ -84,13 +85,14 @@ class Probe:
     Attributes:
         forward, backward: the slots, in the order of `FORWARD` and `BACKWARD`.
         number: int64 () on the CPU, which identifies the weight (`Sampling.take_number`).
+        weight: the weight, whose module's config may change between steps (`set_high_precision_matmuls`).
     """
 
-    def __init__(self, number: int, config: Float8LinearConfig, device: torch.device) -> None:
+    def __init__(self, number: int, weight: ModuleWeight, device: torch.device) -> None:
         self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
-        self._shared = {name: casts.shares_codes for name, casts in config.casts._asdict().items()}
+        self.weight = weight
 
     def take(self, site: Site) -> Tensor:
         """Return the slot of a site, [WIDTH]. Forward and backward are merged."""
@@ -115,7 +117,7 @@ class Probe:
         hp = _unless_float8(hp)
         is_forward = name == "input" or (name == "weight" and operands.row is not None)
         casts = {"row": operands.row, "column": operands.column}
-        if self._shared[name]:
+        if getattr(self.weight.config.casts, name).shares_codes:
             if name == "weight" and not is_forward:
                 return  # backward repeats the cast of the forward
             # grad_weight finds the sampled input by the address of the saved column codes; on a CPU both share it.

@@ -4,9 +4,9 @@
     {"kind": "sample", "step": 100, "amax": [one value per tensor], ..., "histogram": {...}, "whatif": {...}}
     {"kind": "alarm" | "cleared", "step": 100, "rule": ..., ...}
 
-Only the first rank writes. A record starts with a header, and each resume adds another header. A header describes the
-tensors of the samples after it. NaN and infinities, which JSON lacks, are the strings "nan", "inf" and "-inf". A value
-that does not apply to a tensor is null.
+Only the first rank writes. A record starts with a header. Each resume, and each sample after a change of
+`high_precision_matmuls`, adds another header. A header describes the tensors of the samples after it. NaN and
+infinities, which JSON lacks, are the strings "nan", "inf" and "-inf". A value that does not apply to a tensor is null.
 """
 
 from __future__ import annotations

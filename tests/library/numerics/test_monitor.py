@@ -13,7 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import quaver
-from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
+from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, set_high_precision_matmuls
+from quaver.experts.module_weight import ModuleWeight
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import observe
 from quaver.numerics.monitoring import monitor
@@ -210,7 +211,7 @@ def test_without_a_monitor_nothing_is_called(monkeypatch):
 
 def test_freed_memory_is_not_read():
     sampling, freed = observe.Sampling(on=True), torch.randn(600, 400)
-    probe = Probe(sampling.take_number(), quaver.Float8LinearConfig(), torch.device("cpu"))
+    probe = Probe(sampling.take_number(), ModuleWeight(Float8Linear(4, 4)), torch.device("cpu"))
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="was freed before it was used"):
         probe.observe_output(torch.randn(600, 4), freed, torch.randn(4, 400), None)
@@ -278,6 +279,24 @@ def test_a_step_ends_once_whatever_steps_beside(run_step):
         assert all(sample["numel"][index] for sample in record.samples for index in results)
 
 
+MONITORED = [("tensorwise", "eager"), ("rowwise", "eager"), ("tensorwise", "aot_eager")]
+
+
+@pytest.mark.parametrize(("recipe", "mode"), MONITORED)
+def test_matmuls_that_change_their_precision_begin_another_header(recipe, mode):
+    """A sample is that of a monitor which is opened for its step alone."""
+    model, twin = make(recipe, mode), make(recipe, mode)
+    lines, expected = [], []
+    with monitor(model, every=1, sink=lines.append):
+        for completed, matmuls in enumerate(([], ["output"], ["grad_weight"], ["grad_weight"], [])):
+            set_high_precision_matmuls(model, matmuls)
+            train(model, count=1)
+            set_high_precision_matmuls(twin, matmuls)
+            expected += train_and_monitor(twin, every=1, count=1, completed_steps=completed)[1]
+    del expected[6]  # the header of step 4, whose precision is that of step 3
+    assert str(lines) == str(expected)  # NaN equals no number
+
+
 def test_an_optimizer_of_replaced_parameters_ends_no_step():
     model, sampling = nn.Linear(4, 4), observe.Sampling(ran=True)
     stale = torch.optim.SGD(model.parameters())
@@ -315,10 +334,10 @@ def test_a_record_is_written_and_resumed(tmp_path):
 
 def test_a_copy_and_a_converted_model_have_no_probes():
     model = make()
-    with monitor(model):
+    with monitor(model, every=1):
         assert copy.deepcopy(model).up.probe is None
         convert_to_high_precision(model)
-        train(model, count=1)
+        train(model, count=2)
     assert "probe" not in vars(model.up)
 
 

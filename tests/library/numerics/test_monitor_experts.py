@@ -1,6 +1,7 @@
 """The monitor on experts: each group is observed as the linear of its expert, in eager and compiled code."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
     a, b_t, ends = operands(transposed=transposed)
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    probe = Probe(sampling.take_number(), config, CPU)
+    probe = Probe(sampling.take_number(), SimpleNamespace(config=config), CPU)
     multiply_by_weight(a, weight, ends, config, transposed, probe=probe).backward(grad_output)
     groups = [slice(start, stop) for start, stop in zip([0, *ENDS], ENDS, strict=False) if start < stop]
     hps = {
@@ -75,7 +76,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
     for sampling in samplings:
         number = sampling.take_number()
         sampling.end_step(True, frozenset([number]), frozenset([number]))
-        probes.append(Probe(number, config, CPU))
+        probes.append(Probe(number, SimpleNamespace(config=config), CPU))
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     multiply_by_weight(a, weight, ends, config, transposed, probe=probes[0]).backward(grad_output)
     linear = convert_to_float8_training(torch.nn.Linear(*b_t.shape[1:], bias=False, dtype=a.dtype), config=config)
@@ -107,7 +108,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
     with torch.no_grad():
         a[250] = 1e-7  # of the last group, rows 200 to 300
         a[250, 3] = 1e7
-    probe = Probe(sampling.take_number(), config, CPU)
+    probe = Probe(sampling.take_number(), SimpleNamespace(config=config), CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
     site = list_sites(config, True)[0]
     worst = summarize_slots(probe.take(site)[None], [None])["scale_worst"][0]
@@ -118,7 +119,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     config = Float8LinearConfig()
     a, b_t, ends = operands()
     weight = b_t.detach().transpose(1, 2).contiguous().requires_grad_()
-    probe = Probe(sampling.take_number(), config, CPU)
+    probe = Probe(sampling.take_number(), SimpleNamespace(config=config), CPU)
     output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
