@@ -163,10 +163,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
         self._gathers: dict[Placement | None, AllGatherInput] = {}
+        self._module = nn.Module()
+        """The module that the style was applied to."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear, mesh = self._find_linear(module), _check_one_axis(device_mesh)
         applied = copy.copy(self)  # the same style may be applied to modules with other configs
+        applied._module = module
         layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
         applied._gathers = {
             layout: AllGatherInput(layout, mesh, linear, as_dtensor=not self.use_local_output)
@@ -206,7 +209,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[input_layout]).to_local()
-        return all_gather_input(input)
+        linears = (child for child in self._module.modules() if isinstance(child, Float8Linear))
+        return all_gather_input(input, for_grad_weight=any(linear.weight.requires_grad for linear in linears))
 
 
 class _PrepareHook:

@@ -557,6 +557,21 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
     assert forward.of("all_gather") == payloads(recipe, M, K, first_too=False)
 
 
+@pytest.mark.parametrize("trained", ["", "a", "b"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(2)
+def test_a_shared_input_is_gathered_for_grad_weight_if_a_linear_trains(recipe, trained):
+    module = Pair(K, N, F32, config_of(recipe))
+    parallelize_module(module, world_mesh(), arrangements()["prepared"].styles)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name == f"{trained}.weight")
+    copied = copy.deepcopy(module).requires_grad_(False)
+    for linears, trains in ((module, bool(trained)), (copied, False)):
+        input = torch.randn(2, 8, K, requires_grad=True)
+        forward, _ = count_collectives(lambda input, linears=linears: torch.stack(linears(input)), input)
+        assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
+
+
 def count_collectives_of_linear(recipe, style, trains, *shape):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
     parallelize_module(linear, world_mesh(), style)
