@@ -27,6 +27,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
 from quaver.runtime.names import strip_wrappers
+from quaver.runtime.process_group import has_process_group
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +281,7 @@ def _list_states(modules: Iterable[nn.Module]) -> list[ScaleState]:
 
 
 def _get_world() -> ProcessGroup | None:
-    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    has_ranks = has_process_group() and dist.get_world_size() > 1
     return dist.group.WORLD if has_ranks else None
 
 

@@ -25,6 +25,7 @@ from quaver.export.checkpoint_names import make_checkpoint_names
 from quaver.recipes.formats import E4M3
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names, strip_wrappers
+from quaver.runtime.process_group import has_process_group
 
 LEAVES = ("k_scale", "v_scale")
 
@@ -115,7 +116,7 @@ class _RecordingCache:
 
 def _compute_kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
     ranks: list[dict[str, list[float]]] = [{name: amax[0].tolist() for name, amax in amaxes.items() if amax}]
-    if dist.is_available() and dist.is_initialized():
+    if has_process_group():
         local, ranks = ranks[0], [{}] * dist.get_world_size()
         dist.all_gather_object(ranks, local)
     names = [name for name in amaxes if any(name in measured for measured in ranks)]

@@ -51,6 +51,7 @@ from quaver.numerics.watch import AlarmSink
 from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
 from quaver.runtime.names import strip_wrappers
+from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.autograd import runs_in_backward
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,8 @@ class Monitor:
         self._mismatch: Mismatch | None = None
         self._hook: RemovableHandle | None = None
         self._is_in_hook = False
-        self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-        self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        self._is_first = not has_process_group() or dist.get_rank(group) == 0
+        self._ranks = dist.get_world_size(group) if has_process_group() else 1
         self._sink: Sink | None = None
         self._written_header: dict[str, Any] | None = None
         self._sampling = Sampling()

@@ -19,6 +19,7 @@ from torch import Tensor
 from quaver.numerics.record import Values
 from quaver.numerics.statistics import merge_slots, normalize_slot
 from quaver.runtime.agreement import find_collective_device
+from quaver.runtime.process_group import has_process_group
 
 CLOSE = 1e-9
 """The relative tolerance between sums: ranks may have run different numbers of micro-batches."""
@@ -42,7 +43,7 @@ def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup 
     """
     own = slots if extras is None else torch.cat([slots, extras], 1)
     parts = [own]
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
+    if has_process_group() and dist.get_world_size(group) > 1:
         own = own.to(find_collective_device(group))
         is_first = dist.get_rank(group) == 0
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if is_first else []

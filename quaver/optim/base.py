@@ -26,6 +26,7 @@ from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import make_step_key
 from quaver.optim.state import get_layout, is_small, make_state, read_moments, write_moments
 from quaver.runtime.devices import is_capturing
+from quaver.runtime.process_group import has_process_group
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import get_local_tensor, wait_for_local_tensor
@@ -305,7 +306,7 @@ def _warn_of_float32(name: str, parameter: Tensor) -> None:
             "a matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",
         )
     elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
-        if dist.is_initialized() and dist.get_rank():
+        if has_process_group() and dist.get_rank():
             return  # the first rank says it for all
         logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
 

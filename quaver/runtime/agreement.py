@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from quaver.runtime.process_group import has_process_group
+
 _DIGEST_WORDS = 2
 
 _T = TypeVar("_T")
@@ -97,7 +99,7 @@ def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = Non
         Exception: the exception of the lowest rank that failed, on every rank. If it cannot be pickled, other ranks
             raise a RuntimeError with its text.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return [action()]
     result: _T | None = None
     failure: Exception | None = None
@@ -119,7 +121,7 @@ def run_on_first_rank(action: Callable[[], object], group: ProcessGroup | None =
     """Run `action` on the first rank of `group`; if it raises, raise on every rank, as `run_on_every_rank` does."""
 
     def first() -> None:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0:
+        if not has_process_group() or dist.get_rank(group) == 0:
             action()
 
     run_on_every_rank(first, group)

@@ -41,6 +41,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import is_parameter
 from quaver.runtime.names import find_parameter_names
 from quaver.runtime.optimizer_states import StatesView, replace_states
+from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
 from quaver.weights.primary_weight import Float8PrimaryWeight
 
@@ -205,7 +206,7 @@ class Float8PrimaryOptimizer(Optimizer):
 def _draw_first_rounding() -> int:
     """Draw the first count of steps. Every rank draws, so that all generators advance, and gets rank 0's number."""
     start = [int(torch.randint(2**62, (), device="cpu"))]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if has_process_group() and dist.get_world_size() > 1:
         dist.broadcast_object_list(start, src=0)
     return start[0]
 
