@@ -78,6 +78,11 @@ def check_ranks_agree_once(
 ) -> None:
     """Call `check_ranks_agree` for a module the first time, and again whenever `subjects` change.
 
+    Each rank decides by its own `subjects` whether to enter the collective. So they must change on all ranks between
+    the same two calls, as they do if every rank runs the same program. If they change on some ranks only, those ranks
+    enter alone, and the job hangs or fails at the next collective. To tell the other ranks, every call would have to
+    wait for the device.
+
     Args:
         subjects: what the lines describe; must not refer to `module`, which would then stay alive.
         describe: returns the lines.
