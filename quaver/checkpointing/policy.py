@@ -128,14 +128,14 @@ def apply_activation_checkpointing(
         never_keep: operators whose results the policy does not save.
     Raises:
         TypeError: `modules` is one module.
-        ValueError: an unknown mode, option or operator; operators with a mode or option that uses no policy; an
-            operator whose result cannot be saved (see `find_savable_operations`); a budget outside 0 to 1; or a module
-            that is checkpointed already.
+        ValueError: an unknown mode, option or operator; an option or budget for another mode; operators with a mode or
+            option that uses no policy; an operator whose result cannot be saved (see `find_savable_operations`); a
+            budget outside 0 to 1; or a module that is checkpointed already.
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
         raise TypeError(f"modules: expected blocks, such as model.layers, got {type(modules).__name__}")
     modules, also_keep, never_keep = list(modules), tuple(also_keep), tuple(never_keep)
-    _check_options(mode, selective_ac_option, PolicyChanges.parse(also_keep, never_keep))
+    _check_options(mode, selective_ac_option, memory_budget, PolicyChanges.parse(also_keep, never_keep))
     if mode == "memory_budget":
         _set_memory_budget(memory_budget)
     if mode in ("none", "memory_budget"):
@@ -149,9 +149,18 @@ def apply_activation_checkpointing(
         add_layer(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
 
 
-def _check_options(mode: str, selective_ac_option: str, changes: PolicyChanges) -> None:
+def _check_options(mode: str, selective_ac_option: str, memory_budget: float, changes: PolicyChanges) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if mode != "selective" and selective_ac_option != "op":  # the default
+        raise ValueError(
+            "selective_ac_option: expected none unless mode is selective, got "
+            f"{selective_ac_option!r} with mode {mode!r}"
+        )
+    if mode != "memory_budget" and memory_budget != 0.5:  # the default
+        raise ValueError(
+            f"memory_budget: expected none unless mode is memory_budget, got {memory_budget} with mode {mode!r}"
+        )
     if any(changes) and (mode != "selective" or parse_selective_option(selective_ac_option) is not None):
         raise ValueError(
             "also_keep and never_keep: expected none unless mode is selective and selective_ac_option is op, got "

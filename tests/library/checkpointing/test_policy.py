@@ -412,6 +412,9 @@ def test_every_nth_module_is_checkpointed():
         ({"selective_ac_option": "-1"}, "selective_ac_option: expected"),
         ({"selective_ac_option": 2}, "selective_ac_option: expected"),
         ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget: expected a number from 0 to 1, got 1.5"),
+        ({"mode": "full", "selective_ac_option": "2"}, "none unless mode is selective, got '2' with mode 'full'"),
+        ({"mode": "none", "selective_ac_option": "2"}, "selective_ac_option: expected none unless"),
+        ({"memory_budget": 0.3}, "expected none unless mode is memory_budget, got 0.3 with mode 'selective'"),
         *(
             ({**how, **changes}, "also_keep and never_keep: expected none unless mode is selective")
             for how in ({"mode": "full"}, {"mode": "none"}, {"selective_ac_option": "1"})
