@@ -268,14 +268,18 @@ def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
 def read_metadata(reader: FileSystemReader) -> Metadata:
     """Return the names, shapes and dtypes that `reader` finds. It reads them once: load() gets the same object.
 
-    Raises CheckpointError if there are none, or they are damaged.
+    A collective. Raises CheckpointError on every rank if there are none, or they are damaged, on any rank.
     """
-    try:
-        metadata = reader.read_metadata()
-    except Exception as error:  # a damaged pickle raises anything
-        raise _make_read_error("read", reader, error) from error
-    reader.read_metadata = lambda: metadata  # type: ignore[method-assign, misc]
-    return metadata
+
+    def read() -> None:
+        try:
+            metadata = reader.read_metadata()
+        except Exception as error:  # a damaged pickle raises anything
+            raise _make_read_error("read", reader, error) from error
+        reader.read_metadata = lambda: metadata  # type: ignore[method-assign, misc]
+
+    run_on_every_rank(read)
+    return reader.read_metadata()
 
 
 def find_innermost_cause(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -106,6 +107,12 @@ def read(fail):
         checkpoint.read_verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
 
 
+def load(fail):
+    reader = CheckpointReader(Path())
+    reader.read_metadata = fail if dist.get_rank() == 0 else lambda: Metadata({}, storage_data={})
+    checkpoint.load_state({}, reader)
+
+
 @on_ranks(2)
 def test_a_shard_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
     state = {"weight": distribute_tensor(torch.arange(8.0), mesh_of((2,)), [Shard(0)])}
@@ -119,7 +126,7 @@ def test_a_shard_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
     dist.barrier()
 
 
-@pytest.mark.parametrize("work", [run_on_first_rank, begin, read])
+@pytest.mark.parametrize("work", [run_on_first_rank, begin, read, load])
 @on_ranks(2)
 def test_what_rank_0_raises_is_raised_on_all(work):
     """Also an unforeseen error, here of a class that cannot be pickled."""
