@@ -25,21 +25,24 @@ MIN_RELATIVE_STD = 1e-3
 
 
 class _TensorBoard:
-    """Its methods raise OutputError. A thread writes, so a later record may raise the error of an earlier one."""
+    """Its methods raise OutputError for any error. A thread writes: a record may raise the error of an earlier one."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with convert_to_output_error(folder):
+        self._name = f"TensorBoard in {str(folder)!r}"
+        with _convert_errors(self._name):
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        with convert_to_output_error(self._folder):
+        with _convert_errors(self._name):
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        with convert_to_output_error(self._folder):
+        with _convert_errors(self._name):
             self._writer.close()
+
+
+_WANDB = "Weights & Biases"
 
 
 class _Wandb:
@@ -47,17 +50,17 @@ class _Wandb:
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any], *, resumes: bool) -> None:
         identity = _choose_wandb_id(folder, resumes=resumes)
-        with _convert_wandb_errors():
+        with _convert_errors(_WANDB):
             self._run = importlib.import_module("wandb").init(
                 project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
             )
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        with _convert_wandb_errors():
+        with _convert_errors(_WANDB):
             self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
-        with _convert_wandb_errors():
+        with _convert_errors(_WANDB):
             self._run.finish()
 
 
@@ -74,12 +77,13 @@ def _choose_wandb_id(folder: Path, *, resumes: bool) -> str:
 
 
 @contextmanager
-def _convert_wandb_errors() -> Iterator[None]:
+def _convert_errors(logger: str) -> Iterator[None]:
+    """Turn any error of the block into an OutputError of one line, which ends the run on all ranks, not only here."""
     try:
         yield
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
-        raise OutputError(f"Weights & Biases: {type(error).__name__}: {first_line}") from error
+        raise OutputError(f"{logger}: {type(error).__name__}: {first_line}") from error
 
 
 Logger = _TensorBoard | _Wandb

@@ -149,6 +149,18 @@ def test_an_error_of_wandb_is_one_line(watched_config, wandb):
         train(prepare(changed(watched_config, metrics={"enable_wandb": True})))
 
 
+@pytest.mark.parametrize("method", ["__init__", "add_scalar"])
+def test_an_error_of_tensorboard_is_one_line(watched_config, monkeypatch, method):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+
+    def fail(*_: object, **options: object) -> None:
+        raise TypeError("no scalar\nat all")
+
+    monkeypatch.setattr(tensorboard.SummaryWriter, method, fail)
+    with pytest.raises(OutputError, match="^TensorBoard in '.*/tb': TypeError: no scalar$"):
+        train(prepare(changed(watched_config, metrics={"enable_tensorboard": True})))
+
+
 def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
     run = prepare(watched_config)
     run.folder.numerics.mkdir()
