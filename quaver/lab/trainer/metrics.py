@@ -27,10 +27,12 @@ MIN_RELATIVE_STD = 1e-3
 class _TensorBoard:
     """Its methods raise OutputError for any error. A thread writes: a record may raise the error of an earlier one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
         self._name = f"TensorBoard in {str(folder)!r}"
+        purge_step = None if resume_step is None else resume_step + 1  # hides the records that are taken again
         with _convert_errors(self._name):
-            self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
+            tensorboard = importlib.import_module("torch.utils.tensorboard")
+            self._writer = tensorboard.SummaryWriter(log_dir=str(folder), purge_step=purge_step)
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         with _convert_errors(self._name):
@@ -121,7 +123,7 @@ def open_loggers(
     loggers: list[Logger] = []
     try:
         if config.enable_tensorboard:
-            loggers.append(_TensorBoard(folder.path / config.save_tb_folder))
+            loggers.append(_TensorBoard(folder.path / config.save_tb_folder, folder.resume_step))
         if config.enable_wandb:
             resumes = folder.resume_step is not None
             loggers.append(_Wandb(config.wandb_project, folder.path, settings, resumes=resumes))

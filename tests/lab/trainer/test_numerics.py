@@ -149,6 +149,19 @@ def test_an_error_of_wandb_is_one_line(watched_config, wandb):
         train(prepare(changed(watched_config, metrics={"enable_wandb": True})))
 
 
+def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((None, [1, 2, 3]), (1, [2, 3, 4])):
+        folder, config = RunFolder(tmp_path, resume_step), Metrics(enable_tensorboard=True)
+        with open_loggers(config, folder, {}, OutputFailures(Ranks())) as (logger,):
+            for step in steps:
+                logger.log(step, {"loss": 1.0})
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("method", ["__init__", "add_scalar"])
 def test_an_error_of_tensorboard_is_one_line(watched_config, monkeypatch, method):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
