@@ -19,12 +19,17 @@ BAD_INPUT = (InputError, NotImplementedError, OSError, MissingDeviceError)
 """Exceptions for bad input. A ValueError that is no InputError is a bug."""
 
 
+def describe_error(error: object) -> str:
+    """Return the text of `error`, or the name of its class if it has none, as in `raise NotImplementedError`."""
+    return str(error).strip() or type(error).__name__
+
+
 def print_error(message: object) -> None:
-    """Print `message` as one line on stderr, unless stderr is closed.
+    """Print `message`, a text or an exception, as one line on stderr, unless stderr is closed.
 
     Control characters are escaped: a name in a stranger's file could otherwise control the terminal.
     """
-    line = " ".join(str(message).split())
+    line = " ".join(describe_error(message).split())
     line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
     with suppress(OSError):
         print(f"quaver: error: {line}", file=sys.stderr, flush=True)

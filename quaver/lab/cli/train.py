@@ -14,6 +14,7 @@ from quaver.lab.cli.errors import (
     EXIT_INTERRUPTED,
     EXIT_NONFINITE,
     EXIT_NOT_WRITTEN,
+    describe_error,
     print_error,
     report_bad_input,
 )
@@ -83,7 +84,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         yield told
     except BAD_INPUT as bad:
         error = bad
-    verdict = ranks.agree(str(error or ""), "".join(told))
+    verdict = ranks.agree("" if error is None else describe_error(error), "".join(told))
     if verdict:
         if ranks.is_first:
             print_error(verdict)

@@ -47,6 +47,21 @@ def test_a_bug_is_not_shown_as_bad_input(function, words, tmp_path, monkeypatch)
         main(words.split())
 
 
+@pytest.mark.parametrize(
+    ("function", "verb"), [("quaver.lab.trainer.run_setup.make_models", "train"), (f"{CLI}.plan.search", "plan")]
+)
+def test_an_error_without_text_is_shown_by_its_class(function, verb, tmp_path, monkeypatch, capsys):
+    def refuse(*args, **options):
+        raise NotImplementedError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.setattr(function, refuse)
+    with pytest.raises(SystemExit, match="^2$"):
+        main(f"{verb} {TRAIN}".split())
+    assert capsys.readouterr().err.splitlines()[-1] == "quaver: error: NotImplementedError"
+
+
 def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, monkeypatch):
     source = SimpleNamespace(model=None, config={}, weights={}, rounded_from=None, about={}, files=[])
     monkeypatch.setattr(f"{CLI}.export._open_source", lambda options: source)
