@@ -84,7 +84,11 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         yield told
     except BAD_INPUT as bad:
         error = bad
-    verdict = ranks.agree("" if error is None else describe_error(error), "".join(told))
+    try:
+        verdict = ranks.agree("" if error is None else describe_error(error), "".join(told))
+    except TimeoutError as late:  # of the first rank, which therefore prints nothing
+        print_error(late)
+        raise SystemExit(EXIT_BAD_INPUT) from late
     if verdict:
         if ranks.is_first:
             print_error(verdict)

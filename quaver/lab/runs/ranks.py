@@ -7,6 +7,7 @@ key-value store, and none continues or exits before all have read the verdict. T
 
 import functools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,12 @@ from quaver.runtime.devices import MissingDeviceError, cuda_device, is_cuda_devi
 from quaver.runtime.errors import InputError
 
 STORE_TIMEOUT_S = 300
-"""How long a rank waits for the others to check their input; imports from a cold disk are slow."""
+"""How long a rank waits for the others to reach the launcher's store; imports from a cold disk are slow."""
+
+INPUT_TIMEOUT_S = 3600
+"""How long the first rank waits for the others to check their input. A host whose cache lacks the tokens makes them."""
+
+_POLL_S = 0.1
 
 
 @dataclass
@@ -62,7 +68,10 @@ class Ranks:
         """Return the first non-empty `error` of all ranks, on every rank; empty if no rank has an error.
 
         Every rank must call it, before the process group exists. A `fingerprint` that differs from rank 0's is an error
-        too: the rank read another config or other data.
+        too: the rank read another config or other data. So is a rank that is `INPUT_TIMEOUT_S` later than rank 0.
+
+        Raises:
+            TimeoutError: rank 0 has not answered for twice as long, on another rank.
         """
         if self.is_alone:
             return error
@@ -70,15 +79,20 @@ class Ranks:
         if self.is_first:
             verdict = error or self._collect_verdict(store, fingerprint)
             store.set("verdict", verdict)
-            store.wait([f"heard {rank}" for rank in range(1, self.world_size)])
+            _wait_for(store, [f"heard {rank}" for rank in range(1, self.world_size)], STORE_TIMEOUT_S)
         else:
             store.set(f"said {self.rank}", f"{fingerprint}\n{error}")
+            if not _wait_for(store, ["verdict"], 2 * INPUT_TIMEOUT_S):
+                raise TimeoutError(_describe_late(0, 2 * INPUT_TIMEOUT_S))
             verdict = store.get("verdict").decode()
             store.set(f"heard {self.rank}", "")
         return verdict
 
     def _collect_verdict(self, store: Store, fingerprint: str) -> str:
+        deadline = time.monotonic() + INPUT_TIMEOUT_S
         for rank in range(1, self.world_size):
+            if not _wait_for(store, [f"said {rank}"], deadline - time.monotonic()):
+                return _describe_late(rank, INPUT_TIMEOUT_S)
             theirs, _, error = store.get(f"said {rank}").decode().partition("\n")
             if error:
                 return f"rank {rank}: {error}"
@@ -157,6 +171,23 @@ def read_ranks() -> Ranks:
             "rendezvous: ranks that are started again would look for those that ended"
         )
     return Ranks(rank, local_rank, world_size)
+
+
+def _wait_for(store: Store, keys: list[str], seconds: float) -> bool:
+    """Return whether the keys are set within `seconds`. It polls, because Ctrl-C does not interrupt `Store.wait`."""
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _describe_late(rank: int, seconds: int) -> str:
+    return (
+        f"waited {seconds} s for rank {rank} to check its input and make its tokens; run `quaver prepare-data` once "
+        "for each data.cache_folder, on each host that has its own"
+    )
 
 
 def _read_variable(name: str, *, default: int | None = None, least: int = 0, below: int | None = None) -> int:

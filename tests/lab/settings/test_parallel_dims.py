@@ -1,7 +1,9 @@
 """Which configs fit which numbers of ranks, the launcher's environment, and how ranks agree."""
 
 import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -122,20 +124,45 @@ def test_more_ranks_than_gpus(monkeypatch):
     ],
 )
 def test_every_rank_agrees_on_the_same_error(monkeypatch, told, verdict):
+    heard = agree_in_threads(monkeypatch, dict(enumerate(told)))
+    assert len(heard) == 3
+    assert all(words.startswith(verdict) and bool(words) == bool(verdict) for words in heard.values())
+
+
+def agree_in_threads(monkeypatch, told: dict[int, tuple[str, str]], late_s: float = 0.0) -> dict[int, str]:
+    """Return what each of these of three ranks hears. Rank 2 is later than the others."""
     store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
     monkeypatch.setattr(ranks_module, "open_store", lambda rank, world_size: store)
     heard: dict[int, str] = {}
 
     def agree(rank: int) -> None:
-        heard[rank] = Ranks(rank, rank, 3).agree(*told[rank])
+        time.sleep(late_s if rank == 2 else 0)
+        try:
+            heard[rank] = Ranks(rank, rank, 3).agree(*told[rank])
+        except TimeoutError as error:
+            heard[rank] = f"TimeoutError: {error}"
 
-    threads = [threading.Thread(target=agree, args=(rank,), daemon=True) for rank in range(3)]
+    threads = [threading.Thread(target=agree, args=(rank,), daemon=True) for rank in told]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len(heard) == 3
-    assert all(words.startswith(verdict) and bool(words) == bool(verdict) for words in heard.values())
+    return heard
+
+
+def test_ranks_wait_longer_for_data_than_the_timeout_of_their_store(monkeypatch):
+    told = dict.fromkeys(range(3), ("", "same"))
+    assert agree_in_threads(monkeypatch, told, late_s=1.0) == dict.fromkeys(range(3), "")
+
+
+@pytest.mark.parametrize(("missing", "line"), [(2, "waited 1 s for rank 2"), (0, "TimeoutError: waited 2 s for rank")])
+def test_a_rank_that_does_not_come_is_named_by_the_others(monkeypatch, missing, line):
+    monkeypatch.setattr(ranks_module, "INPUT_TIMEOUT_S", 1)
+    monkeypatch.setattr(ranks_module, "STORE_TIMEOUT_S", 1)
+    heard = agree_in_threads(monkeypatch, {rank: ("", "same") for rank in range(3) if rank != missing})
+    assert len(heard) == 2
+    assert all(words.startswith(line) and "quaver prepare-data" in words for words in heard.values())
 
 
 def test_a_single_process_needs_no_communication():
