@@ -243,5 +243,7 @@ class Comm(Settings, section="comm"):
         300, "Seconds until a waiting collective ends the run with an error."
     )
     watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = setting(
-        120, "Seconds until a stuck step writes stacks-rank<n>.txt (ten times that for the first step); 0 for never."
+        120,
+        "Seconds until a stuck rank writes stacks-rank<n>.txt (ten times that for checkpoints, the first step and "
+        "validation); 0 for never.",
     )

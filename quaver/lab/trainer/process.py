@@ -115,7 +115,7 @@ def _handle(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> 
 
 @dataclass
 class Watchdog:
-    """Writes the stacks of all threads to `path` while a step hangs, to show where.
+    """Writes the stacks of all threads to `path` while a step, or another phase of the loop, hangs, to show where.
 
     Each rank watches itself. Ranks that wait for a hanging rank are late as well and write their stacks, too. A thread
     reads the stacks and holds the GIL, because reading frames that change has crashed processes. So a kernel that hangs

@@ -40,9 +40,8 @@ MEMORY_STEP = 2
 If torch.profiler is needed for it (memory.py) but traces that step, a later step is measured.
 """
 
-FIRST_STEP_PATIENCE = 10
-"""The watchdog's factor for the first step, which may compile."""
-
+SLOW_PHASE_PATIENCE = 10
+"""The watchdog's factor for the first step and the first validation, which may compile, and for checkpoints."""
 
 VARIANTS_OF_A_BLOCK = 8
 """The compiled variants of a block: training or validation, float8 or high precision, with or without a monitor."""
@@ -95,7 +94,8 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         error = str(raised) if is_one_line else f"{type(raised).__name__}: {next(iter(str(raised).splitlines()), '')}"
         raise
     finally:
-        unsaved = run.checkpoints.close(waits=waits)
+        with _watch(run, "the end of the last checkpoint", SLOW_PHASE_PATIENCE):
+            unsaved = run.checkpoints.close(waits=waits)
         if unsaved:
             error = f"{error}; {unsaved}" if error else unsaved
             if run.ranks.is_first:
@@ -126,7 +126,10 @@ def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> No
     config, progress = run.config, run.progress
     while progress.step < config.training.steps:
         has_failed = run.checkpoints.failed or bool(outputs.failures.first)
-        if run.ranks.any(requests.stop or has_failed or bool(outputs.alarms.reason), run.device):
+        patience = SLOW_PHASE_PATIENCE if progress.step == run.began_at_step else 1  # ranks load at different speeds
+        with _watch(run, f"the agreement before step {progress.step + 1}", patience):
+            ends = run.ranks.any(requests.stop or has_failed or bool(outputs.alarms.reason), run.device)
+        if ends:
             break
         try:
             _train_step(run, progress.step + 1, outputs)
@@ -135,13 +138,28 @@ def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> No
         _fall_back(run, outputs)
         _check_folder(run, outputs)
         if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
-            _validate(run, progress.step, outputs)
+            is_first = progress.step - run.began_at_step <= config.validation.freq
+            with _watch(run, f"the validation after step {progress.step}", SLOW_PHASE_PATIENCE if is_first else 1):
+                _validate(run, progress.step, outputs)
         if run.checkpoints.is_due(progress.step):
-            run.checkpoints.save(progress, run.models)
-    outputs.failures.raise_on_all_ranks()
+            _save(run)
+    with _watch(run, "the agreement after the last step"):
+        outputs.failures.raise_on_all_ranks()
     if progress.step > run.began_at_step:
-        run.checkpoints.save(progress, run.models)
-    run.checkpoints.wait()
+        _save(run, waits=True)
+
+
+def _save(run: TrainingRun, *, waits: bool = False) -> None:
+    with _watch(run, f"the checkpoint of step {run.progress.step}", SLOW_PHASE_PATIENCE):
+        run.checkpoints.save(run.progress, run.models)
+        if waits:
+            run.checkpoints.wait()
+
+
+def _watch(run: TrainingRun, phase: str, patience: int = 1) -> AbstractContextManager[None]:
+    """Write the stacks of this process if the block takes longer than comm.watchdog_seconds times `patience`."""
+    watchdog = Watchdog(run.folder.get_stacks_path(run.ranks.rank))
+    return watchdog.watch(run.config.comm.watchdog_seconds * patience, f"{phase} on rank {run.ranks.rank}")
 
 
 def _check_folder(run: TrainingRun, outputs: "Outputs") -> None:
@@ -159,12 +177,12 @@ def _train_step(run: TrainingRun, step: int, outputs: "Outputs") -> None:
     training, progress = run.config.training, run.progress
     batches = _to_device(run.data.make_step_batches(training, progress.consumed_sequences, run.dims), run.device)
     steps_here = step - run.began_at_step
-    patience_s = run.config.comm.watchdog_seconds * (FIRST_STEP_PATIENCE if steps_here == 1 else 1)
+    patience = SLOW_PHASE_PATIENCE if steps_here == 1 else 1
     models = run.models if step % 2 else run.models[::-1]
     for model in models:
         reset_device_peaks(run.device)
         with (
-            outputs.watchdog.watch(patience_s, f"step {step} of {model.name} on rank {run.ranks.rank}"),
+            _watch(run, f"step {step} of {model.name}", patience),
             outputs.profiling.profile(step, model.name, model.model, model.optimizer),
         ):
             measure_memory = _is_memory_due(run, model, step, outputs.profiling)
@@ -192,8 +210,7 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
     if run.ranks.any(not are_finite, run.device):
         return "; the weights are not finite, and are not saved"
     try:
-        run.checkpoints.save(run.progress, run.models)
-        run.checkpoints.wait()
+        _save(run, waits=True)
     except CheckpointError as failed:
         return f"; {failed}"
     return f"; the checkpoint of step {run.progress.step} is from before it"
@@ -234,7 +251,6 @@ class Outputs:
     scales: JsonLines | None
     """float8_scales.jsonl, for recipes with persistent scales."""
     display: Display
-    watchdog: Watchdog
     profiling: Profiler
     alarms: RunAlarms
     alarm_sink: AlarmSink | None
@@ -277,7 +293,6 @@ def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Output
             loggers,
             scales,
             display,
-            Watchdog(folder.get_stacks_path(run.ranks.rank)),
             stack.enter_context(Profiler(run.config, folder.path, run.ranks.rank, run.device, failures)),
             alarms,
             sink,
@@ -309,11 +324,12 @@ def _fall_back(run: TrainingRun, outputs: "Outputs") -> None:
     numerics, step, model = run.config.numerics, run.progress.step, run.models[0]
     if numerics.on_alarm != "fallback" or not (step == 1 or step % numerics.every == 0):
         return
-    layers: dict[str, str] = run.ranks.gather(outputs.alarms.take_fallbacks())[0]
-    if not layers:
-        return
-    _close_monitor(run)
-    fall_back(model, run.checkpoints, layers)
+    with _watch(run, f"the fallback after step {step}"):
+        layers: dict[str, str] = run.ranks.gather(outputs.alarms.take_fallbacks())[0]
+        if not layers:
+            return
+        _close_monitor(run)
+        fall_back(model, run.checkpoints, layers)
     run.flops_per_token[model.name] = model.count_flops_per_token()
     run.progress.fallbacks |= layers
     for name, recipe in layers.items():

@@ -19,11 +19,13 @@ import pytest
 import torch
 
 from quaver.lab.cli import main
-from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.checkpoint import Checkpointer
+from quaver.lab.runs.errors import CheckpointError, OutputFailures
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Comm, Float8
 from quaver.lab.trainer import train as train_module
+from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.process import Watchdog, silence_other_ranks, use_determinism
 from quaver.lab.trainer.train import train
@@ -189,11 +191,44 @@ def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, 
             time.sleep(0.01)
 
     before_each_step(hang_in_step_2)
-    monkeypatch.setattr(train_module, "FIRST_STEP_PATIENCE", 30)
+    monkeypatch.setattr(train_module, "SLOW_PHASE_PATIENCE", 30)
     assert train(run)["status"] == "finished"
     assert "hang_in_step_2" in path.read_text()
     line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
     assert read_error_line(capsys) == line
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "steps_before", "phase"),
+    [
+        (Ranks, "any", 0, "the agreement before step 1"),
+        (RunAlarms, "take_fallbacks", 1, "the fallback after step 1"),
+        (TrainedModel, "validate", 1, "the validation after step 1"),
+        (Checkpointer, "save", 1, "the checkpoint of step 1"),
+        (OutputFailures, "raise_on_all_ranks", 1, "the agreement after the last step"),
+    ],
+)
+def test_a_phase_that_is_stuck_leaves_its_stack(
+    tiny_float8_config, monkeypatch, capsys, owner, method, steps_before, phase
+):
+    numerics = {"every": 1, "on_alarm": "fallback"}
+    config = changed(tiny_float8_config, job={"compare": False}, training={"steps": 1}, numerics=numerics)
+    run = prepare(replace(config, comm=Comm(watchdog_seconds=1)))
+    path = run.folder.get_stacks_path(0)
+    work = getattr(owner, method)
+
+    def hang_and_work(*arguments: object) -> object:
+        deadline = time.monotonic() + 5
+        while run.progress.step == steps_before and time.monotonic() < deadline:
+            if path.exists() and "in hang_and_work" in path.read_text():
+                break
+            time.sleep(0.01)
+        return work(*arguments)
+
+    monkeypatch.setattr(owner, method, hang_and_work)
+    monkeypatch.setattr(train_module, "SLOW_PHASE_PATIENCE", 1)
+    assert train(run)["status"] == "finished"
+    assert f"quaver: {phase} on rank 0 takes longer than 1 s; its stacks are in {path}" in capsys.readouterr().err
 
 
 def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_config, before_each_step):
