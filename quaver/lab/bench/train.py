@@ -141,7 +141,6 @@ def _make_row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedMod
         "time_over_high_precision": timing.median_us / timings[plain.name].median_us,
         "eager": model.note_on_compile,
         "peak_bytes": peak.peak_bytes,
-        "peak_is_exact": peak.exact,
         "peak_source": peak.source,
         "peak_over_high_precision": ratio,
     }

@@ -28,11 +28,6 @@ class PeakMemory:
     peak_bytes: int | None = None
     source: str = "not measured"
 
-    @property
-    def exact(self) -> bool:
-        """Whether the step was measured: every way to do so counts all tensors."""
-        return self.peak_bytes is not None
-
 
 @contextmanager
 def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable: bool) -> Iterator[PeakMemory]:

@@ -51,7 +51,6 @@ def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
         **used,
         "compiled_graphs": model.compiled_graphs if config.training.compile else None,
         "peak_memory_bytes": model.peak.peak_bytes,
-        "peak_memory_exact": model.peak.exact,
         "peak_memory_source": model.peak.source + rank,
     }
 

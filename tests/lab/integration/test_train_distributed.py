@@ -279,7 +279,6 @@ def test_the_summary_names_the_ranks_and_has_numbers_of_one_device(on_two, on_fo
     per_token = alone["mfu"] * one["bfloat16_peak"]["flops_per_s"] / alone["tokens_per_s"]
     assert flops_share == pytest.approx(per_token / 4)  # per device
     _, sharded = read_summary(references / "delayed_all_gather")
-    assert sharded["peak_memory_exact"]
     assert run["peak_memory_bytes"] < sharded["peak_memory_bytes"] < alone["peak_memory_bytes"]
     assert run["peak_memory_source"].endswith(", of rank 0")
     assert "global_batch_size = 8" in (references / "delayed_shard_tensor" / "config.toml").read_text()

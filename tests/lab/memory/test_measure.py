@@ -96,7 +96,6 @@ def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
     config = changed(tiny_float8_config, job={"compare": False}, model={"n_layers": 1})
     prediction = predict_memory(config).prediction
     (model,) = run_to_end(config).models
-    assert model.peak.exact
     inputs = prediction.report["resident_bytes"]["inputs"]
     assert prediction.peak_bytes - inputs == pytest.approx(model.peak.peak_bytes, rel=0.03)
 

@@ -45,7 +45,6 @@ def test_the_allocators_log_has_the_peak_of_the_counted_tensors():
         with measure_peak(layers.parameters(), device=torch.device("cpu"), countable=countable) as peak:
             layers(torch.zeros(32, 64)).sum().backward()
         peaks.append(peak)
-    assert all(peak.exact for peak in peaks)
     assert peaks[0].source == "tensors of one step, exact"
     assert peaks[1].source == "tensors of one step, from the CPU allocator's log"
     assert peaks[1].peak_bytes == pytest.approx(peaks[0].peak_bytes, abs=64)  # scalars

@@ -62,7 +62,7 @@ def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
     monkeypatch.setattr(TrainedModel, "has_countable_memory", False)  # as of compiled code
     (model,) = run_to_end(changed(tiny_config, profiling=traced)).models
     assert steps == [4]
-    assert model.peak.exact
+    assert model.peak.peak_bytes
 
 
 def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
