@@ -18,10 +18,10 @@ from annotated_types import Ge, Le
 from quaver.lab.bench.results import Result, Row, describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
 from quaver.lab.output_file import check_writable
-from quaver.lab.progress import show_progress
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.settings.training import DEVICES
+from quaver.lab.terminal.progress import show_progress
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
 from quaver.runtime.devices import resolve_device

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from quaver.lab.bench.harness import Timing
 from quaver.lab.bench.options import BenchOptions, Recipes
 from quaver.lab.bench.results import Result, Row
-from quaver.lab.progress import show_progress
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import NotNegative, setting
 from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.terminal.progress import show_progress
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.process import use_determinism
 from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from quaver.export.folders import NO_ROOM
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
-from quaver.lab.progress import show_progress
+from quaver.lab.terminal.progress import show_progress
 
 VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",

@@ -12,11 +12,11 @@ def run(argv: list[str]) -> int:
     if set(argv) <= {"--json", "--no-compile"}:
         return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
     from quaver.lab.cli import doctor_gpu, doctor_model
-    from quaver.lab.cli.console import show_or_dump
     from quaver.lab.cli.doctor_options import DoctorOptions
     from quaver.lab.cli.errors import report_bad_input
-    from quaver.lab.progress import show_progress
     from quaver.lab.settings.flags import parse_options
+    from quaver.lab.terminal.console import show_or_dump
+    from quaver.lab.terminal.progress import show_progress
 
     with report_bad_input():
         options = parse_options(DoctorOptions, argv, prog="quaver doctor")

@@ -13,11 +13,11 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
 from quaver.export.files import read_config
 from quaver.export.source import DEFAULT_FILTER, build_skeleton, make_name_filter
-from quaver.lab.cli.console import make_table
 from quaver.lab.doctor.gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
 from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
+from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.float8 import convert_model, make_linear_config
 from quaver.lab.trainer.model import make_meta_llama
 from quaver.recipes.recipe_name import canonicalize_recipe

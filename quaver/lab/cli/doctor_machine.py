@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from quaver.lab.doctor.machine import diagnose
-from quaver.lab.progress import show_progress
+from quaver.lab.terminal.progress import show_progress
 
 
 def print_machine(*, as_json: bool, try_compile: bool) -> int:

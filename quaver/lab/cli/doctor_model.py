@@ -16,12 +16,12 @@ from rich.table import Table
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.experts.module import is_experts
-from quaver.lab.cli.console import make_table
 from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.cli.doctor_sums import iter_sum_views, make_sums_dict
 from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey
 from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
 from quaver.lab.output_file import check_writable
+from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.float8 import make_linear_config
 from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
 from quaver.numerics.accumulation import get_accumulation

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
-from quaver.lab.cli.console import make_table
 from quaver.lab.doctor.survey_sums import MatmulSums
+from quaver.lab.terminal.tables import make_table
 from quaver.recipes.sqnr import replace_inf
 
 MATMULS_SHOWN, MATMULS_NAMED = 12, 4

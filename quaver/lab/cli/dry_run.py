@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from quaver.lab.cli.console import make_table
 from quaver.lab.cli.run_config import load_run
-from quaver.lab.progress import show_progress
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, Settings, setting
+from quaver.lab.terminal.progress import show_progress
+from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.dry_run import DryRun, dry_run
 from quaver.runtime.devices import MissingDeviceError, resolve_device
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.output_file import check_writable, write_json
@@ -26,12 +25,14 @@ from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulate
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.plan.write import check_target, write_run
-from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
+from quaver.lab.terminal.console import show
+from quaver.lab.terminal.progress import show_progress
+from quaver.lab.terminal.tables import make_table
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from rich.table import Table
 
-from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, print_error, report_bad_input
 from quaver.lab.output_file import check_writable
-from quaver.lab.progress import show_progress
 from quaver.lab.report.facts import describe_health, list_facts
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
 from quaver.lab.settings.fields import NotNegative, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
+from quaver.lab.terminal.console import show
+from quaver.lab.terminal.progress import show_progress
+from quaver.lab.terminal.tables import make_table
 from quaver.runtime.errors import InputError
 
 _PAGE = "report.html"

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quaver.lab.cli.console import show
 from quaver.lab.cli.dry_run import DryRunOptions, iter_views, plan_run
 from quaver.lab.cli.errors import (
     BAD_INPUT,
@@ -23,6 +22,7 @@ from quaver.lab.runs.errors import CheckpointError, OutputError
 from quaver.lab.runs.ranks import Ranks, read_ranks
 from quaver.lab.settings.config_file import Sections, TrainFlags, load_config, parse_arguments
 from quaver.lab.settings.flags import exit_after_help, split_options
+from quaver.lab.terminal.console import show
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.lab.trainer.train import train

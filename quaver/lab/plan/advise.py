@@ -26,9 +26,9 @@ from quaver.lab.plan.changes import (
 from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
-from quaver.lab.progress import Tell
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.terminal.progress import Tell
 from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_device_spec
 from quaver.runtime.errors import InputError
 

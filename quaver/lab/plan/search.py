@@ -22,8 +22,8 @@ from quaver.lab.plan.quick import bound_seconds, estimate_seconds
 from quaver.lab.plan.run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, simulate
 from quaver.lab.plan.step import Costs, build_step
-from quaver.lab.progress import Tell
 from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.terminal.progress import Tell
 from quaver.runtime.errors import InputError
 
 MOST_TASKS = 10_000

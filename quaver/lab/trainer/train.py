@@ -16,8 +16,9 @@ from quaver.lab.data import Batch
 from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures
 from quaver.lab.runs.json_lines import JsonLines
 from quaver.lab.runs.run_folder import replace_file
+from quaver.lab.terminal.console import make_stdout_console, say
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
-from quaver.lab.trainer.display import Display, make_stdout_console, print_results, say
+from quaver.lab.trainer.display import Display, print_results
 from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
 from quaver.lab.trainer.flops import compute_utilization
 from quaver.lab.trainer.memory import read_device_memory, reset_device_peaks

@@ -15,13 +15,11 @@ import pytest
 import torch
 
 from quaver.conversion.layer_recipes import LayerRecipes
-from quaver.lab import progress
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.cli import VERBS, bench, convert, doctor_gpu, dry_run, main, plan
 from quaver.lab.cli.bench import ledger, roofline
-from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.doctor_model import SHOWN, Survey
 from quaver.lab.cli.doctor_model import iter_views as survey_views
 from quaver.lab.cli.memory import views
@@ -31,9 +29,12 @@ from quaver.lab.doctor.survey_sums import MatmulSums
 from quaver.lab.memory.runs.links import Links, Traffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
-from quaver.lab.progress import show_progress
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.terminal import progress
+from quaver.lab.terminal.console import show
+from quaver.lab.terminal.progress import show_progress
+from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.display import print_results
 from quaver.numerics.matmul_sums import Sums
 from quaver.roofline.device_specs import find_device_spec

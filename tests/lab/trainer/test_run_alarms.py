@@ -13,8 +13,9 @@ from quaver.lab.runs.checkpoint_folder import read_record, write_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
+from quaver.lab.terminal.console import make_stdout_console
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
-from quaver.lab.trainer.display import Display, make_stdout_console
+from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train

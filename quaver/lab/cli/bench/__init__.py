@@ -9,13 +9,14 @@ from rich.table import Table
 
 from quaver.lab.bench.options import BenchOptions
 from quaver.lab.bench.results import Result, format_table, format_title, group_cases
-from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, print_error, report_bad_input
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.output_file import write_json
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import parse_options, split_options
+from quaver.lab.terminal.console import show
+from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.nonfinite import NonFiniteError
 
 VERBS = {

@@ -35,14 +35,15 @@ from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.results import BFLOAT16, describe_environment
 from quaver.lab.bench.shapes import MODEL_NAMES, make_model
-from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.output_file import check_writable
-from quaver.lab.progress import show_progress
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.terminal.console import show
+from quaver.lab.terminal.progress import show_progress
+from quaver.lab.terminal.tables import make_table
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 

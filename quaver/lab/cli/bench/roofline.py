@@ -19,12 +19,13 @@ from quaver.lab.bench.roofline import (
 from quaver.lab.bench.roofline_layers import list_config_layers, list_model_layers
 from quaver.lab.bench.roofline_map import draw_map
 from quaver.lab.bench.shapes import MODELS
-from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.progress import show_progress
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.terminal.console import show
+from quaver.lab.terminal.progress import show_progress
+from quaver.lab.terminal.tables import make_table
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.runtime.errors import InputError
 

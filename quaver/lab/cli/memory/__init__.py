@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from quaver.lab.cli.console import show
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.memory.views import (
     iter_comparison_views,
@@ -26,13 +25,14 @@ from quaver.lab.memory.runs.predict import RunMemory, predict_memory
 from quaver.lab.output_file import check_writable, write_json
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import estimate_peak
-from quaver.lab.progress import show_progress
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
+from quaver.lab.terminal.console import show
+from quaver.lab.terminal.progress import show_progress
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
 from quaver.runtime.errors import blame_input

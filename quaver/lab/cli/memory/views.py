@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.table import Table
 
-from quaver.lab.cli.console import make_table
 from quaver.lab.memory import CATEGORIES
 from quaver.lab.memory.predict import Prediction
 from quaver.lab.memory.reports.compare import Comparison, TensorDifference
@@ -17,6 +16,7 @@ from quaver.lab.memory.runs.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.recorder.byte_sizes import choose_unit, format_bytes
 from quaver.lab.recorder.report import merge_layers
+from quaver.lab.terminal.tables import make_table
 
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 

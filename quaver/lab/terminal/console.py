@@ -1,0 +1,88 @@
+"""Console output: lines of text, tables that fit 80 columns, and JSON; and a standard output that may fail."""
+
+import json
+import os
+import sys
+import typing
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quaver.lab.terminal.tables import fit_table
+
+
+class FailSafeStdout:
+    """Standard output until it fails; then nothing is shown, and the run continues.
+
+    It fails when the reader of a pipe has ended, the terminal was closed, or the disk under a log file is full.
+    """
+
+    def __init__(self) -> None:
+        self._file = sys.stdout  # a live display replaces sys.stdout
+
+    def write(self, text: str) -> int:
+        """Write `text` to stdout."""
+        with self._silent_after_failure():
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush stdout."""
+        with self._silent_after_failure():
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    @contextmanager
+    def _silent_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError, ValueError):  # no file descriptor
+                # The buffer still has the text, and the interpreter flushes it when it exits.
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._file.fileno())
+                os.close(null)
+            with suppress(OSError):
+                line = f"quaver: cannot write to stdout: {error.strerror}; the run continues without display"
+                print(line, file=sys.stderr, flush=True)
+
+
+def choose_color_system() -> typing.Literal["auto"] | None:
+    """Return the color system for a console: the terminal's, or None under NO_COLOR. Rich keeps bold and dim text."""
+    return None if os.environ.get("NO_COLOR") else "auto"
+
+
+def make_stdout_console(*, quiet: bool = False) -> Console:
+    """Return a console on standard output that outlives it."""
+    return Console(file=typing.cast(IO[str], FailSafeStdout()), quiet=quiet, color_system=choose_color_system())
+
+
+def say(text: str) -> None:
+    """Print one line on standard output, without wrapping or styles. Does nothing once stdout has failed."""
+    make_stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def show(views: Iterable[str | Table]) -> None:
+    """Print lines unwrapped, and tables in the width of the terminal or 80 columns, whichever is more.
+
+    A table whose numbers need more is wider: no number is cut.
+    """
+    width = max(80, Console().width)
+    console = Console(width=width, color_system=choose_color_system(), highlight=False, markup=False, emoji=False)
+    for view in views:
+        if isinstance(view, Table):
+            console.width = fit_table(view, width)
+        console.print(view, soft_wrap=isinstance(view, str))
+
+
+def show_or_dump(views: Iterable[str | Table], content: dict[str, Any], *, as_json: bool) -> None:
+    """`show` the views, or print the content as JSON."""
+    if as_json:
+        print(json.dumps(content, indent=2, allow_nan=False))
+    else:
+        show(views)
