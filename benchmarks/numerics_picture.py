@@ -19,9 +19,9 @@ from quaver.lab.report.statistics import BEST, MISSING, WORST, Statistic
 from quaver.numerics.record import Record
 
 _LINES = ("#0b5cad", "#c2410c", "#11773f", "#7a3e9d", "#8a6d00", "#5b6470")
-_MOST_ROWS, _MOST_COLUMNS = 400, 1000
+_MAX_ROWS, _MAX_COLUMNS = 400, 1000
 """Limits on the cells of a heat map, about its size in pixels."""
-_MOST_LABELS = 30
+_MAX_LABELS = 30
 _NONE = "#f5f7f9"
 _COLORS = ListedColormap([_NONE, SPECIAL["light"][0], *reversed(make_palette(WORST - 1)), *SPECIAL["light"][1:]])
 
@@ -61,7 +61,7 @@ def _draw_map(axis: Any, run: RunData, statistic: Statistic) -> None:
     rows = np.arange(len(cells) + 1) - 0.5
     axis.pcolormesh(edges, rows, cells, cmap=_COLORS, vmin=0, vmax=255, rasterized=True)
     axis.invert_yaxis()
-    shown = range(0, len(names), -(-len(names) // _MOST_LABELS))
+    shown = range(0, len(names), -(-len(names) // _MAX_LABELS))
     axis.set_yticks(list(shown), [names[at] for at in shown], fontsize=6, parse_math=False)
     axis.set_xlabel("step")
     for alarm in run.alarms:
@@ -80,7 +80,7 @@ def _cells(
     has_value = np.flatnonzero((codes != MISSING).any(0)).tolist()
     tensors = [record.tensors[at] for at in has_value]
     kinds = [(tensor["operand"], tensor["cast"]) for tensor in tensors]
-    grid = choose_grid(len(record.steps), kinds, 1, _MOST_ROWS * _MOST_COLUMNS)
+    grid = choose_grid(len(record.steps), kinds, 1, _MAX_ROWS * _MAX_COLUMNS)
     names = [f"{tensors[row[0]]['layer']} {tensors[row[0]]['operand'].replace('_', ' ')}" for row in grid.rows]
     row_of_tensor: dict[tuple[str, str], int] = {}
     for at, row in enumerate(grid.rows):

@@ -79,7 +79,7 @@ def run_of(row: Published) -> PipelinedRun:
         float8_gather=row.float8_gather,
         checkpointing=mode,
         checkpointed_blocks=0 if mode == "none" else blocks,
-        reshards="default" if row.sharding == "fsdp" else "never",
+        reshard_after_forward="default" if row.sharding == "fsdp" else "never",
         casts_weights_once=megatron,
         residual_bytes=2,
         async_tensor=row.async_tp,

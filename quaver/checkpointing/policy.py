@@ -40,7 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import quaver.experts.gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
-from quaver.linear.class_change import Layer, add_layer, has_layer
+from quaver.linear.class_change import ForwardWrapper, has_wrapper, wrap_forward
 from quaver.linear.shared_input import RECOMPUTED_HOOKS
 from quaver.torch_private.collectives import REDUCE_SCATTER
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
@@ -143,10 +143,10 @@ def apply_activation_checkpointing(
     every = 1 if mode == "full" else parse_selective_option(selective_ac_option)
     chosen = dict.fromkeys(modules if every is None else modules[every - 1 :: every])  # a shared module once
     for module in chosen:
-        if has_layer(module, Checkpointing):
+        if has_wrapper(module, Checkpointing):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
-        add_layer(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
+        wrap_forward(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
 
 
 def _check_options(mode: str, selective_ac_option: str, memory_budget: float, changes: PolicyChanges) -> None:
@@ -315,7 +315,7 @@ def _wrap_in_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[.
 
 
 @dataclass(frozen=True)
-class Checkpointing(Layer):
+class Checkpointing(ForwardWrapper):
     """Checkpoints the forward.
 
     A wrapper module would change the names of everything inside, and a forward that is replaced on the instance would

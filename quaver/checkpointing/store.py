@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from quaver.checkpointing.hooks import STORED_IN, ActivationStorage, StoringModule, skip_conversion, store_tensors
 from quaver.kernels.operation import library
-from quaver.linear.class_change import Layer, add_layer, has_layer, remove_layers
+from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forward, wrap_forward
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.names import list_enclosing_modules
@@ -72,7 +72,7 @@ def store_activations_in_float8(
         )
     matmuls = _find_matmuls(chosen.values())
     for name, module in chosen.items():
-        if has_layer(module, _Storing):
+        if has_wrapper(module, _Storing):
             raise ValueError(f"{name or 'the model'} stores its activations in float8 already")
     for name, module in model.named_modules():
         if "forward" in vars(module) and (name in chosen or module in matmuls):
@@ -81,10 +81,10 @@ def store_activations_in_float8(
                 "instead, or name other modules"
             )
     for name, module in chosen.items():
-        add_layer(module, _Storing())
+        wrap_forward(module, _Storing())
         module._activation_storage = ActivationStorage(name, block_size)  # type: ignore[assignment]
     for matmul in matmuls:
-        add_layer(matmul, _Skipping())
+        wrap_forward(matmul, _Skipping())
     return list(chosen)
 
 
@@ -98,8 +98,8 @@ def _prepare_compiler() -> None:
 def stop_storing_activations(model: nn.Module) -> None:
     """Undo `store_activations_in_float8`."""
     for module in model.modules():
-        remove_layers(module, _Storing)
-        remove_layers(module, _Skipping)
+        unwrap_forward(module, _Storing)
+        unwrap_forward(module, _Skipping)
         vars(module).pop("_activation_storage", None)
 
 
@@ -159,7 +159,7 @@ def _find_matmuls(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
     Float8 linears are excluded, since they tell the hooks which tensors to skip (linear/saved_tensors.py).
     """
-    descendants = {child for module in modules for child in module.modules() if not has_layer(child, _Skipping)}
+    descendants = {child for module in modules for child in module.modules() if not has_wrapper(child, _Skipping)}
     return {child for child in descendants if _is_matmul(child) and not _is_float8(child)}
 
 
@@ -201,7 +201,7 @@ def _run_annotated(storing_module: StoringModule | None, forward: Callable[..., 
 
 
 @dataclass(frozen=True)
-class _Storing(Layer):
+class _Storing(ForwardWrapper):
     """Stores what the forward saves for backward."""
 
     def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
@@ -220,7 +220,7 @@ class _Storing(Layer):
 
 
 @dataclass(frozen=True)
-class _Skipping(Layer):
+class _Skipping(ForwardWrapper):
     """Keeps a module around from storing what the forward saves for backward."""
 
     def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:

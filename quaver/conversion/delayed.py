@@ -102,7 +102,7 @@ def sync_float8_amax_and_scale_history(
     states = _list_states(model.modules() if fp8_layers is None else fp8_layers)
     group = group or _get_world()
     if group is not None and not torch.compiler.is_compiling():
-        _check_once(model, states, group)
+        _check_states_agree(model, states, group)
     with torch.no_grad():
         for state in states:
             state.sync(group)
@@ -126,7 +126,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     states = _list_states(model.modules())
     group = group or _get_world()
     if group is not None:
-        _check_once(model, states, group)
+        _check_states_agree(model, states, group)
     named = [(name, state, slot) for name, state, slot in named_slots(model) if slot in state.calibrated_slots]
     if not named:
         raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
@@ -285,7 +285,7 @@ def _get_world() -> ProcessGroup | None:
     return dist.group.WORLD if has_ranks else None
 
 
-def _check_once(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:
+def _check_states_agree(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:
     """Check that the ranks agree. A rank without persistent scales must take part in the collective."""
 
     def describe() -> list[str]:

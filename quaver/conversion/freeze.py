@@ -108,7 +108,7 @@ def freeze_to_float8(
 def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
     """Store a finite weight of a converted module in float8, in place. `config`: from `resolve_frozen_config`."""
     dtype = weight.parameter.dtype
-    store_float8_weight(weight.module, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
+    store_float8_weight(weight.module, *_quantize_weight(weight), config=config, dtype=dtype, name=weight.name)
 
 
 def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
@@ -121,7 +121,7 @@ def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subcla
 
 
 @torch.no_grad()
-def _quantize(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
+def _quantize_weight(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
     quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
     if weight.parameter.dim() == 2:
         operand = expect(quantizer(weight.parameter.detach(), row=True, column=False).row)

@@ -143,17 +143,17 @@ def _multiply_groups(
         left, right = (select_group(side, group, *rows) for side, rows in ((a, (start, stop)), (b, b_bounds[group])))
         if matmul is not ExpertMatmul.GRAD_WEIGHT:
             right = right.t() if (matmul is ExpertMatmul.OUTPUT) is not transposed else right
-            _multiply(left, right, options, out[start:stop])
+            _multiply_one(left, right, options, out[start:stop])
         elif transposed:
             out[group] = mm(left.t(), right, options, out_dtype).t()
         else:
-            _multiply(left.t(), right, options, out[group])
+            _multiply_one(left.t(), right, options, out[group])
     if matmul is not ExpertMatmul.GRAD_WEIGHT:
         out[bounds[-1][1] :] = 0
     return out
 
 
-def _multiply(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> None:
+def _multiply_one(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> None:
     """Run `gemm.mm` and write into rows of the result."""
     is_float8 = a.dequant_scale is not None and b.dequant_scale is not None
     if is_float8 and is_cpu(out) and a.data.numel() and b.data.numel() and not options.pad:

@@ -57,13 +57,13 @@ def multiply_scaled(
         scales = [a_scales.row_scales, b_scales.row_scales if by_rows else b_scales.column_scales]
     if any(scale is None for scale in scales):
         return None
-    return _multiply(a.data, b.data, scales, ends, matmul, transposed, use_fast_accum)
+    return _multiply_natively(a.data, b.data, scales, ends, matmul, transposed, use_fast_accum)
 
 
 def multiply_widened(a: Operand, b: Operand, ends: Tensor, matmul: ExpertMatmul, transposed: bool) -> Tensor:
     """Run a grouped matmul in bfloat16. The scales of codes must be powers of two."""
     wide = _widen(a, ends, ends.shape[0]), _widen(b, _select_b_ends(ends, matmul), ends.shape[0])
-    return _multiply(*wide, None, ends, matmul, transposed, False)
+    return _multiply_natively(*wide, None, ends, matmul, transposed, False)
 
 
 def _select_b_ends(ends: Tensor, matmul: ExpertMatmul) -> Tensor | None:
@@ -87,7 +87,7 @@ def _widen(operand: Operand, ends: Tensor | None, groups: int) -> Tensor:
     return widen(operand.data, torch.bfloat16, *expand_row_scales(operand, ends, groups))  # 0 or NaN outside groups
 
 
-def _multiply(
+def _multiply_natively(
     a: Tensor,
     b: Tensor,
     scales: list[Tensor | None] | None,

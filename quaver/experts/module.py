@@ -54,7 +54,7 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class RoutedExperts(nn.Module):
-    """The forward of experts as grouped matmuls; `_multiply` runs one of them."""
+    """The forward of experts as grouped matmuls; `_multiply_tokens` runs one of them."""
 
     dispatcher: Dispatcher | None = None
     """Sends tokens to the ranks of their experts under expert parallelism, else None."""
@@ -141,7 +141,7 @@ class RoutedExperts(nn.Module):
     def _multiply_and_add_bias(
         self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None, **between_ranks: Dispatch | None
     ) -> Tensor:
-        out = self._multiply(name, tokens, ends, **between_ranks)
+        out = self._multiply_tokens(name, tokens, ends, **between_ranks)
         if expert is None or not getattr(self, "has_bias", False):
             return out
         return out + self._get_local(f"{name}_bias")[expert].to(out.dtype)
@@ -150,7 +150,7 @@ class RoutedExperts(nn.Module):
         parameter: Tensor = getattr(self, name)
         return parameter if self.dispatcher is None else self.dispatcher.to_local(parameter)
 
-    def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         """Multiply sorted tokens by the weight `name` in a grouped matmul."""
         raise NotImplementedError
 
@@ -168,7 +168,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     probes: Mapping[str, MatmulProbe] | None = None
     """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
 
-    def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         weight, operands, has_row_codes_only = self._get_local(name), None, False
         config, transposed = self.float8_config, is_transposed(self)
         # FSDP2 gathers a Float8Tensor that is no WeightForm, whose layouts are those of the stored [E, K, N].

@@ -17,7 +17,7 @@ from quaver.runtime.names import join_names
 SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
+CONFIG_JSON = "config.json"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -51,10 +51,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such folder or file.
         ValueError: it is not a JSON object.
     """
-    path = folder / CONFIG
+    path = folder / CONFIG_JSON
     if not path.is_file():
         raise FileNotFoundError(
-            f"{str(folder)!r} has no {CONFIG}; give the folder of a Hugging Face model, with *.safetensors, or one file"
+            f"{str(folder)!r} has no {CONFIG_JSON}; give the folder of a Hugging Face model, with *.safetensors, or "
+            "one file"
         )
     return read_json_object(path)
 
@@ -284,6 +285,6 @@ def write_model(
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
-    (folder / CONFIG).write_text(text, encoding="utf-8")
+    (folder / CONFIG_JSON).write_text(text, encoding="utf-8")
     for file in copied:
         shutil.copyfile(file, folder / file.name)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from quaver.conversion.convert import ModuleFilter
 from quaver.export.bundle import GENERATION, HEADER_RECORD, write_bundle
 from quaver.export.converted_view import Recipe
-from quaver.export.files import CONFIG, SINGLE, SafetensorsWriter, encode_config, encode_json
+from quaver.export.files import CONFIG_JSON, SINGLE, SafetensorsWriter, encode_config, encode_json
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
@@ -164,7 +164,7 @@ def _create_bundle(
         writer = SafetensorsWriter(staging, max_shard_bytes)
         yield writer
         writer.close()
-        (staging / CONFIG).write_text(config, encoding="utf-8")
+        (staging / CONFIG_JSON).write_text(config, encoding="utf-8")
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.to_json_file(staging / GENERATION)

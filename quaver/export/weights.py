@@ -247,7 +247,7 @@ class Float8Weights:
             weight = self.plan.float8[name]
             for parts, matrix, operand in matrices_of_weight:
                 if shared is not None and _get_scales(operand).quant != shared.quant:
-                    stored, is_requantized = [_quantize(weight, expect(matrix), shared)], True
+                    stored, is_requantized = [_quantize_matrix(weight, expect(matrix), shared)], True
                 else:
                     casts = weight.config.casts.weight
                     stored, is_requantized = store_matrix(matrix, operand, casts, len(parts), format)
@@ -293,7 +293,7 @@ class Float8Weights:
             return
         if name not in self._frozen or (name in self.plan.checkpoint.stacks and name not in self._weights):
             for parts, matrix in self._iter_matrices(name, self._find_read_dtype(name)):
-                yield parts, matrix, _quantize(held, matrix)
+                yield parts, matrix, _quantize_matrix(held, matrix)
             return
         frozen = self._gather_frozen(name)
         for parts, stored in zip(self.plan.checkpoint.get_parts(name), frozen.matrices(), strict=True):
@@ -411,7 +411,7 @@ def store_matrix(
     return [Operand(*part, held.layout) for part in zip(held.data.chunk(parts), scales, strict=True)], False
 
 
-def _quantize(weight: ModuleWeight, matrix: Tensor, scales: Scales | None = None) -> Operand:
+def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: Scales | None = None) -> Operand:
     module, scale = weight.module, None
     if isinstance(module, Float8Linear):
         scale = module.persistent_scales(module.weight.device, recording=False).weight

@@ -211,7 +211,7 @@ class Float8AllGatherWeight(WrapperWeight):
         else:
             scales = get_whole_scales(weight)
             codes = [
-                _quantize(shard, cast_scales.quant, float8_dtype, layout)
+                _quantize_shard(shard, cast_scales.quant, float8_dtype, layout)
                 for cast_scales, layout in zip(scales, layouts, strict=True)
             ]
             if scale is not None:
@@ -347,7 +347,7 @@ def _pad_to_chunk(shard: WeightShard, payload: Tensor, layout: ScaleLayout | Non
     return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 
 
-def _quantize(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
+def _quantize_shard(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
     """Quantize a shard with the `quant_scale` of the whole weight (`WholeScales`)."""
     if len(shard.size) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.find_scale_rows(layout)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 """Elements that share a scale of 4 bytes."""
-LEAST_ELEMENTS = 16 * BLOCK
+MIN_ELEMENTS = 16 * BLOCK
 """The fewest gradients of one rank in one reduction. Below it, the extra message costs more than the bytes save."""
 _SCALE_BYTES = 4
 _DEQUANTIZED_ROWS = 8
@@ -55,7 +55,7 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
     send nothing. The codes are cast from FSDP2's buffers in `reduce_dtype`, for which float32 is best.
 
     Raises:
-        ValueError: the model uses neither, or a rank has fewer than `LEAST_ELEMENTS` of a group's gradients.
+        ValueError: the model uses neither, or a rank has fewer than `MIN_ELEMENTS` of a group's gradients.
     """
     fsdp_class = fsdp_module_class()
     sharded: list[Any] = []
@@ -73,9 +73,9 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
 
 
 def _check_elements(elements: int, ranks: int, owner: str) -> None:
-    if elements < LEAST_ELEMENTS:
+    if elements < MIN_ELEMENTS:
         raise ValueError(
-            f"{owner} has {elements:,} gradients for each of {ranks} ranks; expected at least {LEAST_ELEMENTS:,} to "
+            f"{owner} has {elements:,} gradients for each of {ranks} ranks; expected at least {MIN_ELEMENTS:,} to "
             "reduce in float8: shard over fewer ranks, put more modules into one fully_shard, or reduce in high "
             "precision"
         )

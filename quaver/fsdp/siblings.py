@@ -143,7 +143,7 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
     own = get_current_shard(weight)
     computed = _group_by_collective(unknown)[_make_collective_key(weight, own)]
     if own.ranks[0] not in siblings.agreed_ranks:
-        lines = _describe([(name, sibling) for name, sibling, _ in computed])
+        lines = _describe_weights([(name, sibling) for name, sibling, _ in computed])
         check_ranks_agree(lines, own.fsdp_group, what=_GATHERED)
         siblings.agreed_ranks.add(own.ranks[0])
     _compute_and_set_scales(computed)
@@ -174,7 +174,7 @@ def _compute_and_set_scales(named: NamedShards) -> None:
         _get_all_gather_weight(weight).set_scales(weight_scales, weight.parameter)
 
 
-def _describe(named: NamedWeights) -> list[str]:
+def _describe_weights(named: NamedWeights) -> list[str]:
     return [f"{name} {list(weight.parameter.shape)}: {weight.config}" for name, weight in named]
 
 
@@ -207,13 +207,13 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 def precompute_scales(module: nn.Module) -> None:
     """Run `precompute_float8_dynamic_scale_for_fsdp` without its message."""
     named = [(name, weight) for name, weight in weights_under(module) if _is_sharded(weight)]
-    _check_once(module, named)
+    _check_siblings_agree(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
     for group in _group_by_collective(needed).values():
         _compute_and_set_scales(group)
 
 
-def _check_once(module: nn.Module, named: NamedWeights) -> None:
+def _check_siblings_agree(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. Ranks without such weights join, so the group is the first DTensor's."""
     sharded = next((p for p in module.parameters() if is_dtensor(p)), None)
     if sharded is None:
@@ -221,4 +221,4 @@ def _check_once(module: nn.Module, named: NamedWeights) -> None:
     axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)
     group = sharded.device_mesh.get_group(axis)
     weights = [(weakref.ref(weight.module), weight.name) for _, weight in named]
-    check_ranks_agree_once(module, weights, lambda: _describe(named), group, what=_GATHERED)
+    check_ranks_agree_once(module, weights, lambda: _describe_weights(named), group, what=_GATHERED)

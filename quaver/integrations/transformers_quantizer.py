@@ -39,7 +39,7 @@ from quaver.conversion.freeze import resolve_frozen_config
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, iter_model_configs
 from quaver.experts.module import is_experts
-from quaver.export.files import CONFIG, SUFFIX, read_config
+from quaver.export.files import CONFIG_JSON, SUFFIX, read_config
 from quaver.export.frozen import StoredWeights, find_frozen_obstacle
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
@@ -319,7 +319,7 @@ def _open_float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | N
     if not files:
         return None
     folder = Path(files[0]).parent
-    stored = find_quantization(read_config(folder)) if (folder / CONFIG).is_file() else None
+    stored = find_quantization(read_config(folder)) if (folder / CONFIG_JSON).is_file() else None
     if stored is None or (isinstance(stored, dict) and stored.get("quant_method") == METHOD):
         opened = [safe_open(file, framework="pt") for file in files if file.endswith(SUFFIX)]
         if not any(str(file.get_slice(name).get_dtype()) in CODES for file in opened for name in file.keys()):  # noqa: SIM118

@@ -69,7 +69,7 @@ _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
 # Below, starting threads takes longer than they save.
 THREADS_PAY_FROM = 1 << 17  # elements of a cast
 MM_THREADS_PAY_FROM = 1 << 21  # multiplications
-_MOST_THREADS = 64  # the limit in cpu.c
+_MAX_THREADS = 64  # the limit in cpu.c
 
 with without_dispatch_modes():
     _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")  # new_empty takes half the time of torch.empty
@@ -403,7 +403,7 @@ def observe(
     if codes is not None and not (is_plain(codes) and codes.dtype in FLOAT8_KIND and codes.shape == hp.shape):
         return None
     codes = codes if codes is None or codes.stride(1) == 1 else codes.contiguous()
-    threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MOST_THREADS)
+    threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MAX_THREADS)
     block_size, blocks = layout.block(hp.shape), layout.get_scale_shape(rows, columns) or (1, 1)
     for scale in (quant_scale, dequant_scale):
         if not (is_plain(scale) and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):

@@ -88,7 +88,8 @@ def _exact_float8_mm(
     """Compute the equation at the top of the file on plain tensors. Arguments as in `linear.gemm.float8_mm`."""
     a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout), None, a_outer_scale)
     b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout), None, b_outer_scale)
-    return _multiply(unpack_codes(a_operand), unpack_codes(b_operand), bias, out_dtype, scales_are_powers_of_2, None)
+    operands = unpack_codes(a_operand), unpack_codes(b_operand)
+    return _multiply_wide(*operands, bias, out_dtype, scales_are_powers_of_2, None)
 
 
 def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, scales_are_powers_of_2: bool) -> None:
@@ -97,12 +98,12 @@ def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, scales_are_powers_o
     options = None, out.dtype, scales_are_powers_of_2
     result = _cpu_mm(*tensors, *options, a.layout, b.layout) if is_cpu(a.data) else None
     if result is None:
-        _multiply(a, b, *options, out)
+        _multiply_wide(a, b, *options, out)
     else:
         out.copy_(result)
 
 
-def _multiply(
+def _multiply_wide(
     a_operand: Operand,
     b_operand: Operand,
     bias: Tensor | None,

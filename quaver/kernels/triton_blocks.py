@@ -51,7 +51,7 @@ FIRST_CAPABILITY = (9, 0)
 least 3.6 convert through float16 (triton-lang/triton#11753). Below 8.9 Triton has no e4m3."""
 
 
-MOST_MATRICES = 65535
+MAX_MATRICES = 65535
 """The largest second dim of a grid (CUDA C programming guide, technical specifications per compute capability)."""
 
 

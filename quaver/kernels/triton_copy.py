@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quaver.kernels.triton_blocks import (
     FLOAT8_DTYPES,
-    MOST_MATRICES,
+    MAX_MATRICES,
     Tile,
     accepts,
     has_kernels,
@@ -32,7 +32,7 @@ except ImportError:  # PyTorch for CPUs lacks it
 
 def supports_codes(codes: Tensor) -> bool:
     """Return whether the kernel copies `codes` [..., R, C], which must be float8 and pass `has_kernels`."""
-    is_matrices = codes.dim() >= 2 and math.prod(codes.shape[:-2]) <= MOST_MATRICES
+    is_matrices = codes.dim() >= 2 and math.prod(codes.shape[:-2]) <= MAX_MATRICES
     return codes.dtype in FLOAT8_DTYPES and is_matrices and has_kernels(codes)
 
 

@@ -7,7 +7,7 @@ A class consists of these parts, from the inside out. Each can be added or remov
 
     original    the class that the module had
     float8      Float8Linear or another float8 class, which provides the forward
-    layers      code around the forward, in the order of the calls of `add_layer`
+    wrappers    code around the forward, in the order of the calls of `wrap_forward`
     FSDP2       FSDPModule, from `fully_shard`
 
 pickle finds a class by its name, which these classes do not have. So a pickled module names the parts, and unpickling
@@ -26,7 +26,7 @@ from torch import nn
 from quaver.torch_private.fsdp import fsdp_module_class
 
 
-class Layer:
+class ForwardWrapper:
     """Code around a module's forward. Instances are hashable and can be pickled; equal ones make the same class."""
 
     def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ class ClassParts(NamedTuple):
 
     original: type[nn.Module]
     float8: type[nn.Module] | None = None
-    layers: tuple[Layer, ...] = ()
+    wrappers: tuple[ForwardWrapper, ...] = ()
 
 
 def get_class_parts(module: nn.Module) -> ClassParts:
@@ -63,21 +63,21 @@ def change_class(module: nn.Module, **parts: Any) -> None:
     module.__class__ = cls
 
 
-def add_layer(module: nn.Module, layer: Layer) -> None:
-    """Run `layer` around the forward that `module` has."""
-    change_class(module, layers=(*get_class_parts(module).layers, layer))
+def wrap_forward(module: nn.Module, wrapper: ForwardWrapper) -> None:
+    """Run `wrapper` around the forward that `module` has."""
+    change_class(module, wrappers=(*get_class_parts(module).wrappers, wrapper))
 
 
-def remove_layers(module: nn.Module, kind: type[Layer]) -> None:
-    """Remove the layers of this class, wherever they are."""
-    if has_layer(module, kind):
-        layers = get_class_parts(module).layers
-        change_class(module, layers=tuple(layer for layer in layers if not isinstance(layer, kind)))
+def unwrap_forward(module: nn.Module, kind: type[ForwardWrapper]) -> None:
+    """Remove the wrappers of this class, wherever they are."""
+    if has_wrapper(module, kind):
+        wrappers = get_class_parts(module).wrappers
+        change_class(module, wrappers=tuple(wrapper for wrapper in wrappers if not isinstance(wrapper, kind)))
 
 
-def has_layer(module: nn.Module, kind: type[Layer]) -> bool:
-    """Return whether a layer of this class runs around the module's forward."""
-    return any(isinstance(layer, kind) for layer in get_class_parts(module).layers)
+def has_wrapper(module: nn.Module, kind: type[ForwardWrapper]) -> bool:
+    """Return whether a wrapper of this class runs around the module's forward."""
+    return any(isinstance(wrapper, kind) for wrapper in get_class_parts(module).wrappers)
 
 
 def _is_fsdp_class(cls: type) -> bool:
@@ -86,12 +86,12 @@ def _is_fsdp_class(cls: type) -> bool:
 
 
 @functools.cache
-def _make_class(original: Any, float8: Any, layers: tuple[Layer, ...]) -> type[nn.Module]:
+def _make_class(original: Any, float8: Any, wrappers: tuple[ForwardWrapper, ...]) -> type[nn.Module]:
     """Make a class with the name and signature by which libraries find modules and their arguments."""
-    namespace: dict[str, Any] = {"_class_parts": ClassParts(original, float8, layers), "__reduce_ex__": _reduce_ex}
-    if layers:
-        cls = _make_class(original, float8, layers[:-1])
-        forward = functools.wraps(cls.forward)(layers[-1].make_forward(cls))
+    namespace: dict[str, Any] = {"_class_parts": ClassParts(original, float8, wrappers), "__reduce_ex__": _reduce_ex}
+    if wrappers:
+        cls = _make_class(original, float8, wrappers[:-1])
+        forward = functools.wraps(cls.forward)(wrappers[-1].make_forward(cls))
         namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
         return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(namespace))
     if float8 is None or vars(float8).get("replaces") is original:

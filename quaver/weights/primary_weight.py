@@ -69,7 +69,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
     @staticmethod
     def from_master(master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
         """Quantize `master`, high precision [N, K] or of experts, under `config`."""
-        operands = _quantize(master, config, transposed)
+        operands = _quantize_master(master, config, transposed)
         return Float8PrimaryWeight(*operands, master.dtype, master, config, transposed)
 
     def stored(self) -> Operands:
@@ -84,7 +84,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
     @torch.no_grad()
     def quantize(self) -> None:
         """Quantize the master into the codes."""
-        operands = _quantize(self.wrapped, self.config, self.transposed)
+        operands = _quantize_master(self.wrapped, self.config, self.transposed)
         for target, operand in zip(super().stored(), operands, strict=True):
             expect(target).data.copy_(operand.data)
             expect(expect(target).dequant_scale).copy_(expect(operand.dequant_scale))
@@ -151,7 +151,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
 
 @torch.inference_mode(False)  # codes are written in place later, even if the master is an inference tensor
 @torch.no_grad()
-def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> tuple[Operand, Operand]:
+def _quantize_master(master: Tensor, config: Float8LinearConfig, transposed: bool) -> tuple[Operand, Operand]:
     """Return the row and column operands of the stored weight, as one object if one cast serves both."""
     casts = config.casts.weight
     if master.dim() == 3:

@@ -44,7 +44,7 @@ _TORCH = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
 }
-MOST_PROGRAMS = 2**31 - 1, 65535, 65535
+MAX_PROGRAMS = 2**31 - 1, 65535, 65535
 """The largest grid in x, y and z (CUDA C++ Programming Guide, compute capabilities)."""
 
 
@@ -154,7 +154,7 @@ class Interpreted:
         names = self._function.arg_names
         sizes = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, int)}
         grid = self._grid.eval_slow({**sizes, **self._config})
-        if any(programs > most for programs, most in zip(grid, MOST_PROGRAMS, strict=True)):
+        if any(programs > most for programs, most in zip(grid, MAX_PROGRAMS, strict=True)):
             raise RuntimeError(f"CUDA error: invalid configuration argument: a grid of {grid}")
         self._function[grid](*args, **self._config)
 

@@ -19,8 +19,8 @@ Name = TypeVar("Name", bound=Hashable)
 _SHORTEST_SAMPLE_S = 2e-3
 
 _UNKNOWN_CACHE_BYTES = 64 << 20
-_MOST_COPIES = 256
-_MOST_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
+_MAX_COPIES = 256
+_MAX_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Rotation(Generic[Input]):
     def __init__(self, make: Callable[[], Input], copy_bytes: int, device: torch.device) -> None:
         """Call `make` once per copy of `copy_bytes` bytes, and at least once."""
         wanted = 2 * (find_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
-        copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, copy_bytes))
-        self._inputs = [make() for _ in range(min(max(1, copies), _MOST_COPIES))]
+        copies = -(-min(wanted, _MAX_BYTES[device.type]) // max(1, copy_bytes))
+        self._inputs = [make() for _ in range(min(max(1, copies), _MAX_COPIES))]
         self._turn = 0
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.errors import InputError
 from quaver.torch_private.compiler import recompile_limit
 
-_MOST_COMPILED_VARIANTS = 64
+_MAX_COMPILED_VARIANTS = 64
 """Limit on torch.compile's variants of one block. Every precision is a variant, and torch's default limit is 8."""
 
 RecipeModels = tuple[TrainConfig, dict[str, Llama]]
@@ -83,7 +83,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         """
         setup, recipe_models = compared
         config, tokens = setup.config, setup.config.training.step_tokens
-        recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
+        recompiles = recompile_limit(_MAX_COMPILED_VARIANTS)
         with recompiles, use_determinism(config.training.deterministic), show_progress("making the models") as tell:
             models = _make_models(setup, recipe_models)
             steps = self.warmup + self.rounds

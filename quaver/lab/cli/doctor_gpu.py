@@ -1,4 +1,4 @@
-"""`quaver doctor --gpu NAME [--model CONFIG|RUN|HF-FOLDER] [--recipe NAME]`: what a GPU multiplies natively.
+"""`quaver doctor --gpu NAME [--model CONFIG_TOML|RUN|HF-FOLDER] [--recipe NAME]`: what a GPU multiplies natively.
 
 The GPU need not be in this machine. Nothing runs and no weight is read: the model is made on the meta device.
 """
@@ -10,11 +10,10 @@ import torch
 from rich.table import Table
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
-from quaver.export.files import read_config
+from quaver.export.files import CONFIG_JSON, read_config
 from quaver.export.source import DEFAULT_FILTER, build_skeleton, make_name_filter
 from quaver.lab.doctor.gpu import LayersOnGpu, MatmulOnGpu, OnGpu, describe_gpu
-from quaver.lab.runs.run_folder import CONFIG
+from quaver.lab.runs.run_folder import CONFIG_TOML
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.terminal.tables import make_table
@@ -32,19 +31,19 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
     if model is None:
         return describe_gpu(spec)
     path = Path(model)
-    if path.name == HUGGINGFACE_CONFIG:
+    if path.name == CONFIG_JSON:
         path = path.parent
-    if (path / HUGGINGFACE_CONFIG).is_file():
+    if (path / CONFIG_JSON).is_file():
         skeleton, chosen = build_skeleton(path, read_config(path)), canonicalize_recipe(recipe or "tensorwise")
         admits = make_name_filter(DEFAULT_FILTER, find_tied_modules(skeleton))
         with blame_input():
             convert_to_float8_training(skeleton, config=chosen, module_filter_fn=admits)
         return describe_gpu(spec, skeleton, chosen)
-    file = path / CONFIG if path.is_dir() else path
+    file = path / CONFIG_TOML if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
             f"--model must be a run's config, a run or a Hugging Face folder, got {str(path)!r}, which has no "
-            f"{HUGGINGFACE_CONFIG} and no {CONFIG}"
+            f"{CONFIG_JSON} and no {CONFIG_TOML}"
         )
     return _run_on_gpu(spec, load_config(file), recipe)
 

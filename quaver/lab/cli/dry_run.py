@@ -45,7 +45,7 @@ def iter_views(run: DryRun) -> Iterator[str | Table]:
         "FLOPs": f"{run.flops_per_token:,} per token, forward and backward",
         "data": f"{config.data.path}: {len(run.source.files):,} files, {run.source.total_bytes:,} bytes; not read",
         "tokenizer": run.tokenizer,
-        "ranks": str(run.layout),
+        "ranks": str(run.dims),
     }
     yield from (f"{name:<13}{text}" for name, text in lines.items())
     yield from _iter_linear_views(run)

@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 
 from quaver.export import Float8Weights, save_float8, set_kv_scales
 from quaver.export.bundle import list_tokenizer_files
-from quaver.export.files import CONFIG
+from quaver.export.files import CONFIG_JSON
 from quaver.export.folders import check_new
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
@@ -100,10 +100,10 @@ def _open_source(options: ExportOptions) -> ExportSource:
     if checkpoint is not None:
         return make_run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
     options.require_default("model", unless="SOURCE is a run or a checkpoint")
-    if not (path / CONFIG).is_file():
+    if not (path / CONFIG_JSON).is_file():
         raise FileNotFoundError(
             f"SOURCE must be a run, a step-... folder of it, or a Hugging Face folder, got {str(path)!r}, which has "
-            f"neither config.toml nor {CONFIG}"
+            f"neither config.toml nor {CONFIG_JSON}"
         )
     if options.recipe is None:
         raise InputError(

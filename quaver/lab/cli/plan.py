@@ -173,7 +173,7 @@ def run(argv: list[str]) -> int:
             gpus_per_node=options.nodes_of,
             precisions=options.choose_precisions(spec),
             step_sequences=options.choose_step_sequences(config),
-            stores=options.store_less,
+            less_precise_storage=options.store_less,
         )
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
@@ -271,12 +271,12 @@ _REDUCED = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
 
 def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
     waits = 1 - row.timeline.sum_seconds(stream="compute") / row.timeline.seconds
-    layout = row.candidate.layout
+    dims = row.candidate.dims
     return (
         f"{number}{'*' if row.candidate.is_configured else ''}",
         row.candidate.precision,
-        _format_degrees(layout.shard, layout.replicate),
-        _format_degrees(layout.tensor, layout.expert),
+        _format_degrees(dims.shard, dims.replicate),
+        _format_degrees(dims.tensor, dims.expert),
         row.candidate.gathering,
         f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCED[row.candidate.reduction]}",
         row.candidate.storage,
@@ -361,8 +361,8 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
 def _make_json_row(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
     return {
         "precision": row.candidate.precision,
-        "mesh": row.candidate.layout.mesh,
-        "expert_parallel": row.candidate.layout.expert,
+        "mesh": row.candidate.dims.mesh,
+        "expert_parallel": row.candidate.dims.expert,
         "peak_bytes": row.peak_bytes,
         "step_seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_s,

@@ -17,7 +17,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 ROUNDS = 8
-LEAST_HALF_BITS = 3
+MIN_HALF_BITS = 3
 """With fewer bits in a half, the network produces too few of the possible orders."""
 
 
@@ -36,7 +36,7 @@ def compute_stream_indices(first: int, amount: int, count: int, seed: int) -> In
     epochs, positions = np.divmod(numbers, count)
     distinct, which = np.unique(epochs, return_inverse=True)
     keys = np.stack([_derive_keys(seed, int(epoch)) for epoch in distinct], axis=1)[:, which]
-    half_bits = max(LEAST_HALF_BITS, -(-(count - 1).bit_length() // 2))
+    half_bits = max(MIN_HALF_BITS, -(-(count - 1).bit_length() // 2))
     result = _permute(positions.astype(np.uint64), keys, half_bits)
     while (outside := np.flatnonzero(result >= count)).size:
         result[outside] = _permute(result[outside], keys[:, outside], half_bits)

@@ -61,7 +61,7 @@ class TokenData:
     origin: dict[str, Any] = field(repr=False)
     document_mask: bool = False
 
-    def make_step_batches(self, training: Training, consumed: int, layout: ParallelDims = ALONE) -> list[Batch]:
+    def make_step_batches(self, training: Training, consumed: int, dims: ParallelDims = ALONE) -> list[Batch]:
         """Return this rank's micro-batches of the optimizer step that begins with sequence `consumed` of the stream.
 
         Micro-batch m of data-parallel rank r of n is micro-batch m * n + r of a single process.
@@ -71,10 +71,10 @@ class TokenData:
         """
         count = self.train.count_sequences(training.seq_len)
         indices = compute_stream_indices(consumed, training.step_batch_size, count, training.seed)
-        return self._make_batches(self.train, indices * training.seq_len, training, layout)
+        return self._make_batches(self.train, indices * training.seq_len, training, dims)
 
     def make_validation_batches(
-        self, training: Training, validation: Validation, layout: ParallelDims = ALONE
+        self, training: Training, validation: Validation, dims: ParallelDims = ALONE
     ) -> list[Batch]:
         """Return this rank's fixed validation batches: windows spread evenly over the validation split.
 
@@ -82,15 +82,13 @@ class TokenData:
         """
         count = validation.steps * training.local_batch_size
         starts = np.linspace(0, len(self.validation.tokens) - training.seq_len - 1, count).astype(np.int64)
-        divides = validation.steps % layout.data_parallel_degree == 0
-        return self._make_batches(self.validation, starts, training, layout if divides else ALONE)
+        divides = validation.steps % dims.data_parallel_degree == 0
+        return self._make_batches(self.validation, starts, training, dims if divides else ALONE)
 
-    def _make_batches(
-        self, split: TokenSplit, starts: Integers, training: Training, layout: ParallelDims
-    ) -> list[Batch]:
+    def _make_batches(self, split: TokenSplit, starts: Integers, training: Training, dims: ParallelDims) -> list[Batch]:
         size = training.local_batch_size
         batches = [starts[first : first + size] for first in range(0, len(starts), size)]
-        mine = batches[layout.data_parallel_rank :: layout.data_parallel_degree]
+        mine = batches[dims.data_parallel_rank :: dims.data_parallel_degree]
         return [_make_batch(split, rows.tolist(), training.seq_len, self.document_mask) for rows in mine]
 
 

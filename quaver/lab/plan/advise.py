@@ -39,7 +39,7 @@ NEARLY_FITS = 1.1
 """A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights."""
 SAVES_AS_MUCH = 1.1
 """Less precise storage is tried for a setting that exceeds `fit_bytes` by at most this factor times its saved bytes."""
-MOST_TRIED = 60
+MAX_TRIED = 60
 """The largest number of combinations that are predicted. Variants with less precise storage do not count."""
 TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
 
@@ -141,7 +141,7 @@ class _AdviceSearch:
         self._compute_peak = estimate_peak if quick else _predict_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._progress = spec, progress
-        resolved, self._layout = resolve(config, rank=0, world_size=ranks)
+        resolved, self._dims = resolve(config, rank=0, world_size=ranks)
         self._batch = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
         self._less_precise_saves = 0
@@ -150,7 +150,7 @@ class _AdviceSearch:
 
     def try_single_changes(self) -> None:
         """Try each single change."""
-        for change in list_single_changes(self._config, self._layout, self._batch):
+        for change in list_single_changes(self._config, self._dims, self._batch):
             self._try(change)
         alone = [self._try(change) for change in iter_less_precise(Change((), self._config))]
         least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
@@ -165,7 +165,7 @@ class _AdviceSearch:
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
         """Yield the index of each change of a group, then of the nearly fitting ones with less precise storage."""
-        left = MOST_TRIED
+        left = MAX_TRIED
         for group in groups:
             for change in group[:left]:
                 yield from self._try_with_fewer_gathered(change)
@@ -175,7 +175,7 @@ class _AdviceSearch:
                     yield from map(self._try, iter_less_precise(change))
             left -= len(group)
             if left < 0:
-                self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
+                self.notes.append(f"only the {MAX_TRIED} fastest combinations were tried")
                 return
 
     def _try_with_fewer_gathered(self, change: Change) -> Iterator[int]:
@@ -184,7 +184,7 @@ class _AdviceSearch:
         yield index
         peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes
         if peak_bytes is not None and fit_bytes is not None and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITS:
-            fewer = gather_least(change, self._layout)
+            fewer = gather_least(change, self._dims)
             if fewer is not None:
                 yield self._try(fewer)
 
@@ -221,11 +221,11 @@ class _AdviceSearch:
     def _compute_cost(self, config: TrainConfig) -> StepCost | None:
         """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
         try:
-            resolved, layout = resolve(config, rank=0, world_size=self._ranks)
+            resolved, dims = resolve(config, rank=0, world_size=self._ranks)
             find_float8_shares(resolved)  # converts the model, and stores the result for the cost
         except (InputError, NotImplementedError):
             return None
-        return compute_step_cost(resolved, layout, self._spec)
+        return compute_step_cost(resolved, dims, self._spec)
 
 
 def _predict_peak(config: TrainConfig, ranks: int) -> int:

@@ -43,13 +43,13 @@ class Change:
         return "; ".join(self.edits)
 
 
-def list_single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
+def list_single_changes(config: TrainConfig, dims: ParallelDims, batch: int) -> list[Change]:
     """Return changes of one setting each that differ from `config`.
 
     Args:
         batch: the sequences of one optimizer step over all ranks, which no change affects.
     """
-    edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, layout, batch)]
+    edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, dims, batch)]
     edits += [*_iter_less_precise(config), *list(_iter_batches(config, batch))[1:2]]
     changes = [_apply_edits(config, (name,), [edit]) for name, edit in edits]
     return [change for change in changes if change.config != config]
@@ -83,10 +83,10 @@ def iter_less_precise(change: Change) -> Iterator[Change]:
         yield _apply_edits(config, names, [edit for _, edit in edits])
 
 
-def gather_least(change: Change, layout: ParallelDims) -> Change | None:
+def gather_least(change: Change, dims: ParallelDims) -> Change | None:
     """Return `change` with the fewest gathered weights, or None if that changes nothing."""
     config = change.config
-    if config is None or layout.shard == 1:
+    if config is None or dims.shard == 1:
         return None
     edits = [_edit_section("parallelism", fsdp_reshard_after_forward="always")]
     if config.float8.enable_float8_linear:
@@ -176,11 +176,11 @@ def _edit_precision(precision: str) -> Edit:
     return lambda config: with_precision(config, precision)
 
 
-def _iter_communication(config: TrainConfig, layout: ParallelDims, batch: int) -> Iterator[tuple[str, Edit]]:
-    if batch > config.training.local_batch_size * layout.data_parallel_degree > config.training.local_batch_size:
-        for reduce in REDUCE[: 3 if layout.replicate > 1 else 2]:
+def _iter_communication(config: TrainConfig, dims: ParallelDims, batch: int) -> Iterator[tuple[str, Edit]]:
+    if batch > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
+        for reduce in REDUCE[: 3 if dims.replicate > 1 else 2]:
             yield f"gradients reduced after micro-batches: {reduce}", _edit_section("training", reduce=reduce)
-    if layout.shard == 1:
+    if dims.shard == 1:
         return
     for policy in ("default", "always", "never"):
         edit = _edit_section("parallelism", fsdp_reshard_after_forward=policy)

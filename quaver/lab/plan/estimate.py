@@ -3,7 +3,7 @@
 The peak is the largest sum of these four terms in a step. P are the weights of a block on this tensor-parallel rank.
 
     resident    parameters, optimizer states and tokens, during the whole step
-    root        the gathered embedding, until FSDP2 reshards it after the backward
+    root        the gathered embedding, until FSDP2 reshard_after_forward it after the backward
     saved       activations of blocks (`_iter_saved_by_blocks`), rotary tables, the last block's output and its norm
     moment      what one of these moments needs beside them; the last two have no saved activations any more:
         head, forward       its weight, gathered, and the all-gather's buffer of the same size; logits
@@ -54,26 +54,26 @@ _SPLIT_SLICES = 1
 class _Weight(BlockWeight):
     """A parameter of a block, or outside of the blocks."""
 
-    def find_gathered_shape(self, layout: ParallelDims) -> tuple[int, ...]:
+    def find_gathered_shape(self, dims: ParallelDims) -> tuple[int, ...]:
         """Return the gathered shape on one tensor and expert parallel rank."""
         shape = list(self.shape)
         if self.name in _ALL_SPLIT_DIMS:
-            shape[_ALL_SPLIT_DIMS[self.name]] //= layout.tensor
+            shape[_ALL_SPLIT_DIMS[self.name]] //= dims.tensor
         if self.name == EXPERTS:
-            shape[0] //= layout.expert
+            shape[0] //= dims.expert
         return tuple(shape)
 
-    def count_sharded(self, layout: ParallelDims) -> int:
+    def count_sharded(self, dims: ParallelDims) -> int:
         """Return the number of elements on the first rank."""
-        first, *rest = self.find_gathered_shape(layout)
-        ranks = layout.shard // layout.expert if self.name == EXPERTS else layout.shard
+        first, *rest = self.find_gathered_shape(dims)
+        ranks = dims.shard // dims.expert if self.name == EXPERTS else dims.shard
         return ceil(first / ranks) * prod(rest)
 
-    def count_scales(self, layout: ParallelDims) -> int:
+    def count_scales(self, dims: ParallelDims) -> int:
         """Return the number of scales of a float8 state on the first rank: of whole rows if their blocks are split."""
-        columns = self.find_gathered_shape(layout)[-1]
+        columns = self.find_gathered_shape(dims)[-1]
         row = columns if columns % BLOCK == 0 else self.shape[-1]
-        return self.count_sharded(layout) // columns * ceil(row / BLOCK)
+        return self.count_sharded(dims) // columns * ceil(row / BLOCK)
 
 
 def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
@@ -82,30 +82,30 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
     Raises:
         InputError: the degrees do not fit the ranks, as `resolve` says.
     """
-    config, layout = resolve(config, rank=0, world_size=ranks)
-    return Estimate(config, layout).count_peak_bytes()
+    config, dims = resolve(config, rank=0, world_size=ranks)
+    return Estimate(config, dims).count_peak_bytes()
 
 
 class Estimate:
     """The terms of the estimate."""
 
-    def __init__(self, config: TrainConfig, layout: ParallelDims) -> None:
-        self.config, self.layout, self.model = config, layout, config.model
+    def __init__(self, config: TrainConfig, dims: ParallelDims) -> None:
+        self.config, self.dims, self.model = config, dims, config.model
         training, float8 = config.training, config.float8
         self.tokens = training.local_batch_size * training.seq_len
-        self.micro_batches = layout.count_micro_batches(training)
+        self.micro_batches = dims.count_micro_batches(training)
         self.stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
-        self.is_sharded = layout.data_parallel_degree > 1
+        self.is_sharded = dims.data_parallel_degree > 1
         self.shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
         self.block = [_Weight(*weight) for weight in list_block_weights(self.model)]
         self.outside = _list_outside_weights(self.model)
-        self.in_block = sum(prod(weight.find_gathered_shape(layout)) for weight in self.block)
+        self.in_block = sum(prod(weight.find_gathered_shape(dims)) for weight in self.block)
 
     def count_peak_bytes(self) -> int:
         """Return the bytes of the peak; see the head of this file."""
-        model, tp = self.model, self.layout.tensor
+        model, tp = self.model, self.dims.tensor
         parameters = self.count_parameter_bytes()
         resident = (
             parameters
@@ -118,7 +118,7 @@ class Estimate:
         all_reduced = max(parameters, gradients)
         embedding = model.vocab_size * model.dim // tp
         head = 0 if model.tie_word_embeddings else embedding
-        head_gradient = _FLOAT32 * head // self.layout.shard
+        head_gradient = _FLOAT32 * head // self.dims.shard
         reshard = self.config.parallelism.fsdp_reshard_after_forward
         root = embedding * self.stream_bytes if self.is_sharded and reshard != "always" else 0
         codes = int(self._compute_gathered_bytes() * self.in_block) if self.is_sharded else 0
@@ -140,7 +140,7 @@ class Estimate:
 
     def count_parameter_bytes(self) -> int:
         """Return the bytes of this rank's parameters. Their gradients take as many."""
-        return self._sum(lambda weight: weight.count_sharded(self.layout)) * self.parameter_bytes
+        return self._sum(lambda weight: weight.count_sharded(self.dims)) * self.parameter_bytes
 
     def _count_held_gradient_bytes(self) -> int:
         """Return the bytes of earlier micro-batches' gradients: shards in the parameters' dtype, or float32 sums."""
@@ -150,8 +150,8 @@ class Estimate:
         if reduce == "every":
             return self.count_parameter_bytes()
         if reduce == "last_all_reduce":
-            return _FLOAT32 * self._sum(lambda weight: weight.count_sharded(self.layout))
-        return _FLOAT32 * self._sum(lambda weight: prod(weight.find_gathered_shape(self.layout)))
+            return _FLOAT32 * self._sum(lambda weight: weight.count_sharded(self.dims))
+        return _FLOAT32 * self._sum(lambda weight: prod(weight.find_gathered_shape(self.dims)))
 
     def _count_buffer_bytes(self) -> int:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
@@ -159,7 +159,7 @@ class Estimate:
 
     def _count_head_bytes(self, gathered: int, codes: int, head: int) -> int:
         """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
-        tp, stream = self.layout.tensor, self.tokens * self.model.dim * _LOW
+        tp, stream = self.dims.tensor, self.tokens * self.model.dim * _LOW
         logits = self.tokens * self.model.vocab_size // tp
         slices = (_SLICES if tp == 1 else _SPLIT_SLICES) * _FLOAT32 * min(SLICE_ELEMENTS, logits)
         forward = (2 * gathered + logits) * _LOW + (stream // tp if tp > 1 else 0)
@@ -174,14 +174,14 @@ class Estimate:
         optimizer, blocks = self.config.optimizer, set(self.block)
 
         def count_bytes(weight: _Weight) -> int:
-            elements = weight.count_sharded(self.layout)
+            elements = weight.count_sharded(self.dims)
             is_muons = optimizer.is_muon and weight in blocks and len(weight.shape) == 2
             moments, step = (1, 0) if is_muons else (2, _FLOAT32)
             if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < MIN_FLOAT8_ELEMENTS
             in_float32 = is_small or weight.name == _EMBEDDING
-            moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.count_scales(self.layout)
+            moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.count_scales(self.dims)
             return moments * moment + _FLOAT32
 
         return self._sum(count_bytes)
@@ -211,19 +211,19 @@ class Estimate:
         """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
         if self.is_sharded and not self.config.float8.cast_weights_once:
             return 0
-        held = sum(weight.count_sharded(self.layout) for weight in self.block) if self.is_sharded else self.in_block
+        held = sum(weight.count_sharded(self.dims) for weight in self.block) if self.is_sharded else self.in_block
         return int(self.model.n_layers * held * self._compute_cast_bytes())
 
     def _count_saved_outside(self) -> int:
         """Return the bytes of the rotary tables, the last block's output and the gathered input of the head."""
         tables = 2 * self.config.training.seq_len * self.model.head_dim * _FLOAT32
         stream = _STORED if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
-        return tables + int(self.tokens * self.model.dim * (stream / self.layout.tensor + _LOW))
+        return tables + int(self.tokens * self.model.dim * (stream / self.dims.tensor + _LOW))
 
     def _iter_saved_by_blocks(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves."""
         checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
-        stream = int(self._choose_stream_bytes() * self.model.dim) // self.layout.tensor
+        stream = int(self._choose_stream_bytes() * self.model.dim) // self.dims.tensor
         everything = self._count_saved_without_checkpoint()
         every = parse_selective_option(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
@@ -252,7 +252,7 @@ class Estimate:
         compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the
         policy saves as codes.
         """
-        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.layout.tensor
+        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
         experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
         low, stream = _STORED if is_compiled and stores else _LOW, self._choose_stream_bytes()
@@ -274,7 +274,7 @@ class Estimate:
         code, and linears whose input tensor parallelism gathers, save codes. A grad_weight in high precision saves the
         input. Norms, attention and feed-forwards may store saved tensors as codes; linears do not.
         """
-        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.layout.tensor
+        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
         experts, hidden = self.model.n_experts, self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
         low, stream = (_STORED, _STORED) if stores else (_LOW, self.stream_bytes)
@@ -316,7 +316,7 @@ class Estimate:
     def _count_temporary_bytes(self) -> int:
         """Return the bytes of a block's weight gradients, and of the gradients in its feed-forward."""
         token_bytes = 8 * count_networks(self.model) * self.model.hidden_dim + _FLOAT32 * self.model.dim
-        return _LOW * self.in_block + self.tokens * token_bytes // self.layout.tensor
+        return _LOW * self.in_block + self.tokens * token_bytes // self.dims.tensor
 
 
 def _list_outside_weights(model: Model) -> list[_Weight]:

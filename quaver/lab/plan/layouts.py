@@ -24,8 +24,8 @@ from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Train
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.runtime.errors import InputError
 
-MOST_LOCAL_BATCH = 16
-MOST_EXPERT_RANKS = 64
+MAX_LOCAL_BATCH = 16
+MAX_EXPERT_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Candidate:
 
     config: TrainConfig
     """The config with its global batch size resolved."""
-    layout: ParallelDims
+    dims: ParallelDims
     is_configured: bool = False
 
     @property
@@ -58,7 +58,7 @@ class Candidate:
 
         "fp8x2" gathers for the forward and again for the backward, "bf16x1" once for both.
         """
-        if self.layout.shard == 1:
+        if self.dims.shard == 1:
             return ""
         dtype = "fp8" if self.config.float8.enable_fsdp_float8_all_gather else "bf16"
         return f"{dtype}x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
@@ -66,17 +66,17 @@ class Candidate:
     @property
     def reduction(self) -> str:
         """training.reduce, or "" for one micro-batch or one rank."""
-        training, layout = self.config.training, self.layout
-        return training.reduce if has_reductions(training.step_batch_size, training.local_batch_size, layout) else ""
+        training, dims = self.config.training, self.dims
+        return training.reduce if has_reductions(training.step_batch_size, training.local_batch_size, dims) else ""
 
     @property
     def description(self) -> str:
         """The layout, the batch and the checkpointing as text."""
-        layout, training = self.layout, self.config.training
-        degrees = {"FSDP2": layout.shard, "HSDP": layout.replicate, "TP": layout.tensor}
+        dims, training = self.dims, self.config.training
+        degrees = {"FSDP2": dims.shard, "HSDP": dims.replicate, "TP": dims.tensor}
         where = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
-        where += f" EP {layout.expert}" if layout.expert > 1 else ""  # ranks of a shard group
-        batches, sequences = layout.count_micro_batches(training), training.local_batch_size
+        where += f" EP {dims.expert}" if dims.expert > 1 else ""  # ranks of a shard group
+        batches, sequences = dims.count_micro_batches(training), training.local_batch_size
         batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
         gathers = f", gathers {self.gathering}" if self.gathering else ""
         batch += f" with gradients reduced after {self.reduction}" if self.reduction else ""
@@ -95,11 +95,11 @@ class Layouts:
     def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
         """Add a run if the trainer accepts it."""
         try:
-            resolved, layout = resolve(config, rank=0, world_size=ranks)
+            resolved, dims = resolve(config, rank=0, world_size=ranks)
         except InputError as error:
             self.refuse(error, is_configured=is_configured)
             return
-        self.candidates.append(Candidate(resolved, layout, is_configured))
+        self.candidates.append(Candidate(resolved, dims, is_configured))
 
     def refuse(self, error: InputError, *, is_configured: bool = False) -> None:
         """Count a run that the trainer refuses."""
@@ -115,14 +115,14 @@ def list_layouts(
     gpus_per_node: int,
     precisions: list[str],
     step_sequences: int | None,
-    stores: bool,
+    less_precise_storage: bool,
 ) -> Layouts:
     """Return all candidates, with the configured run first if the trainer accepts it with `step_sequences`.
 
     Args:
         step_sequences: the sequences of every candidate's step on all ranks. None: one micro-batch per data-parallel
             rank, so that layouts have different steps.
-        stores: also try less precise storage between the matmuls and in the optimizer.
+        less_precise_storage: also try less precise storage between the matmuls and in the optimizer.
     """
     layouts = Layouts()
     size = config.training.global_batch_size if step_sequences is None else step_sequences
@@ -147,7 +147,7 @@ def list_layouts(
             except InputError as error:
                 layouts.refuse(error)
                 continue
-            less = [change.config for change in iter_less_precise(Change((), changed))] if stores else []
+            less = [change.config for change in iter_less_precise(Change((), changed))] if less_precise_storage else []
             for variant in [changed, *less]:
                 if variant is not None:
                     layouts.add(variant, ranks)
@@ -192,7 +192,7 @@ class _Gathering(NamedTuple):
     """How FSDP2 gathers the weights of a block."""
 
     in_codes: bool
-    reshards: str
+    reshard_after_forward: str
     """A value of parallelism.fsdp_reshard_after_forward."""
 
 
@@ -204,9 +204,9 @@ def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gather
     return [_Gathering(*gathering) for gathering in product(codes, ("default", "never"))]
 
 
-def has_reductions(step_sequences: int, local: int, layout: ParallelDims | Degrees) -> bool:
+def has_reductions(step_sequences: int, local: int, dims: ParallelDims | Degrees) -> bool:
     """Return whether data-parallel ranks reduce gradients in a step of several micro-batches."""
-    groups = layout.replicate * layout.shard
+    groups = dims.replicate * dims.shard
     return groups > 1 and step_sequences > local * groups
 
 
@@ -229,7 +229,9 @@ def _configure(
     changed = with_precision(config, precision, gathers_codes=gathering.in_codes)
     return replace(
         changed,
-        parallelism=replace(degrees.set_in(config.parallelism), fsdp_reshard_after_forward=gathering.reshards),
+        parallelism=replace(
+            degrees.set_in(config.parallelism), fsdp_reshard_after_forward=gathering.reshard_after_forward
+        ),
         training=replace(
             config.training, local_batch_size=local, global_batch_size=-1 if step_sequences is None else step_sequences
         ),
@@ -247,14 +249,14 @@ def _iter_degrees(config: TrainConfig, ranks: int, gpus_per_node: int) -> Iterat
         shards = {groups, configured.data_parallel_shard_degree}
         shards |= {degree for degree in _list_powers_of_2(groups) if degree * tensor >= min(gpus_per_node, groups)}
         for shard in sorted((degree for degree in shards if degree > 0 and groups % degree == 0), reverse=True):
-            experts = _list_powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts else [1]
+            experts = _list_powers_of_2(min(shard, MAX_EXPERT_RANKS)) if model.n_experts else [1]
             for expert in experts:
                 if shard % expert == 0 and (expert == 1 or model.n_experts % expert == 0):
                     yield Degrees(groups // shard, shard, tensor, expert)
 
 
 def _list_local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:
-    most = min(MOST_LOCAL_BATCH, step_sequences or MOST_LOCAL_BATCH)
+    most = min(MAX_LOCAL_BATCH, step_sequences or MAX_LOCAL_BATCH)
     return sorted({*_list_powers_of_2(most), config.training.local_batch_size})
 
 

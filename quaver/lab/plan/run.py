@@ -57,7 +57,7 @@ class PlannedRun:
     checkpointing: str = "none"
     """none, op or full."""
     checkpointed_blocks: int = 0
-    reshards: str = "default"
+    reshard_after_forward: str = "default"
     """Which weights FSDP2 gathers again for the backward: default (all except the embedding's group), always, never."""
     float8_gradients: bool = False
     """FSDP2 reduces gradients as float8 codes."""
@@ -138,8 +138,8 @@ def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 
 
-def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
-    """Return the trainer's run for the `config` and `layout` that `resolve` returned.
+def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
+    """Return the trainer's run for the `config` and `dims` that `resolve` returned.
 
     Raises:
         InputError: the time is not simulated: the run is not in bfloat16, or the compiler chooses what to recompute.
@@ -161,20 +161,20 @@ def make_planned_run(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
         model=config.model,
         seq_len=training.seq_len,
         local_batch=training.local_batch_size,
-        micro_batches=layout.count_micro_batches(training),
-        replicate=layout.replicate,
-        shard=layout.shard,
-        tensor=layout.tensor,
-        expert=layout.expert,
+        micro_batches=dims.count_micro_batches(training),
+        replicate=dims.replicate,
+        shard=dims.shard,
+        tensor=dims.tensor,
+        expert=dims.expert,
         recipe=float8.recipe if float8.enable_float8_linear else None,
         in_float8=find_float8_shares(config),
         float8_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=mode,
         checkpointed_blocks=count_checkpointed_blocks(config),
-        reshards=config.parallelism.fsdp_reshard_after_forward,
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         reduce=training.reduce,
         float8_gradients=config.comm.float8_gradients,
-        casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
+        casts_weights_once=float8.cast_weights_once or dims.world_size == 1,
         stores_in_float8=checkpoint.store_in_float8,
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,
         saves_in_background=config.checkpoint.async_mode != "disabled",

@@ -26,7 +26,7 @@ from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.terminal.progress import Tell
 from quaver.runtime.errors import InputError
 
-MOST_TASKS = 10_000
+MAX_TASKS = 10_000
 
 
 @dataclass(frozen=True)
@@ -102,21 +102,21 @@ def search(
     refusals = layouts.refusals.copy()
     estimated = list(_estimate(layouts.candidates, refusals, progress))
     if not estimated:
-        ranks = f"{layouts.candidates[0].layout.world_size} GPUs" if layouts.candidates else "so many GPUs"
+        ranks = f"{layouts.candidates[0].dims.world_size} GPUs" if layouts.candidates else "so many GPUs"
         reasons = "; ".join(dict(refusals.most_common(3)))
         raise InputError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
     candidate, _, needed = min(estimated, key=lambda estimate: estimate[2])
     fitting = [time_compute(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
-    bfloat16_layouts = [layout for layout in fitting if layout.candidate.precision == BFLOAT16]
+    bfloat16_layouts = [dims for dims in fitting if dims.candidate.precision == BFLOAT16]
     chosen = [
-        *(layout for layout in fitting if layout.candidate.is_configured),
+        *(dims for dims in fitting if dims.candidate.is_configured),
         *islice(sort_by_speed(bfloat16_layouts, cluster), 1),
         *islice(_skip_similar(sort_by_speed(fitting, cluster)), top),
     ]
     rows = []
-    for number, layout in enumerate({id(layout): layout for layout in chosen}.values(), 1):
+    for number, dims in enumerate({id(dims): dims for dims in chosen}.values(), 1):
         progress(f"simulating step {number}")
-        rows.append(FittingLayout(layout.candidate, layout.run, layout.peak_bytes, simulate_step(layout.run, cluster)))
+        rows.append(FittingLayout(dims.candidate, dims.run, dims.peak_bytes, simulate_step(dims.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
     return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
 
@@ -129,11 +129,11 @@ def _estimate(
         if number % 50 == 0:
             progress(f"estimating layout {number} of {len(candidates)}")
         try:
-            run = make_planned_run(candidate.config, candidate.layout)
+            run = make_planned_run(candidate.config, candidate.dims)
         except InputError as error:
             refusals[str(error)] += 1
             continue
-        yield candidate, run, estimate_peak(candidate.config, candidate.layout.world_size)
+        yield candidate, run, estimate_peak(candidate.config, candidate.dims.world_size)
 
 
 def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
@@ -144,7 +144,7 @@ def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster
 
 def sort_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
     """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
-    waiting = [(layout.least_seconds_per_token, number, False, layout) for number, layout in enumerate(layouts)]
+    waiting = [(dims.least_seconds_per_token, number, False, dims) for number, dims in enumerate(layouts)]
     heapify(waiting)
     while waiting:
         _, number, is_simulated, fastest = heappop(waiting)
@@ -158,10 +158,10 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
     """Yield the first of layouts that differ only in the number of replicas and in how weights are gathered."""
     seen = set()
     for timed_layout in layouts:
-        layout, config = timed_layout.candidate.layout, timed_layout.candidate.config
+        dims, config = timed_layout.candidate.dims, timed_layout.candidate.config
         storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
         precision = timed_layout.candidate.precision
-        group = layout.tensor, layout.expert, config.training.local_batch_size, precision, *storage
+        group = dims.tensor, dims.expert, config.training.local_batch_size, precision, *storage
         if group not in seen:
             seen.add(group)
             yield timed_layout
@@ -177,7 +177,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     """
     costs = costs or Costs.from_formulas(run, cluster)
     tasks_per_micro_batch = len(build_step(replace(run, micro_batches=1), cluster, costs).tasks)
-    few = min(run.micro_batches, max(2, MOST_TASKS // tasks_per_micro_batch))
+    few = min(run.micro_batches, max(2, MAX_TASKS // tasks_per_micro_batch))
     timeline = simulate(build_step(replace(run, micro_batches=few), cluster, costs))
     if few < run.micro_batches:
         fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
@@ -191,5 +191,5 @@ def simulate_in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
     if row.candidate.precision == BFLOAT16:
         return row.seconds
     config = with_precision(row.candidate.config, BFLOAT16)
-    resolved, layout = resolve(config, rank=0, world_size=row.run.ranks)
-    return estimate_seconds(make_planned_run(resolved, layout), cluster)
+    resolved, dims = resolve(config, rank=0, world_size=row.run.ranks)
+    return estimate_seconds(make_planned_run(resolved, dims), cluster)

@@ -187,7 +187,7 @@ class _StepBuilder:
         run, blocks = self._run, self._run.model.n_layers
         prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
         is_last = micro_batch == run.micro_batches - 1
-        self._gathers = micro_batch == 0 or (run.reduce, run.reshards) != ("last", "never")
+        self._gathers = micro_batch == 0 or (run.reduce, run.reshard_after_forward) != ("last", "never")
         self._reduces, self._all_reduces = is_last or run.reduce != "last", is_last or run.reduce == "every"
         times, head, embedding = self._costs
         self._gather_and_copy_out([self._root], f"{prefix}forward of the embedding")
@@ -199,8 +199,8 @@ class _StepBuilder:
         self._gather_and_copy_out(self._head, f"{prefix}forward of {HEAD}")
         self._exchange_at_end(f"{prefix}forward of {HEAD}", self._split_head[False], "forward")
         self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
-        if run.reshards != "never":
-            if run.reshards == "always":
+        if run.reshard_after_forward != "never":
+            if run.reshard_after_forward == "always":
                 self._gather_and_copy_out([self._root], f"{prefix}backward of the embedding")
             self._gather_and_copy_out(self._head, f"{prefix}backward of {HEAD}")
         prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
@@ -275,7 +275,7 @@ class _StepBuilder:
 
     def _gather_again(self, name: str) -> list[int | None]:
         """Add the all-gathers of a block for its backward, unless its weights stayed gathered."""
-        return [] if self._run.reshards == "never" else self._gather(self._groups, name)
+        return [] if self._run.reshard_after_forward == "never" else self._gather(self._groups, name)
 
     def _gather_and_copy_out(self, groups: list[_Group], name: str) -> None:
         self._copy_out(groups, name, self._gather(groups, name))

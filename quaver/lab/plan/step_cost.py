@@ -30,22 +30,22 @@ class StepCost:
     """None without a device, outside bfloat16, or if the compiler decides the recomputation."""
 
 
-def compute_step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None) -> StepCost:
-    """Return the cost of a step for the `config` and `layout` that `resolve` returned.
+def compute_step_cost(config: TrainConfig, dims: ParallelDims, spec: DeviceSpec | None) -> StepCost:
+    """Return the cost of a step for the `config` and `dims` that `resolve` returned.
 
     Raises:
         InputError, NotImplementedError: the trainer refuses the model.
     """
     training = config.training
-    micro_batches = layout.count_micro_batches(training)
+    micro_batches = dims.count_micro_batches(training)
     tokens = training.local_batch_size * training.seq_len
-    flops = micro_batches * tokens * count_training_flops_per_token(config.model, training.seq_len) // layout.tensor
+    flops = micro_batches * tokens * count_training_flops_per_token(config.model, training.seq_len) // dims.tensor
     if config.activation_checkpoint.mode == "memory_budget":
         return StepCost(flops, None, None)
     # FLOPs do not depend on the precision; times are simulated in bfloat16 and without saving, which depends on states.
     in_bfloat16 = replace(config, training=replace(training, mixed_precision_param="bfloat16"))
-    run = replace(make_planned_run(in_bfloat16, layout), steps_between_saves=0)
-    repeated = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // layout.tensor
+    run = replace(make_planned_run(in_bfloat16, dims), steps_between_saves=0)
+    repeated = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // dims.tensor
     seconds = None
     if spec is not None and training.mixed_precision_param == "bfloat16":
         seconds = estimate_seconds(run, Cluster.from_spec(spec))

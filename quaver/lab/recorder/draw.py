@@ -33,7 +33,7 @@ COLORS = {
 """P. Tol's muted scheme for color-blind readers. Adjacent layers of the stack also differ in lightness. The tenth color
 is from his older scheme."""
 
-MOST_COLUMNS = 1500
+MAX_COLUMNS = 1500
 """The most columns of a timeline. If several adjacent events share a column, the highest is drawn."""
 SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
@@ -49,7 +49,7 @@ def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
-    rows = reduce_columns(report["timeline"], MOST_COLUMNS, keep=[report["peak_event"]])
+    rows = reduce_columns(report["timeline"], MAX_COLUMNS, keep=[report["peak_event"]])
     events, series = rows[:, 0], rows[:, 2:].T
     peak_bytes = report["peak_bytes"]
     unit_bytes, unit = choose_unit(peak_bytes)

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from quaver.lab.report.merge import MOST_CELLS, Grid, choose_grid
+from quaver.lab.report.merge import MAX_CELLS, Grid, choose_grid
 from quaver.lab.report.statistics import MISSING, NOT_A_NUMBER, STATISTICS, Codes, Statistic
 from quaver.numerics.record import Record, encode_counts
 
 WORST_CELLS = 25
-MOST_TRIALS = 500
+MAX_TRIALS = 500
 SQNR = STATISTICS[0].name
-MOST_HISTOGRAM_BYTES = 400_000
+MAX_HISTOGRAM_BYTES = 400_000
 """Limit on the counts of all histograms of a page; in base64 they take 0.5 MB."""
 
 Limits = dict[str, tuple[float, float]]
@@ -41,7 +41,7 @@ def make_maps(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, 
     """
     shown = [statistic for statistic in STATISTICS if statistic.name in limits and statistic.name in record.statistics]
     kinds = [(tensor["operand"], tensor["cast"]) for tensor in record.tensors]
-    grid = choose_grid(len(record.steps), kinds, len(shown), int(share * MOST_CELLS))
+    grid = choose_grid(len(record.steps), kinds, len(shown), int(share * MAX_CELLS))
     steps, last = record.steps.tolist(), [end - 1 for end in grid.columns[1:]]
     return {
         "every": get_sampling_interval(record),
@@ -55,7 +55,7 @@ def make_maps(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, 
         },
         "worst": {statistic.name: find_worst_cells(record, statistic) for statistic in shown},
         "whatif": _list_trials(record),
-        "histograms": _list_histograms(record, alarms, int(share * MOST_HISTOGRAM_BYTES)),
+        "histograms": _list_histograms(record, alarms, int(share * MAX_HISTOGRAM_BYTES)),
     }
 
 
@@ -135,7 +135,7 @@ def _list_trials(record: Record) -> dict[str, Any]:
             values = (record.statistics[SQNR][sample, tensor], *tried[:, sample, tensor])
             rows.append([tensor, int(record.steps[sample]), *map(_round_decibels, values)])
     rows.sort(key=lambda row: np.inf if row[2] is None else row[2])
-    return {"recipes": list(record.whatif), "rows": rows[:MOST_TRIALS]}
+    return {"recipes": list(record.whatif), "rows": rows[:MAX_TRIALS]}
 
 
 def _round_decibels(value: float) -> float | None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from quaver.lab.report.statistics import Codes
 
-MOST_CELLS = 3_000_000
+MAX_CELLS = 3_000_000
 """Bytes of all heat maps of a page; in base64 they take 4 MB."""
-MOST_COLUMNS = 2000
+MAX_COLUMNS = 2000
 FEWEST_COLUMNS = 200
 """Samples are merged down to this number of columns before tensors are merged."""
 
@@ -48,7 +48,7 @@ def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: i
         statistics: the number of maps.
     """
     per_sample = max(1, len(kinds) * statistics)
-    columns = min(samples, MOST_COLUMNS, max(FEWEST_COLUMNS, cells // per_sample))
+    columns = min(samples, MAX_COLUMNS, max(FEWEST_COLUMNS, cells // per_sample))
     together = max(1, -(-per_sample * columns // cells))
     edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
     if together == 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_COLUMNS = 750
+MAX_COLUMNS = 750
 """Columns of a thinned curve. Each keeps its lowest and its highest point."""
 
 
@@ -36,7 +36,7 @@ def collect_curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
 
 def thin(curve: Curve) -> Curve:
     """Return `curve` reduced to its first, its last, and the lowest and highest points of each column."""
-    points = _find_extremes(curve.values, MOST_COLUMNS)
+    points = _find_extremes(curve.values, MAX_COLUMNS)
     return Curve(curve.model, [curve.steps[at] for at in points], [curve.values[at] for at in points])
 
 

@@ -33,12 +33,12 @@ from quaver.lab.settings.float8 import make_file_name
 from quaver.numerics.record import FILE_NAME as NUMERICS
 from quaver.runtime.devices import describe_hardware
 
-CONFIG = "config.toml"
+CONFIG_TOML = "config.toml"
 WANDB_ID = "wandb_id.txt"
 POST_MORTEM = "numerics_post_mortem.jsonl"
 
 RUN_FILES = (
-    CONFIG,
+    CONFIG_TOML,
     "metrics.jsonl",
     "float8_scales.jsonl",
     NUMERICS,
@@ -107,13 +107,13 @@ class RunFolder:
         """
         try:
             with rewind_metrics([self.metrics, self.float8_scales, self.numerics], self.resume_step or 0):
-                write_config(_without_resume(config), self.path / CONFIG)
+                write_config(_without_resume(config), self.path / CONFIG_TOML)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 
     def check_exists(self) -> None:
         """Raise OutputError if the folder was removed: what the run still writes would be lost."""
-        if not (self.path / CONFIG).exists():
+        if not (self.path / CONFIG_TOML).exists():
             raise OutputError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
 
     def release(self) -> None:
@@ -207,8 +207,8 @@ def _make_write_error(path: Path, error: OSError) -> OSError:
 
 def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
-        return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG}; give another job.name"
-    can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).list_steps()
+        return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG_TOML}; give another job.name"
+    can_resume = (path / CONFIG_TOML).exists() and CheckpointFolder(path / config.folder).list_steps()
     fix = f"resume it with --resume {path}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
 
@@ -232,8 +232,8 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
         "a folder, with a name that no other file of the run has",
         config.checkpoint.folder,
     )
-    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG in names)
-    if names and (config.checkpoint.resume == "never" or CONFIG not in names):
+    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG_TOML in names)
+    if names and (config.checkpoint.resume == "never" or CONFIG_TOML not in names):
         raise FileExistsError(_describe_refusal(path, config.checkpoint))
     return step, _find_changes(path, config) if step is not None else {}
 
@@ -263,7 +263,7 @@ def _without_resume(config: TrainConfig) -> TrainConfig:
 
 
 def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
-    before, now = asdict(load_config(path / CONFIG)), asdict(config)
+    before, now = asdict(load_config(path / CONFIG_TOML)), asdict(config)
     changes = {
         f"{section}.{name}": [before[section][name], value]
         for section, values in now.items()

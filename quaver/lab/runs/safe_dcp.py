@@ -38,7 +38,7 @@ from quaver.torch_private.checkpoint import StorageInfo
 
 METADATA = ".metadata"
 
-_MOST_CUT_DIMS = 8
+_MAX_CUT_DIMS = 8
 """The most dims along which chunks cut a tensor: a chunk has 2 to that power corners. DCP cuts one for each axis of a
 mesh."""
 
@@ -233,7 +233,7 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
         for dim in range(len(size))
         if any((offset[dim], lengths[dim]) != (0, size[dim]) for offset, lengths in boxes)
     ]
-    if len(cut) > _MOST_CUT_DIMS:
+    if len(cut) > _MAX_CUT_DIMS:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
     tensor = tuple(0 for _ in size), tuple(size)

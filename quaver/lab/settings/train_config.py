@@ -14,7 +14,7 @@ from quaver.lab.settings.training import ActivationCheckpoint, Comm, LRScheduler
 SPLIT = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_size", "training.seq_len")
 """Sizes that tensor parallel ranks split."""
 
-MOST_ELEMENTS = 10**16
+MAX_ELEMENTS = 10**16
 """The largest number of elements of one activation."""
 
 
@@ -67,7 +67,7 @@ class TrainConfig(Settings):
     def _check_logits(self) -> None:
         """Raise InputError for a batch whose largest activation has more bytes than a 64-bit integer counts."""
         widest = max(self.model.vocab_size, self.model.hidden_dim, self.model.dim)
-        most = max(1, MOST_ELEMENTS // (self.training.seq_len * widest))
+        most = max(1, MAX_ELEMENTS // (self.training.seq_len * widest))
         expected = f"at most {most} with training.seq_len = {self.training.seq_len} and a model as wide as {widest}"
         self.require(self.training.local_batch_size <= most, "training.local_batch_size", expected)
 

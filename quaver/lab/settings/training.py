@@ -25,7 +25,7 @@ OPTIMIZERS = ("AdamW", "Float8AdamW", "Muon", "Float8Muon")
 REDUCE = ("every", "last", "last_all_reduce")
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
-MOST_SECONDS = 10**7
+MAX_SECONDS = 10**7
 """Four months. Timers of the system overflow at much longer times."""
 
 
@@ -239,10 +239,10 @@ class Comm(Settings, section="comm"):
     float8_gradients: bool = setting(
         False, "FSDP2 sends gradients as e4m3 codes with a float32 scale per 256, and adds them up in float32."
     )
-    train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = setting(
+    train_timeout_seconds: Annotated[int, Ge(1), Le(MAX_SECONDS)] = setting(
         300, "Seconds until a waiting collective ends the run with an error."
     )
-    watchdog_seconds: Annotated[int, Ge(0), Le(MOST_SECONDS)] = setting(
+    watchdog_seconds: Annotated[int, Ge(0), Le(MAX_SECONDS)] = setting(
         120,
         "Seconds until a stuck rank writes stacks-rank<n>.txt (ten times that for checkpoints, the first step and "
         "validation); 0 for never.",

@@ -26,7 +26,7 @@ class DryRun:
 
     config: TrainConfig
     """The config with its global batch size resolved."""
-    layout: ParallelDims
+    dims: ParallelDims
     source: TextSource
     """The files of the data."""
     tokenizer: str
@@ -48,7 +48,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
 
     The data is found but not read; the device may be missing here. Raises the errors with which the run would begin.
     """
-    config, layout = resolve(config, rank=0, world_size=ranks)
+    config, dims = resolve(config, rank=0, world_size=ranks)
     device = config.training.device
     check_environment(config, None if device == "auto" else torch.device(device))
     tokenizer, source = load_tokenizer(config.data), find_source(config.data)
@@ -58,8 +58,8 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     _, model = models.first
     linears = group_linears(list_linear_precisions(model, config.training.mixed_precision_param, cpu))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    with pretend_mesh(layout) as mesh:
+    with pretend_mesh(dims) as mesh:
         parallelize(model, config, mesh)
         build_optimizer(model, config.optimizer)
     flops = count_training_flops_per_token(config.model, config.training.seq_len)
-    return DryRun(config, layout, source, tokenizer.name, parameters, flops, linears, models.report)
+    return DryRun(config, dims, source, tokenizer.name, parameters, flops, linears, models.report)

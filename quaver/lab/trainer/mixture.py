@@ -90,7 +90,7 @@ class Experts(RoutedExperts):
         gate, up = gate_up.chunk(2, dim=-1)
         return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
 
-    def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
         dtype = get_output_dtype(tokens)  # autocast leaves a grouped matmul alone
         tokens = tokens.to(dtype)

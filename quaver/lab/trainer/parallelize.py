@@ -59,14 +59,14 @@ def make_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
 
 
 @contextmanager
-def pretend_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
-    """Yield a mesh of `layout` in which this process is the first rank and the others do not exist."""
-    if not layout.mesh:
+def pretend_mesh(dims: ParallelDims) -> Iterator[DeviceMesh | None]:
+    """Yield a mesh of `dims` in which this process is the first rank and the others do not exist."""
+    if not dims.mesh:
         yield None
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
     try:
-        yield make_mesh(layout, "cpu")
+        yield make_mesh(dims, "cpu")
     finally:
         dist.destroy_process_group()
 

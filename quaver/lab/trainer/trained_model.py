@@ -124,17 +124,17 @@ class TrainedModel:
         ranks: Ranks,
         mesh: DeviceMesh | None,
         *,
-        initializes: bool = True,
+        init_weights: bool = True,
     ) -> Self:
         """Parallelize `model`, which is on the meta device, and give it storage and its initial weights. A collective.
 
         Args:
             mesh: from `make_mesh`.
-            initializes: whether to draw the weights; otherwise they are undefined until they are loaded.
+            init_weights: whether to draw the weights; otherwise they are undefined until they are loaded.
         """
         parallelize(model, config, mesh)
         allocate(model, device)
-        if initializes:
+        if init_weights:
             initialize(model, config.training.seed)
         return cls(name, model, config, device, ranks)
 

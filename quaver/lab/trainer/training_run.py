@@ -66,7 +66,7 @@ def build(setup: RunSetup) -> TrainingRun:
     torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would
     mesh = make_mesh(setup.dims, setup.device.type)
     models = [
-        TrainedModel.build(name, model, config, setup.device, ranks, mesh, initializes=not loads_weights)
+        TrainedModel.build(name, model, config, setup.device, ranks, mesh, init_weights=not loads_weights)
         for name, model in setup.models.by_name.items()
     ]
     folder = setup.folder or RunFolder(Path(path), resume_step)

@@ -47,8 +47,8 @@ ALWAYS = ("FSDP2, rowwise, no precompute", "tensor parallel, tensorwise")
 
 def count_collectives(config):
     """The number and the bytes of the collectives that this rank starts in its second step, by kind."""
-    trained, layout = build_on_rank(config, RANKS)
-    step, _ = make_train_step(trained, trained.config, layout)
+    trained, dims = build_on_rank(config, RANKS)
+    step, _ = make_train_step(trained, trained.config, dims)
     step()
     with CollectiveCounter() as counter:
         step()
@@ -106,7 +106,7 @@ def test_the_formulas_of_fsdp2():
 
 def test_the_formulas_of_tensor_parallelism():
     links, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
-    assert (links.layout.shard, links.layout.tensor) == (512, 2)
+    assert (links.dims.shard, links.dims.tensor) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
     assert links.sums["dp_shard"][0] == sum(row.number for key, row in rows.items() if key[0] == "dp_shard")
     # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
@@ -132,6 +132,6 @@ def test_the_dims_of_a_group(ranks, link):
 
 
 def test_the_groups_of_experts():
-    layout = ParallelDims(shard=8, expert=2)
-    assert name_link((0, 1), layout) == "ep"
-    assert name_link((0, 2, 4, 6), layout) == "dp_shard / ep"
+    dims = ParallelDims(shard=8, expert=2)
+    assert name_link((0, 1), dims) == "ep"
+    assert name_link((0, 2, 4, 6), dims) == "dp_shard / ep"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.page import embed_json
-from quaver.lab.recorder.draw import COLORS, MOST_COLUMNS, draw_timeline, reduce_columns
+from quaver.lab.recorder.draw import COLORS, MAX_COLUMNS, draw_timeline, reduce_columns
 from quaver.lab.recorder.recorder import CATEGORIES
 from tests.lab.browser.reports import (
     HOSTILE,
@@ -146,7 +146,7 @@ def test_many_events_and_rows(tmp_path):
     (run,) = read_data(text)["runs"]
     timeline = run["timeline"]
     assert timeline["number"] == 100_000
-    assert MOST_COLUMNS <= len(timeline["events"]) <= MOST_COLUMNS + 3
+    assert MAX_COLUMNS <= len(timeline["events"]) <= MAX_COLUMNS + 3
     assert timeline["events"] == sorted(set(timeline["events"]))
     assert (timeline["events"][0], timeline["events"][-1]) == (0, 99_999)
     sums = [sum(values) for values in zip(*timeline["series"].values(), strict=True)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from quaver.lab.cli.memory.views import make_side_by_side_table
-from quaver.lab.memory.runs.measure import MOST_RANKS, measure_memory, measure_rank, tabulate_side_by_side
+from quaver.lab.memory.runs.measure import MAX_RANKS, measure_memory, measure_rank, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
@@ -31,7 +31,7 @@ ALL = {"peak", "between steps", "saved for backward"}
 
 def check_ratios(predicted, measured, names=ALL):
     ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(predicted, measured)}
-    if measured.layout.world_size > 1:
+    if measured.dims.world_size > 1:
         assert ratios["peak"] == pytest.approx(1, rel=GLOO)
         names = names - {"peak"}
     assert {name: ratios[name] for name in names} == pytest.approx(dict.fromkeys(names, 1), rel=WITHIN)
@@ -87,7 +87,7 @@ night = [pytest.mark.nightly, needs_gathers]
 def test_settings_of_a_run(tiny_config, ranks, section):
     config = replace(tiny_config, **section)
     predicted, measured = predict_memory(config, ranks), measure_memory(config, ranks)
-    assert (measured.micro_batches, measured.layout.mesh) == (predicted.micro_batches, predicted.layout.mesh)
+    assert (measured.micro_batches, measured.dims.mesh) == (predicted.micro_batches, predicted.dims.mesh)
     check_ratios(predicted, measured, ALL if ranks > 1 else {"peak", "between steps"})
     assert not torch.distributed.is_initialized()
 
@@ -129,9 +129,9 @@ def measure_with_even_load(config):
     def choose_evenly(scores, k, **_):
         return SimpleNamespace(indices=(torch.arange(len(scores) * k) % scores.shape[1]).view(-1, k))
 
-    resolved, layout = resolve(config, rank=dist.get_rank(), world_size=2)
+    resolved, dims = resolve(config, rank=dist.get_rank(), world_size=2)
     with patch("quaver.lab.trainer.mixture.torch.topk", choose_evenly):
-        return measure_rank(resolved, layout, Ranks(layout.rank, layout.rank, 2), torch.device("cpu"))
+        return measure_rank(resolved, dims, Ranks(dims.rank, dims.rank, 2), torch.device("cpu"))
 
 
 @needs_gathers
@@ -175,7 +175,7 @@ def test_a_prediction_is_the_same_again(tiny_config):
 
 
 def test_ranks_that_cannot_be_measured_are_refused(tiny_config):
-    with pytest.raises(ValueError, match=f"--ranks must be at most {MOST_RANKS} where a step is measured, got 16"):
+    with pytest.raises(ValueError, match=f"--ranks must be at most {MAX_RANKS} where a step is measured, got 16"):
         measure_memory(tiny_config, 16)
     split = replace(tiny_config, parallelism=Parallelism(tensor_parallel_degree=2))
     with pytest.raises(ValueError, match=r"parallelism\.tensor_parallel_degree"):

@@ -89,15 +89,15 @@ def test_costs_follow_recomputation_precision_and_batch():
 
 def test_flags_of_a_change_parse_to_its_config():
     config = changed(load_config(LLAMA_8B), training={"local_batch_size": 4})
-    _, layout = resolve(config, world_size=8)
-    changes = [*list_single_changes(config, layout, 32), *list_combinations(config, 32)]
+    _, dims = resolve(config, world_size=8)
+    changes = [*list_single_changes(config, dims, 32), *list_combinations(config, 32)]
     assert len({change.name for change in changes}) > 40
     assert all(change.config is not None for change in changes)
     for change in changes[::4]:  # parsing takes long
         words = ["--training.local_batch_size", "4", *shlex.split(format_flags(config, change.config))]
         assert load_config(*parse_arguments([str(LLAMA_8B), *words])) == change.config
         assert resolve(change.config, world_size=8)[0].training.step_batch_size == 32
-    names = {change.name for change in list_single_changes(config, layout, 32)}
+    names = {change.name for change in list_single_changes(config, dims, 32)}
     assert "activations: full" in names
     assert "float8 all-gather: off" in names
     assert "local batch size: 2" in names
@@ -235,9 +235,9 @@ def test_a_setting_that_the_trainer_refuses_is_one_row(peaks):
 
 def test_gather_least_reshards_always_and_gathers_in_float8(tiny_config):
     config = replace(tiny_config, float8=Float8())
-    _, layout = resolve(config, world_size=2)
+    _, dims = resolve(config, world_size=2)
     (change,) = (change for change in list_combinations(config, 4) if change.config == config)
-    fewer = gather_least(change, layout)
+    fewer = gather_least(change, dims)
     assert fewer.config.parallelism.fsdp_reshard_after_forward == "always"
     assert fewer.config.float8.enable_fsdp_float8_all_gather
-    assert gather_least(fewer, layout) is gather_least(change, resolve(config)[1]) is None
+    assert gather_least(fewer, dims) is gather_least(change, resolve(config)[1]) is None

@@ -53,13 +53,13 @@ def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     ],
 )
 def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
-    config, layout = resolve(changed(tiny_config, **sections), rank=0, world_size=ranks)
+    config, dims = resolve(changed(tiny_config, **sections), rank=0, world_size=ranks)
     _, model = make_models(config, torch.device("cpu")).first
-    with pretend_mesh(layout) as mesh:
+    with pretend_mesh(dims) as mesh:
         parallelize(model, config, mesh)
         parts = [tensor for parameter in model.parameters() for tensor in list_plain_tensors(parameter)]
         states = count_state_bytes(build_optimizer(model, config.optimizer))
-    estimate = Estimate(config, layout)
+    estimate = Estimate(config, dims)
     assert estimate.count_parameter_bytes() == sum(tensor.nbytes for tensor in parts)
     assert estimate.count_state_bytes() == states
 

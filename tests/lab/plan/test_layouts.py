@@ -10,19 +10,20 @@ from quaver.lab.settings.config_file import load_config
 from tests.lab.trainer.runs import CONFIGS, changed
 
 
-def load_layouts(name, ranks, *, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, stores=False):
-    config, options = load_config(CONFIGS / f"{name}.toml"), {"step_sequences": step_sequences, "stores": stores}
+def load_layouts(name, ranks, *, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, less_precise_storage=False):
+    config = load_config(CONFIGS / f"{name}.toml")
+    options = {"step_sequences": step_sequences, "less_precise_storage": less_precise_storage}
     return list_layouts(config, ranks, gpus_per_node=8, precisions=list(precisions), **options)
 
 
 def test_each_layout_is_tried_once_and_uses_all_gpus():
     layouts = load_layouts("llama3_70b", 64)
     configs = [candidate.config for candidate in layouts.candidates]
-    degrees = [candidate.layout for candidate in layouts.candidates]
+    degrees = [candidate.dims for candidate in layouts.candidates]
     assert len(set(configs)) == len(configs) > 100
-    assert {layout.world_size for layout in degrees} == {64}
-    assert {layout.tensor for layout in degrees} == {1, 2, 4, 8}
-    assert {layout.replicate for layout in degrees} >= {1, 2, 8}
+    assert {dims.world_size for dims in degrees} == {64}
+    assert {dims.tensor for dims in degrees} == {1, 2, 4, 8}
+    assert {dims.replicate for dims in degrees} >= {1, 2, 8}
     assert [candidate.is_configured for candidate in layouts.candidates] == [True] + [False] * (len(configs) - 1)
     refused = "none, or selective with op, for compiled blocks that are split by tensor parallelism"
     assert any(refused in reason for reason in layouts.refusals)
@@ -32,35 +33,39 @@ def test_a_layout_in_words_names_the_degrees_above_1():
     candidate = load_layouts("llama3_70b", 8).candidates[0]
     degrees = {"FSDP2 8 x TP 4,": (8, 1, 4, 1), "TP 8,": (1, 1, 8, 1), "FSDP2 4 x HSDP 2 EP 2,": (4, 2, 1, 2)}
     for words, (shard, replicate, tensor, expert) in degrees.items():
-        layout = replace(candidate.layout, shard=shard, replicate=replicate, tensor=tensor, expert=expert)
-        assert f"{replace(candidate, layout=layout).description} ".startswith(words.replace(",", ""))
+        dims = replace(candidate.dims, shard=shard, replicate=replicate, tensor=tensor, expert=expert)
+        assert f"{replace(candidate, dims=dims).description} ".startswith(words.replace(",", ""))
 
 
 def test_a_step_has_the_tokens_that_were_asked_for():
     for candidate in load_layouts("llama3_70b", 64, step_sequences=128).candidates:
-        training, groups = candidate.config.training, candidate.layout.data_parallel_degree
+        training, groups = candidate.config.training, candidate.dims.data_parallel_degree
         assert training.global_batch_size == 128
         assert 128 % (training.local_batch_size * groups) == 0
 
 
 def test_experts_are_split_and_dense_models_are_not():
     mixture = load_layouts("mixture_30b_a3b", 16, precisions=["rowwise"])
-    assert {candidate.layout.expert for candidate in mixture.candidates} == {1, 2, 4, 8, 16}
-    assert {candidate.layout.tensor for candidate in mixture.candidates} == {1}
-    assert {candidate.layout.expert for candidate in load_layouts("llama3_8b", 8).candidates} == {1}
+    assert {candidate.dims.expert for candidate in mixture.candidates} == {1, 2, 4, 8, 16}
+    assert {candidate.dims.tensor for candidate in mixture.candidates} == {1}
+    assert {candidate.dims.expert for candidate in load_layouts("llama3_8b", 8).candidates} == {1}
 
 
 def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
     """With a batch of its own it would be compared with steps of other tokens."""
     config = changed(TrainConfig(), training={"local_batch_size": 4, "global_batch_size": 16})
-    layouts = list_layouts(config, 2, gpus_per_node=8, precisions=[BFLOAT16], step_sequences=4, stores=False)
+    layouts = list_layouts(
+        config, 2, gpus_per_node=8, precisions=[BFLOAT16], step_sequences=4, less_precise_storage=False
+    )
     assert not any(candidate.is_configured for candidate in layouts.candidates)
     assert {candidate.config.training.global_batch_size for candidate in layouts.candidates} == {4}
     assert "training.global_batch_size" in layouts.configured_refusal
 
 
 def test_less_precise_storage_is_tried_where_it_is_asked_for():
-    plain, stored = (load_layouts("llama3_8b", 8, stores=stores, precisions=[BFLOAT16]) for stores in (False, True))
+    plain, stored = (
+        load_layouts("llama3_8b", 8, less_precise_storage=stores, precisions=[BFLOAT16]) for stores in (False, True)
+    )
     assert not any(candidate.config.activation_checkpoint.store_in_float8 for candidate in plain.candidates)
     assert {candidate.config.optimizer.name for candidate in stored.candidates} == {"AdamW", "Float8AdamW"}
     assert {"none", "1/2", "none+opt", "none+opt+act"} <= {candidate.storage for candidate in stored.candidates}
@@ -68,7 +73,7 @@ def test_less_precise_storage_is_tried_where_it_is_asked_for():
 
 def test_weights_are_gathered_in_each_way_that_the_trainer_has():
     layouts = load_layouts("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
-    ways = {(candidate.precision, candidate.gathering) for candidate in layouts if candidate.layout.shard > 1}
+    ways = {(candidate.precision, candidate.gathering) for candidate in layouts if candidate.dims.shard > 1}
     assert ways == {
         *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16x1", "bf16x2")),
         ("tensorwise", "fp8x2"),
@@ -83,8 +88,8 @@ def test_gradients_are_reduced_in_each_way_that_may_be_best():
     assert candidates[0].is_configured
     reduces = defaultdict(set)
     for candidate in candidates[1:]:
-        layout, training = candidate.layout, candidate.config.training
-        reduces[layout.replicate > 1, layout.count_micro_batches(training) > 1].add(training.reduce)
+        dims, training = candidate.dims, candidate.config.training
+        reduces[dims.replicate > 1, dims.count_micro_batches(training) > 1].add(training.reduce)
     assert reduces == {
         **dict.fromkeys([(False, False), (True, False)], {"every"}),
         (False, True): {"every", "last"},

@@ -43,12 +43,12 @@ def known_memory():
 def make_layouts(ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=2):
     config = changed(load_config(LLAMA_8B), model={"n_layers": blocks})
     options = {"precisions": list(precisions), "step_sequences": step_sequences}
-    return list_layouts(config, ranks, gpus_per_node=8, **options, stores=False)
+    return list_layouts(config, ranks, gpus_per_node=8, **options, less_precise_storage=False)
 
 
 def plan_last_layout(**options):
     candidate = make_layouts(**options).candidates[-1]
-    return make_planned_run(candidate.config, candidate.layout)
+    return make_planned_run(candidate.config, candidate.dims)
 
 
 MICRO_BATCHES = {"ranks": 8, "precisions": (BFLOAT16,), "step_sequences": 48, "blocks": 6}
@@ -63,7 +63,7 @@ def search_result(known_memory):
 def timed():
     """Every layout with its time, simulated."""
     candidates = make_layouts().candidates
-    runs = [make_planned_run(candidate.config, candidate.layout) for candidate in candidates]
+    runs = [make_planned_run(candidate.config, candidate.dims) for candidate in candidates]
     seconds = [estimate_seconds(run, CLUSTER) / run.step_tokens for run in runs]
     return list(zip(candidates, runs, seconds, strict=True))
 
@@ -73,7 +73,7 @@ def test_the_rows_are_the_fastest_that_fit(search_result, timed):
     speeds = [row.tokens_per_s for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert all(row.peak_bytes <= 45 * GIB for row in rows)
-    fitting = [seconds for layout, _, seconds in timed if searching.estimate_peak(layout.config, 16) <= 45 * GIB]
+    fitting = [seconds for dims, _, seconds in timed if searching.estimate_peak(dims.config, 16) <= 45 * GIB]
     assert speeds[0] == pytest.approx(1 / min(fitting) / 16)
     assert {row.candidate.precision for row in rows} == {BFLOAT16, "tensorwise"}
     assert any(row.candidate.is_configured for row in rows)
@@ -125,7 +125,7 @@ def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(
     run = plan_last_layout(**MICRO_BATCHES)
     assert run.micro_batches > 2
     whole = simulate(build_step(run, CLUSTER))
-    monkeypatch.setattr(searching, "MOST_TASKS", 1)
+    monkeypatch.setattr(searching, "MAX_TASKS", 1)
     timeline = searching.simulate_step(run, CLUSTER)
     assert len(timeline.spans) < len(whole.spans)
     assert timeline.seconds == pytest.approx(whole.seconds)
@@ -166,7 +166,7 @@ def test_a_slow_network_shows_what_waits(float8_gradients, reduction):
     """At 1/40 of the rate the reduction of gradients is no longer hidden, and each link says how long it waits."""
     slow = replace(CLUSTER, network_gbps=10.0)
     candidate = make_layouts().candidates[0]
-    run = replace(make_planned_run(candidate.config, candidate.layout), float8_gradients=float8_gradients)
+    run = replace(make_planned_run(candidate.config, candidate.dims), float8_gradients=float8_gradients)
     row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
     (network,) = [link for link in list_links(row.timeline) if link.name == "network"]
     assert network.exposed_s > 0.2 * row.seconds

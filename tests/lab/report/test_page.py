@@ -10,7 +10,7 @@ import pytest
 from quaver.lab.report.alarms import read_alarms
 from quaver.lab.report.facts import describe_health, is_healthy
 from quaver.lab.report.maps import find_limits, make_maps
-from quaver.lab.report.merge import MOST_CELLS, choose_grid
+from quaver.lab.report.merge import MAX_CELLS, choose_grid
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
 from quaver.lab.report.series import Curve, collect_curves, thin
@@ -134,7 +134,7 @@ def test_a_merged_cell_is_the_worst_of_its_cells():
     spans = list(zip(grid.columns, grid.columns[1:], strict=False))
     expected = [[codes[first:last, row].max() for first, last in spans] for row in grid.rows]
     assert np.array_equal(merged, expected)
-    small = choose_grid(50, kinds, 4, MOST_CELLS)
+    small = choose_grid(50, kinds, 4, MAX_CELLS)
     assert np.array_equal(small.merge(codes[:50]), codes[:50].T)
 
 

@@ -31,9 +31,9 @@ def make_config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections
     ],
 )
 def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
-    _, layout = resolve(make_config(*degrees), world_size=world_size)
-    assert layout.mesh == mesh
-    assert layout.world_size == world_size
+    _, dims = resolve(make_config(*degrees), world_size=world_size)
+    assert dims.mesh == mesh
+    assert dims.world_size == world_size
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, produ
 
 def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
     layouts = [resolve(make_config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
-    assert [layout.data_parallel_rank for layout in layouts] == [0, 0, 1, 1, 2, 2]
-    assert {layout.data_parallel_degree for layout in layouts} == {3}
+    assert [dims.data_parallel_rank for dims in layouts] == [0, 0, 1, 1, 2, 2]
+    assert {dims.data_parallel_degree for dims in layouts} == {3}
 
 
 def test_the_global_batch_is_filled_in_and_divides():
@@ -178,7 +178,7 @@ def test_a_single_process_needs_no_communication():
 def test_a_resolved_config_resolves_to_itself_on_fewer_ranks():
     """The config that two ranks write repeats their run in one process."""
     wide, _ = resolve(make_config(training=Training(local_batch_size=2)), world_size=2)
-    alone, layout = resolve(wide, world_size=1)
+    alone, dims = resolve(wide, world_size=1)
     assert alone == wide
-    assert layout == ParallelDims()
+    assert dims == ParallelDims()
     assert replace(wide.training, global_batch_size=-1) == Training(local_batch_size=2)

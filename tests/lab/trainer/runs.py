@@ -33,10 +33,10 @@ def run_to_end(config: TrainConfig) -> TrainingRun:
 def build_on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims]:
     """The one model of a run as this rank of so many holds it, with its first weights."""
     rank = torch.distributed.get_rank() if ranks > 1 else 0
-    config, layout = resolve(config, rank=rank, world_size=ranks)
-    device, mesh = torch.device("cpu"), make_mesh(layout, "cpu")
+    config, dims = resolve(config, rank=rank, world_size=ranks)
+    device, mesh = torch.device("cpu"), make_mesh(dims, "cpu")
     name, model = make_models(config, device).first
-    return TrainedModel.build(name, model, config, device, Ranks(rank, rank, ranks), mesh), layout
+    return TrainedModel.build(name, model, config, device, Ranks(rank, rank, ranks), mesh), dims
 
 
 def read_steps(metrics: Path, name: str | None = None) -> list[dict[str, Any]]:

@@ -61,8 +61,8 @@ def train_in_all_modes(config: TrainConfig) -> list[list[tuple[float, float]]]:
 def train_two_steps(config: TrainConfig, mode: str, store: bool = False) -> list[tuple[float, float]]:
     """Return the losses and gradient norms."""
     checkpoint = ActivationCheckpoint(mode, store_in_float8=store)
-    trained, layout = build_on_rank(replace(config, activation_checkpoint=checkpoint), 2)
-    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(layout.data_parallel_rank))
+    trained, dims = build_on_rank(replace(config, activation_checkpoint=checkpoint), 2)
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(dims.data_parallel_rank))
     results = [trained.train_step(step, [Batch(tokens, tokens.roll(-1, 1))]) for step in (1, 2)]
     return [(result.loss, result.grad_norm) for result in results]
 

@@ -35,7 +35,7 @@ def test_every_config_would_run(path):
     result, deeper = (dry_run(changed(config, model={"n_layers": layers}), ranks) for layers in (2, 3))
     parameters = result.parameters + (depth - 2) * (deeper.parameters - result.parameters)
     assert parameters == PARAMETERS.get(path.stem, parameters)
-    assert result.layout.world_size == ranks
+    assert result.dims.world_size == ranks
     assert not torch.distributed.is_initialized()
 
 

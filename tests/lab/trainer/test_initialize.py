@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
 
 
-def make_llama(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
+def make_llama(config: Model = CONFIG, seed: int = 0, dims: ParallelDims | None = None, **training: object) -> Llama:
     model = make_meta_llama(config)
-    mesh = make_mesh(layout or ParallelDims(), "cpu")
+    mesh = make_mesh(dims or ParallelDims(), "cpu")
     parallelize(model, TrainConfig(model=config, training=Training(**training)), mesh)
     allocate(model, CPU)
     initialize(model, seed)
@@ -77,19 +77,19 @@ def test_buffers_are_refused():
 def test_each_rank_holds_its_part_of_the_same_weights(sizes):
     expected = dict(make_llama(seed=3).named_parameters())
     for rank in range(ParallelDims(*sizes).world_size):
-        layout = ParallelDims(*sizes, rank=rank)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+        dims = ParallelDims(*sizes, rank=rank)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
         try:
-            parts = dict(make_llama(seed=3, layout=layout).named_parameters())
+            parts = dict(make_llama(seed=3, dims=dims).named_parameters())
         finally:
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it keeps the meshes that it has seen, with their rank
-        shard_rank = layout.data_parallel_rank % layout.shard
+        shard_rank = dims.data_parallel_rank % dims.shard
         for name, parameter in parts.items():
             part = expected[name]
             if part.dim() == 2:  # tensor parallelism first, then FSDP2 along dim 0
                 dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-                part = part.chunk(layout.tensor, dim)[rank % layout.tensor]
-            part = part.chunk(layout.shard)[shard_rank]
+                part = part.chunk(dims.tensor, dim)[rank % dims.tensor]
+            part = part.chunk(dims.shard)[shard_rank]
             assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.to_local(), part), (rank, name)

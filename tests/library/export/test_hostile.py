@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from quaver.export import load_float8
-from quaver.export.files import CONFIG, INDEX, SINGLE
+from quaver.export.files import CONFIG_JSON, INDEX, SINGLE
 
 WEIGHTS = {
     "a.weight": torch.ones(32, 16).to(torch.float8_e4m3fn),
@@ -19,7 +19,7 @@ WEIGHTS = {
 }
 GROUPS = {"g": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}, "input_activations": None}}
 QUANTIZATION = {"quant_method": "compressed-tensors", "config_groups": GROUPS}
-GOOD = {CONFIG: json.dumps({"quantization_config": QUANTIZATION}).encode(), SINGLE: save(WEIGHTS)}
+GOOD = {CONFIG_JSON: json.dumps({"quantization_config": QUANTIZATION}).encode(), SINGLE: save(WEIGHTS)}
 
 VALUES = st.recursive(
     st.none()
@@ -55,7 +55,7 @@ def mutated(content: bytes) -> st.SearchStrategy[bytes]:
 
 
 FILES: dict[str, st.SearchStrategy[bytes]] = {
-    CONFIG: encoded(
+    CONFIG_JSON: encoded(
         st.fixed_dictionaries(
             {
                 "quantization_config": objects("quant_method", "weight_block_size", "config_groups")
@@ -67,10 +67,10 @@ FILES: dict[str, st.SearchStrategy[bytes]] = {
             }
         )
     )
-    | mutated(GOOD[CONFIG]),
+    | mutated(GOOD[CONFIG_JSON]),
     SINGLE: mutated(GOOD[SINGLE]),
     INDEX: encoded(objects("weight_map", "metadata")),
-    "quaver_export.json": encoded(st.fixed_dictionaries({"sha256": objects(CONFIG, SINGLE, "..", "") | VALUES})),
+    "quaver_export.json": encoded(st.fixed_dictionaries({"sha256": objects(CONFIG_JSON, SINGLE, "..", "") | VALUES})),
 }
 
 
@@ -104,7 +104,7 @@ def error_of(action: Callable[[], object]) -> str:
 
 
 def test_control_characters_in_a_name_are_refused(tmp_path):
-    (tmp_path / CONFIG).write_bytes(GOOD[CONFIG])
+    (tmp_path / CONFIG_JSON).write_bytes(GOOD[CONFIG_JSON])
     (tmp_path / SINGLE).write_bytes(save({"a\x1b]0;title\x07\nb.weight": torch.ones(2)}))
     with pytest.raises(ValueError, match="is not printable; download it again"):
         load_float8(tmp_path)

@@ -93,7 +93,8 @@ def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, me
     input, weight = torch.randn(64, 128), torch.randn(256, 128)
     for index, matrix in enumerate((input, weight)):
         operands = [input, weight]
-        operands[index] = Float8Tensor.from_operands(*both_operands(matrix, casts), matrix.dtype)
+        row, column = both_operands(matrix, casts)
+        operands[index] = Float8Tensor.from_operands(row, column, matrix.dtype)
         with pytest.raises(RuntimeError, match=message):
             float8_linear(*operands, config=config_of(recipe))
 

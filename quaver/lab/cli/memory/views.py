@@ -31,7 +31,7 @@ def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[
     )
     lines = [
         ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
-        ("ranks", f"{memory.layout}; what follows is of one"),
+        ("ranks", f"{memory.dims}; what follows is of one"),
         ("device", _DEVICES[device]),
         ("step", f"{batch} tokens"),
         ("peak", f"{_format_long_size(prediction.peak_bytes)}, in the {moment}"),
@@ -55,7 +55,7 @@ def iter_link_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterato
     """
     yield _format_line("model", f"{links.parameters:,} parameters, trained in {links.name}")
     yield _format_line(
-        "ranks", f"{links.layout}; what follows is of one, in a step of {links.micro_batches} micro-batches"
+        "ranks", f"{links.dims}; what follows is of one, in a step of {links.micro_batches} micro-batches"
     )
     columns, numbers = ("link", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
     rows: list[tuple[str, ...]] = []

@@ -32,7 +32,7 @@ from quaver.torch_private.compiler import OptimizedModule
 Result = TypeVar("Result")
 
 _STANCE = "fail_on_recompile"
-_MOST_STEPS = 4
+_MAX_STEPS = 4
 
 _kernels_left_out = False
 
@@ -79,15 +79,15 @@ def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
     """Run steps until one compiles nothing, and return its result.
 
     Raises:
-        NotImplementedError: each of _MOST_STEPS steps compiles something.
+        NotImplementedError: each of _MAX_STEPS steps compiles something.
     """
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         before = count_compiled_graphs()
         result = step()
         if count_compiled_graphs() == before:
             return result
     raise NotImplementedError(
-        f"expected a step that compiles nothing after {_MOST_STEPS} others, got one that compiles each time; "
+        f"expected a step that compiles nothing after {_MAX_STEPS} others, got one that compiles each time; "
         "torch's TORCH_LOGS=recompiles says why"
     )
 

@@ -60,7 +60,7 @@ class Traffic:
 class Links:
     """The collectives of one rank in a training step, and the bytes of a checkpoint of the run."""
 
-    layout: ParallelDims
+    dims: ParallelDims
     name: str
     """The recipe, or the high-precision dtype."""
     parameters: int
@@ -81,8 +81,8 @@ class Links:
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
         rows = [{**vars(traffic), "sent_bytes": traffic.sent_bytes} for traffic in self.traffic]
-        run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
-        run |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.dims.mesh}
+        run |= {"ranks": self.dims.world_size, "micro_batches": self.micro_batches}
         return {**run, "collectives": rows, "checkpoint_bytes": self.checkpoint_bytes}
 
 
@@ -97,10 +97,10 @@ def predict_links(config: TrainConfig, ranks: int) -> Links:
         run.step()  # FSDP2 and the optimizer create their state
         with CollectiveCounter() as counted:
             run.step()
-        traffic = counted.list_traffic(run.layout)
+        traffic = counted.list_traffic(run.dims)
         state = (leaf for values in run.trained.optimizer.state.values() for leaf in tree_leaves(values))
         checkpoint_bytes = sum(map(_count_whole_bytes, (*run.trained.model.parameters(), *state)))
-    return Links(run.layout, run.trained.name, run.parameters, run.micro_batches, traffic, checkpoint_bytes)
+    return Links(run.dims, run.trained.name, run.parameters, run.micro_batches, traffic, checkpoint_bytes)
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -128,19 +128,19 @@ class CollectiveCounter(TorchDispatchMode):
             self._bytes[key] += sum(tensor.nbytes for tensor in tensors)
         return result
 
-    def list_traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
+    def list_traffic(self, dims: ParallelDims) -> tuple[Traffic, ...]:
         """Return the counted collectives, in the order of links."""
         rows = []
         for key, number in self._number.items():
             ranks, kind, dtype = key
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            rows.append(Traffic(name_link(ranks, layout), kind, dtype, len(ranks), stride, number, self._bytes[key]))
+            rows.append(Traffic(name_link(ranks, dims), kind, dtype, len(ranks), stride, number, self._bytes[key]))
         return tuple(sorted(rows))
 
 
-def name_link(ranks: Iterable[int], layout: ParallelDims) -> str:
-    """Return the dims of the mesh of `layout` in which `ranks` differ."""
-    tensor, shard = layout.tensor, layout.shard
+def name_link(ranks: Iterable[int], dims: ParallelDims) -> str:
+    """Return the dims of the mesh of `dims` in which `ranks` differ."""
+    tensor, shard = dims.tensor, dims.shard
     coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]
     along = dict(zip(("dp_replicate", "dp_shard", "tp"), zip(*coordinates, strict=True), strict=True))
     varying = [name for name, indices in along.items() if len(set(indices)) > 1]

@@ -35,7 +35,7 @@ from quaver.runtime.devices import is_cuda_device, resolve_device
 WARM_UP_STEPS = 2
 """After the first step the optimizer has its state, and code is compiled."""
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """The most processes that are started on this machine."""
 
 
@@ -54,13 +54,13 @@ class MeasuredMemory(RunMemory):
     def peak_bytes(self) -> int:
         """The recording's peak, or on several ranks the allocator's, since a recording lacks the buffers of gloo."""
         allocated = self.allocator_tensor_peak_bytes
-        return self.prediction.peak_bytes if allocated is None or self.layout.world_size == 1 else allocated
+        return self.prediction.peak_bytes if allocated is None or self.dims.world_size == 1 else allocated
 
     @property
     def notes(self) -> list[str]:
         """How the memory was measured."""
-        notes = [f"measured on {self.device}; the first of {self.layout.world_size} ranks"]
-        if self.layout.world_size > 1:
+        notes = [f"measured on {self.device}; the first of {self.dims.world_size} ranks"]
+        if self.dims.world_size > 1:
             notes.append("the peak is the allocator's, with gloo's buffers, some of which its threads free late")
         if not self.prediction.report["exact"]:
             notes.append("training.compile: the peak is the allocator's, which has no categories")
@@ -81,20 +81,20 @@ def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
     gradients and optimizer state are allocated on `training.device`.
 
     Raises:
-        InputError: the run itself would refuse its model or its ranks, or there are more ranks than MOST_RANKS.
+        InputError: the run itself would refuse its model or its ranks, or there are more ranks than MAX_RANKS.
         NotImplementedError: several ranks on GPUs.
         MissingDeviceError: the device is missing.
     """
     device = resolve_device(config.training.device)
-    resolved, layout = resolve(config, rank=0, world_size=ranks)
+    resolved, dims = resolve(config, rank=0, world_size=ranks)
     if ranks == 1:
-        return measure_rank(resolved, layout, Ranks(), device)
+        return measure_rank(resolved, dims, Ranks(), device)
     if is_cuda_device(device):
         raise NotImplementedError(
             f"expected one rank on a GPU, or --training.device cpu, got {ranks} ranks; for several GPUs start the run "
             "itself with torchrun and profiling.enable_memory_snapshot"
         )
-    require(ranks <= MOST_RANKS, "--ranks", f"at most {MOST_RANKS} where a step is measured", ranks)
+    require(ranks <= MAX_RANKS, "--ranks", f"at most {MAX_RANKS} where a step is measured", ranks)
     make_models(resolved, device)  # raises errors of the model here, before processes start
     with tempfile.TemporaryDirectory() as folder:
         spawn(_measure_rank, (config, ranks, folder), nprocs=ranks)
@@ -106,8 +106,8 @@ def _measure_rank(rank: int, config: TrainConfig, ranks: int, folder: str) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
-        resolved, layout = resolve(config, rank=rank, world_size=ranks)
-        measured = measure_rank(resolved, layout, Ranks(rank, rank, ranks), torch.device("cpu"))
+        resolved, dims = resolve(config, rank=rank, world_size=ranks)
+        measured = measure_rank(resolved, dims, Ranks(rank, rank, ranks), torch.device("cpu"))
         if rank == 0:
             torch.save(measured, Path(folder) / "measured")
         dist.barrier()
@@ -128,12 +128,12 @@ class _MarkedModel(TrainedModel):
         return loss
 
 
-def measure_rank(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
+def measure_rank(config: TrainConfig, dims: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
     """Build the model of one rank, run its steps, and return what the allocator measured."""
     name, model = make_models(config, device).first
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = _MarkedModel.build(name, model, config, device, ranks, make_mesh(layout, device.type))
-    step, micro_batches = make_train_step(trained, config, layout)
+    trained = _MarkedModel.build(name, model, config, device, ranks, make_mesh(dims, device.type))
+    step, micro_batches = make_train_step(trained, config, dims)
     for _ in range(WARM_UP_STEPS):
         step()
     recorded = record_step(step, model, trained.optimizer, persistent_scales=list_persistent_scales(model))
@@ -146,7 +146,7 @@ def measure_rank(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device
     resident, tensors = recorded.resident_bytes, usage.tensor_peak_bytes
     return MeasuredMemory(
         config,
-        layout,
+        dims,
         name,
         parameters,
         micro_batches,

@@ -42,7 +42,7 @@ class RunMemory:
 
     config: TrainConfig
     """The config with its global batch size filled in."""
-    layout: ParallelDims
+    dims: ParallelDims
     name: str
     """The recipe, or the high-precision dtype."""
     parameters: int
@@ -56,7 +56,7 @@ class RunMemory:
     def notes(self) -> list[str]:
         """Differences between the run and what is predicted."""
         notes = [COMPARED] if self.config.job.compare else []
-        if self.layout.expert > 1:
+        if self.dims.expert > 1:
             notes.append(EVEN_LOAD)
         if self.config.float8.high_precision_schedule:
             notes.append("float8.high_precision_schedule: predicted for steps without the schedule")
@@ -64,8 +64,8 @@ class RunMemory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
-        run |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.dims.mesh}
+        run |= {"ranks": self.dims.world_size, "micro_batches": self.micro_batches}
         return {**run, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
 
 
@@ -94,7 +94,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
             persistent_scales=list_persistent_scales(model),
             first_step=partial(run.step, micro_batches=1),
         )
-    return RunMemory(run.config, run.layout, run.trained.name, run.parameters, run.micro_batches, prediction)
+    return RunMemory(run.config, run.dims, run.trained.name, run.parameters, run.micro_batches, prediction)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class FakeRun:
 
     config: TrainConfig
     """The config with its global batch size filled in."""
-    layout: ParallelDims
+    dims: ParallelDims
     fakes: Fakes
     trained: TrainedModel
     step: Callable[..., None]
@@ -120,8 +120,8 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
         InputError, OSError: the run itself would refuse its model or its ranks.
     """
     device = torch.device("cpu")
-    config, layout = resolve(config, rank=0, world_size=ranks)
-    with pretend_mesh(layout) as mesh:
+    config, dims = resolve(config, rank=0, world_size=ranks)
+    with pretend_mesh(dims) as mesh:
         name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
@@ -129,8 +129,8 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
         with fakes as mode:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
-            step, micro_batches = make_train_step(trained, config, layout)
-            yield FakeRun(config, layout, mode, trained, step, parameters, micro_batches)
+            step, micro_batches = make_train_step(trained, config, dims)
+            yield FakeRun(config, dims, mode, trained, step, parameters, micro_batches)
 
 
 def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
@@ -138,9 +138,7 @@ def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
     return replace(config, model=replace(config.model, n_layers=n_layers))
 
 
-def make_train_step(
-    trained: TrainedModel, config: TrainConfig, layout: ParallelDims
-) -> tuple[Callable[..., None], int]:
+def make_train_step(trained: TrainedModel, config: TrainConfig, dims: ParallelDims) -> tuple[Callable[..., None], int]:
     """Return a function that trains one step, and the number of its micro-batches on one rank.
 
     The function takes a smaller number of micro-batches as an argument. All tokens belong to one document. Memory
@@ -153,7 +151,7 @@ def make_train_step(
         tokens = (torch.arange(prod(shape), device=trained.device) % config.model.vocab_size).view(shape)
         return Batch(tokens, tokens.clone(), torch.zeros_like(tokens) if config.data.document_mask else None)
 
-    micro_batches = layout.count_micro_batches(training)
+    micro_batches = dims.count_micro_batches(training)
     batches = [make_batch() for _ in range(micro_batches)]
 
     def step(*, micro_batches: int = micro_batches) -> None:

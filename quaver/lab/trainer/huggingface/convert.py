@@ -35,7 +35,7 @@ from quaver.lab.runs.checkpoint_folder import (
     write_record,
 )
 from quaver.lab.runs.manifest import check_manifest
-from quaver.lab.runs.run_folder import CONFIG, collect_provenance
+from quaver.lab.runs.run_folder import CONFIG_TOML, collect_provenance
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import build_config, load_config
@@ -205,9 +205,9 @@ def find_checkpoint(path: Path) -> Path | None:
     """
     if (path / RECORD).is_file():
         return path
-    if not (path / CONFIG).is_file():
+    if not (path / CONFIG_TOML).is_file():
         return None
-    folder = CheckpointFolder(path / load_config(path / CONFIG).checkpoint.folder)
+    folder = CheckpointFolder(path / load_config(path / CONFIG_TOML).checkpoint.folder)
     steps = folder.list_steps() if folder.path.is_dir() else []
     if not steps:
         raise FileNotFoundError(
