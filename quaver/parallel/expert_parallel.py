@@ -152,21 +152,27 @@ class ExpertDispatcher:
 
     def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
         """See `Dispatcher`. Raises RuntimeError on every rank if ranks disagree about `call`."""
-        group, ranks = self.mesh.get_group(), self.mesh.size()
-        own_counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
-        digest = zlib.crc32(call.encode())
-        announced = torch.cat([own_counts, own_counts.new_full((ranks, 1), digest)], 1)
-        received_lines = all_to_all(announced, [1] * ranks, [1] * ranks, group)
-        counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest
-        sent, received, differs = self._read(torch.stack([own_counts.sum(1), counts.sum(1), differences]), pairs)
+        group = self.mesh.get_group()
+        counts, numbers = self.exchange_counts(ends, call)
+        sent, received, differs = numbers.tolist()
         if any(differs):
             check_ranks_agree([call], group, what="the tokens that they send to experts")
         return TokenDispatch(pairs, ends, counts, sent, received, group, self.grad_weight_from_codes)
 
-    def _read(self, numbers: Tensor, pairs: int) -> list[list[int]]:
-        """Copy `numbers` [3, R] to the host: the rows to send and to receive, and 0 from ranks that agree."""
-        lists: list[list[int]] = numbers.tolist()
-        return lists
+    def exchange_counts(self, ends: Tensor, call: str) -> tuple[Tensor, Tensor]:
+        """Tell each rank how many rows it gets for each of its experts.
+
+        Returns:
+            `counts` of a `TokenDispatch`; and int64 [3, R]: the rows to send to each rank and to receive from it, and 0
+            for a rank that agrees about `call`.
+        """
+        ranks = self.mesh.size()
+        own_counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
+        digest = zlib.crc32(call.encode())
+        announced = torch.cat([own_counts, own_counts.new_full((ranks, 1), digest)], 1)
+        received_lines = all_to_all(announced, [1] * ranks, [1] * ranks, self.mesh.get_group())
+        counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest
+        return counts, torch.stack([own_counts.sum(1), counts.sum(1), differences])
 
     def note(self, experts: nn.Module) -> str:
         config: Float8LinearConfig | None = getattr(experts, "float8_config", None)

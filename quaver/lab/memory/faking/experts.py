@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from quaver.experts.module import RoutedExperts
-from quaver.parallel.expert_parallel import ExpertDispatcher
+from quaver.parallel.expert_parallel import ExpertDispatcher, TokenDispatch
 
 EVEN_LOAD = "expert parallelism: predicted as if the experts of every rank got the same number of tokens"
 
@@ -17,9 +17,11 @@ EVEN_LOAD = "expert parallelism: predicted as if the experts of every rank got t
 class _EvenDispatcher(ExpertDispatcher):
     """Sends the same number of rows to each rank, and one more to the first ranks if there is a remainder."""
 
-    def _read(self, numbers: Tensor, pairs: int) -> list[list[int]]:
+    def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
+        counts, _ = self.exchange_counts(ends, call)  # fake, so the host cannot read the numbers
         sent = [pairs // self.ranks + (rank < pairs % self.ranks) for rank in range(self.ranks)]
-        return [sent, [sent[self.mesh.get_local_rank()]] * self.ranks, [0] * self.ranks]
+        received = [sent[self.mesh.get_local_rank()]] * self.ranks
+        return TokenDispatch(pairs, ends, counts, sent, received, self.mesh.get_group(), self.grad_weight_from_codes)
 
 
 def load_evenly(model: nn.Module) -> None:
