@@ -1,7 +1,7 @@
 """Files that commands write: whether one can be written, and results as JSON."""
 
 import json
-from contextlib import suppress
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from quaver.runtime.errors import InputError
 def check_writable(path: Path, option: str = "--output") -> None:
     """Check that `path` can be written, so that a measurement is not lost at its end.
 
-    The check leaves no file or folder, so a command whose arguments are refused later has written nothing.
+    The check changes nothing on the disk, so a command whose arguments are refused later has written nothing.
 
     Args:
         option: the setting that gave the path, for the error.
@@ -20,18 +20,12 @@ def check_writable(path: Path, option: str = "--output") -> None:
     """
     if path.is_dir():
         raise InputError(f"{option}: expected a file to write, got the folder {path}")
-    existed, missing = path.exists(), [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise InputError(f"{option}: cannot write {path}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):  # the folder was not made, or another process writes there
-            for folder in missing:  # the innermost first
-                folder.rmdir()
+    target = Path(os.path.realpath(path))  # of a symlink, whether or not it exists
+    nearest = next(existing for existing in (target, *target.parents) if existing.exists())
+    is_below_a_file = nearest != target and not nearest.is_dir()
+    if is_below_a_file or not os.access(nearest, os.W_OK):
+        reason = "is not a folder" if is_below_a_file else "is not writable"
+        raise InputError(f"{option}: cannot write {path}: {nearest} {reason}")
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:

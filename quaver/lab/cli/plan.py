@@ -84,7 +84,7 @@ class PlanOptions(Settings):
     output: UserPath = setting("runs/plan.json", "File of the JSON, which is always written.")
 
     def check(self) -> None:
-        """Raise InputError for numbers without units, and OSError for files that cannot be written."""
+        """Raise InputError for numbers without units, and for options that do not fit together."""
         super().check()
         rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
         self.require(0 < self.network_gbps < math.inf, "network", rates)
@@ -94,16 +94,21 @@ class PlanOptions(Settings):
                 canonicalize_recipe(name)
         if self.spec is not None:
             self.require_default("gpu", beside="--spec")
-        check_writable(Path(self.output), "--output")
         if self.explain is not None:
             self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
-            check_writable(Path(self.png), "--png")
         else:
             self.require_default("png", "ledger", unless="--explain names a row")
         if self.write is None:
             self.require_default("row", unless="--write names a file")
         else:
             self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
+
+    def check_files(self) -> None:
+        """Raise InputError for files that cannot be written."""
+        check_writable(Path(self.output), "--output")
+        if self.explain is not None:
+            check_writable(Path(self.png), "--png")
+        if self.write is not None:
             check_writable(Path(self.write), "--write")
 
     @property
@@ -161,6 +166,7 @@ def run(argv: list[str]) -> int:
     """Print the fastest layouts; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
+        options.check_files()
         config = load_run(*parse_arguments(run_flags, PlanOptions))
         spec = options.read_device()
         cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)

@@ -74,7 +74,7 @@ class MemoryOptions(Settings):
     png: UserPath | None = setting(None, "File of a picture of the timeline.")
 
     def check(self) -> None:
-        """Raise InputError for options that exclude each other, and OSError for files that cannot be written."""
+        """Raise InputError for options that exclude each other."""
         if self.measure:
             fix = "it measures on training.device, and predicts for it"
             self.require_default("device", beside="--measure", fix=fix)
@@ -92,17 +92,22 @@ class MemoryOptions(Settings):
             self.require_default(*names, beside="--links", fix="it predicts no memory")
         else:
             self.require_default("checkpoint_bandwidth", unless="--links is given")
-        files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
+        files = self.list_files()
         for flag, path in files.items():
-            check_writable(Path(path), f"--{flag}")
             is_single = list(files.values()).count(path) == 1 or path == os.devnull
             self.require(is_single, flag, "a file that no other option names")
+
+    def list_files(self) -> dict[str, str]:
+        """Return the files to write, by the options that name them."""
+        return {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
 
 
 def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
+        for flag, path in options.list_files().items():
+            check_writable(Path(path), f"--{flag}")
         config_path, flags = parse_arguments(run_flags, MemoryOptions)
         config = load_run(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
