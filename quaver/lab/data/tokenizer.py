@@ -5,6 +5,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
             raise InputError(f"data.tokenizer {str(path)!r} cannot encode the text: {error}") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-    digest = hashlib.sha256(content + b"\0" + str(eos_id).encode()).hexdigest()
+    # another release of `tokenizers` may split the same text otherwise
+    digest = hashlib.sha256(content + b"\0" + f"{eos_id} {version('tokenizers')}".encode()).hexdigest()
     size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
     return Tokenizer(str(path), size, eos_id, digest, encode)
 

@@ -120,6 +120,15 @@ def test_another_field_is_another_entry(tmp_path, load, cache, builds):
     assert len(set(builds)) == 2
 
 
+def test_another_release_of_tokenizers_is_another_entry(tmp_path, text_folder, load, cache, builds, monkeypatch):
+    train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+    for release in ("0.22.0", "0.22.1"):
+        monkeypatch.setattr("quaver.lab.data.tokenizer.version", {"tokenizers": release}.get)
+        for _ in range(2):
+            load(text_folder, cache_folder=cache, tokenizer=str(tmp_path))
+    assert len(set(builds)) == len(builds) == 2
+
+
 DAMAGE = {
     "shorter": lambda folder: os.truncate(folder / "train.tokens", 10),
     "missing": lambda folder: (folder / "validation.tokens").unlink(),
