@@ -1,4 +1,4 @@
-"""Flags of `quaver train` for tests, with which a step takes milliseconds, and a text to train on."""
+"""Defines flags of `quaver train` with which a step takes milliseconds, and a text to train on."""
 
 TINY = [
     *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),

@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests: threads, seeds, caches, Ctrl-C, garbage collection, warnings, the GPU marker."""
+"""Sets threads, seeds, caches, Ctrl-C, garbage collection, warnings and the GPU marker for all tests."""
 
 import gc
 import os

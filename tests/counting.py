@@ -1,4 +1,4 @@
-"""A dispatch mode that counts the collectives and the other operations of one rank."""
+"""Counts the collectives and the other operations of one rank in a dispatch mode."""
 
 from collections import Counter
 

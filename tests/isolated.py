@@ -1,4 +1,4 @@
-"""Processes for tests, forked from a server that has already imported torch and quaver.
+"""Runs processes for tests, forked from a server that has already imported torch and quaver.
 
 isolated(function, *arguments)                        # fails if the function raises or crashes its process
 process = quaver(["train", ...], cwd=folder)          # the command line, with the methods of subprocess.Popen

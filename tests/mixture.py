@@ -1,4 +1,4 @@
-"""A small mixture of experts, with the attributes by which the package recognizes experts."""
+"""Defines a small mixture of experts, with the attributes by which the package recognizes experts."""
 
 import torch
 import torch.nn.functional as F

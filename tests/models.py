@@ -1,4 +1,4 @@
-"""A Llama block, for tests of the library that need realistic shapes, names and saved activations."""
+"""Defines a Llama block, for tests of the library that need realistic shapes, names and saved activations."""
 
 import torch
 import torch.nn.functional as F

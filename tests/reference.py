@@ -1,4 +1,4 @@
-"""Oracles that share no code with the package: float64 arithmetic, NumPy and ml_dtypes."""
+"""Provides oracles that share no code with the package: float64 arithmetic, NumPy and ml_dtypes."""
 
 import math
 

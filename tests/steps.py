@@ -1,4 +1,4 @@
-"""Training steps of any model, and a bit-exact comparison that names the place of a difference.
+"""Takes training steps of any model, and compares bits with an error that names the place of a difference.
 
 `results_of` returns the output and the gradients of one step, `train` the losses of several steps. `assert_same`
 compares tensors in any nesting.

@@ -1,4 +1,4 @@
-"""README.md and docs/: every relative link leads somewhere, every public name has an entry, the README's code runs."""
+"""Tests that links of README.md and docs/ lead somewhere, public names have an entry, and the README's code runs."""
 
 import dataclasses
 import functools

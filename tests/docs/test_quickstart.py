@@ -1,4 +1,4 @@
-"""docs/quickstart.md as a newcomer types it: every command, in a clone, in order."""
+"""Runs every command of docs/quickstart.md in a clone, in order."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pages with recorded results: their tables come from the recorded runs, and their code runs."""
+"""Tests that tables of pages come from the recorded runs, and that the code of the pages runs."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The virtual GPU, where QUAVER_VIRTUAL_GPU asks for one."""
+"""Provides the virtual GPU where QUAVER_VIRTUAL_GPU asks for one."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The GPU of these tests: a CUDA device, or with QUAVER_VIRTUAL_GPU=h100 a virtual one (tests/virtual_gpu)."""
+"""Chooses the GPU of these tests: a CUDA device, or with QUAVER_VIRTUAL_GPU=h100 a virtual one (tests/virtual_gpu)."""
 
 from __future__ import annotations
 

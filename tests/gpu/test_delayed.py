@@ -1,4 +1,4 @@
-"""On a GPU: persistent scales make the codes of a CPU, nothing synchronises, and little is compiled."""
+"""Tests on a GPU that persistent scales make the codes of a CPU, that nothing synchronizes, and what is compiled."""
 
 import copy
 from dataclasses import replace

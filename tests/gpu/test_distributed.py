@@ -1,6 +1,6 @@
-"""FSDP2 and tensor parallelism in a group of one rank: streams, devices and layouts, not exchange.
+"""Tests FSDP2 and tensor parallelism in a group of one rank: streams, devices and layouts, not exchange.
 
-Over NCCL, or gloo where the GPU is virtual.
+The group is one of NCCL, or of gloo where the GPU is virtual.
 """
 
 import pytest

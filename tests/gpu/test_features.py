@@ -1,4 +1,4 @@
-"""On a GPU: experts, optimizers, stored activations, primary and frozen weights and the monitor, against a CPU."""
+"""Compares experts, optimizers, stored activations, special weights and the monitor on a GPU with a CPU."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""On a GPU: what a linear launches, that a CUDA graph can hold it, and the compiler's modes that build on graphs."""
+"""Tests on a GPU what a linear launches, that a CUDA graph can hold it, and the compiler's modes that build graphs."""
 
 import pytest
 import torch

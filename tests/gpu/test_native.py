@@ -1,4 +1,4 @@
-"""On a GPU: the native backend against float64 and the exact one, the same codes as on a CPU, no synchronization."""
+"""Tests on a GPU the native backend against float64 and the exact one, its codes, and that nothing synchronizes."""
 
 import contextlib
 

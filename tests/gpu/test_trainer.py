@@ -1,4 +1,4 @@
-"""The trainer on a GPU: checkpoints that go on to the bit, snapshots, traces, and memory as the allocator counts it."""
+"""Tests the trainer on a GPU: exact resumes, snapshots, traces, and memory as the allocator counts it."""
 
 import json
 import pickle

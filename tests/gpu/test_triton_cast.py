@@ -1,4 +1,4 @@
-"""The Triton casts on a GPU: the oracle's bits, 2^31 elements and more, no synchronization, CUDA graphs."""
+"""Tests the Triton casts on a GPU: the oracle's bits, 2^31 elements and more, no synchronization, CUDA graphs."""
 
 import math
 

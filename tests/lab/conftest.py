@@ -1,4 +1,4 @@
-"""A text folder and a config small enough for a run in about a second."""
+"""Provides a text folder and a config small enough for a run in about a second."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Without the extra `quaver[train]` the library works, and each verb says in one line what to install."""
+"""Tests that the library works without the extra `quaver[train]`, and that each verb says what to install."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""docs/extending.md: its diffs, applied to a copy of the package, give blocks and a granularity that train."""
+"""Applies the diffs of docs/extending.md to a copy of the package and tests that they train."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The public names of `quaver.__all__`, each documented, and the version."""
+"""Tests that the public names of `quaver.__all__` are documented, and where the version stands."""
 
 import enum
 import inspect

@@ -1,4 +1,4 @@
-"""quaver under torch's process-wide defaults: a default dtype, a default device, a fake mode at its import."""
+"""Tests quaver under torch's process-wide defaults: a default dtype, a default device, a fake mode at its import."""
 
 import re
 import subprocess

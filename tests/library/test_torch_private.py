@@ -1,4 +1,4 @@
-"""The private names of PyTorch exist, do what quaver relies on, and stand in quaver/torch_private alone."""
+"""Tests that the private names of PyTorch exist, do what quaver relies on, and stand in quaver/torch_private alone."""
 
 import importlib
 import pkgutil

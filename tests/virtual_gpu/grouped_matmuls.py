@@ -1,4 +1,4 @@
-"""Models of torch's grouped matmuls on NVIDIA GPUs, like matmuls.py, after GroupedBlas.cpp and GroupedMMUtils.h.
+"""Models torch's grouped matmuls on NVIDIA GPUs, like matmuls.py, after GroupedBlas.cpp and GroupedMMUtils.h.
 
     _grouped_mm           bfloat16; either order of strides, at multiples of 16 bytes
     _scaled_grouped_mm    e4m3 with float32 scales of rows and columns; sm_90 and sm_100; a row-major, b column-major

@@ -1,4 +1,4 @@
-"""Models of torch's matmuls of float8 matrices on NVIDIA GPUs: what they refuse, and an exact product.
+"""Models torch's matmuls of float8 matrices on NVIDIA GPUs: what they refuse, and an exact product.
 
 The contracts are those of aten/src/ATen/native/cuda/ScaledBlas.cpp and of cuBLASLt 12.9, in PyTorch 2.11 to 2.15:
 

@@ -1,4 +1,4 @@
-"""Models of the functions of torch.cuda that the package calls: the card's properties, generators, and memory peaks.
+"""Models the functions of torch.cuda that the package calls: the card's properties, generators, and memory peaks.
 
 The peaks are those of the whole process, because CPU tensors have no allocator to ask: they are positive and never
 fall. Other statistics of the allocator and its history are not modeled, and raise as in a PyTorch without CUDA.

@@ -1,4 +1,4 @@
-"""Cases for the sentences of docs/ that call something refused, raised or an error, by page and phrase.
+"""Defines cases for the sentences of docs/ that call something refused, raised or an error, by page and phrase.
 
 A case is what a page says is refused and the words of the error: a call, or a `Command`. `elsewhere.py` names the tests
 of sentences that need ranks, another library or a fixture of theirs.

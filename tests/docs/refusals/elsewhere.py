@@ -1,4 +1,4 @@
-"""Tests that show what a sentence says is refused, where a case would need ranks, another library or their fixtures."""
+"""Names the tests that show what a sentence says is refused, where a case would need ranks or another library."""
 
 ALARMS, CHECKPOINTS = "tests/lab/trainer/test_run_alarms.py", "tests/lab/runs/test_hostile_checkpoint.py"
 RESUMES, RUN_END = "tests/lab/trainer/test_refused_resumes.py", "tests/lab/trainer/test_run_end.py"

@@ -1,4 +1,4 @@
-"""What pages say of words of the command line that are refused: one line, exit code 2, no traceback."""
+"""Lists what pages say that the command line refuses: one line, exit code 2, no traceback."""
 
 from tests.command_line import TEXT, TINY
 from tests.docs.refusals import Command, Pages

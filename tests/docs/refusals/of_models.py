@@ -1,4 +1,4 @@
-"""What pages about models and tools of the library refuse."""
+"""Lists what pages about models and tools of the library say is refused."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What pages about the weights of a linear and their scales refuse."""
+"""Lists what pages about the weights of a linear and their scales say is refused."""
 
 from dataclasses import replace
 

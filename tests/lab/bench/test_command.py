@@ -1,4 +1,4 @@
-"""quaver bench: the list of benchmarks, one run from end to end; one-line errors of it and of quaver doctor."""
+"""Tests the list of benchmarks of quaver bench, one run from end to end, and one-line errors."""
 
 import json
 from functools import partial

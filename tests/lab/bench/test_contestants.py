@@ -1,4 +1,4 @@
-"""quaver bench gemm, cast, host and block: operands of matmuls, bytes of a cast, operations, the block's step."""
+"""Tests quaver bench gemm, cast, host and block: operands, bytes of a cast, operations, the block's step."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""make gpu without a GPU: what it would run, how it runs it, and what it says where there is none."""
+"""Tests make gpu without a GPU: what it would run, how it runs it, and what it says where there is none."""
 
 import importlib
 import json

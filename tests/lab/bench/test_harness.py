@@ -1,4 +1,4 @@
-"""The alternating timer, inputs that are not in cache, and the results file."""
+"""Tests the alternating timer, inputs that are not in cache, and the results file."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What compiled float8 does on a GPU, counted without one. ledger_counts.toml has the counts, one table a case."""
+"""Counts what compiled float8 does on a GPU, without one; ledger_counts.toml has one table of counts a case."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""The roofline: layers of models, sums, files, pictures, the command, and its page."""
+"""Tests the roofline: layers of models, sums, files, pictures, the command, and its page."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""quaver bench train: models of the trainer in several precisions, alternating, and their ratios."""
+"""Tests that quaver bench train alternates models of the trainer in several precisions and saves their ratios."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A headless Chromium with a profile of its own, which remembers what it logged and asked for.
+"""Drives a headless Chromium with a separate profile, which remembers what it logged and asked for.
 
 The tests of this folder are skipped where there is no browser; with QUAVER_REQUIRE_BROWSER=1, which continuous
 integration sets, they fail there. They last ran with Chromium 150.

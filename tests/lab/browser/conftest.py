@@ -1,4 +1,4 @@
-"""One browser for all tests of a process, and the pages that it shows."""
+"""Provides one browser for all tests of a process, and the pages that it shows."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Memory reports for tests of pages: a small model's, and made ones with names that bite; the tensors of a run's."""
+"""Makes memory reports for tests of pages: a small model's, ones with hostile names, and the tensors of a run's."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What every page must be: silent, alone, readable, no wider than its window, and named for those who do not see it."""
+"""Tests that every page is silent, self-contained, readable, no wider than its window, and accessible."""
 
 import pytest
 

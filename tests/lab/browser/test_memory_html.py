@@ -1,4 +1,4 @@
-"""The page of a memory report in a real browser: what it shows, and what happens at a hover, a click or a key."""
+"""Tests the page of a memory report in a real browser: what it shows, and what a hover, a click or a key does."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page of `quaver report` in a real browser: heat maps, curves, distributions and alarms, by pointer and keys."""
+"""Tests the page of `quaver report` in a real browser: heat maps, curves, distributions and alarms."""
 
 import base64
 

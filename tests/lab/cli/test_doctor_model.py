@@ -1,4 +1,4 @@
-"""`quaver doctor --model`: the survey of a run and of a Hugging Face folder, and recipes that a budget chooses."""
+"""Tests `quaver doctor --model`: the survey of a run or a Hugging Face folder, and recipes that a budget chooses."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Bad input is one line; a ValueError of a bug is a traceback."""
+"""Tests that bad input is one line and that a ValueError of a bug is a traceback."""
 
 from types import SimpleNamespace
 

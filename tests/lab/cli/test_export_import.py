@@ -1,4 +1,4 @@
-"""`quaver export` of a Hugging Face folder and `quaver import`: what they print, and bad input as one line."""
+"""Tests what `quaver export` of a Hugging Face folder and `quaver import` print, and that bad input is one line."""
 
 import errno
 import json

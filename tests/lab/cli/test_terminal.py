@@ -1,4 +1,4 @@
-"""What a newcomer's terminal shows: help and tables on 80 columns, colours only where they are wanted."""
+"""Tests that help and tables fit 80 columns, and that colours appear only where they are wanted."""
 
 import importlib
 import io

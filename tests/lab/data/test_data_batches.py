@@ -1,4 +1,4 @@
-"""Sequences of tokens: their order, their batches on every layout, and attention inside their documents."""
+"""Tests sequences of tokens: their order, their batches on every layout, and attention inside documents."""
 
 from dataclasses import replace
 from functools import partialmethod

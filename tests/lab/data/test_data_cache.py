@@ -1,4 +1,4 @@
-"""The token cache: made once, by one process, whole or not at all, not read to be opened; `quaver prepare-data`."""
+"""Tests that the token cache is made once, whole or not at all, and is not read to be opened; `quaver prepare-data`."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Sources and tokenizers: what becomes a document, of which split and of which tokens; what is left out, and where."""
+"""Tests sources and tokenizers: which text becomes a document, of which split, and what is left out where."""
 
 import gzip
 import json

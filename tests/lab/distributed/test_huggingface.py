@@ -1,4 +1,4 @@
-"""What two ranks saved, sharded or split by tensor parallelism, is exported by one process, to the bit."""
+"""Tests that one process exports what two ranks saved, sharded or split by tensor parallelism, to the bit."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

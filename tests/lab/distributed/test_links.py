@@ -1,4 +1,4 @@
-"""What `quaver memory --links` predicts that ranks send is what they send, and what formulas say."""
+"""Tests that ranks send what `quaver memory --links` predicts and what formulas say."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The pool of ranks: a failure or a hang fails its test, by name, and the next test gets ranks that work."""
+"""Tests that a failure or a hang in the pool of ranks fails its test by name, and the next test gets working ranks."""
 
 import os
 import sys

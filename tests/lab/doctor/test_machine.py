@@ -1,4 +1,4 @@
-"""quaver doctor: recipes tried on this machine; with --gpu, the backends on another GPU and the layers of a model."""
+"""Tests quaver doctor: recipes tried on this machine, and with --gpu the backends and layers on another GPU."""
 
 import json
 from unittest import mock

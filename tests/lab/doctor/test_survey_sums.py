@@ -1,4 +1,4 @@
-"""The survey of a GPU's sums: which matmuls of a model lose more in their sums than in their casts."""
+"""Tests which matmuls of a model the survey finds to lose more in a GPU's sums than in their casts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The first losses of the debug model, per recipe, on a text that is the same everywhere.
+"""Records the first losses of the debug model, per recipe, on a text that is the same everywhere.
 
 `python -m tests.lab.integration.golden` records them for this type of machine and keeps those of other types. Use it
 only for a change that is meant to change numbers, and say so in its commit.

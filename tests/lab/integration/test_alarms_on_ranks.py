@@ -1,4 +1,4 @@
-"""What a run on two ranks does about an alarm: every rank changes the recipe, or stops, after the same step."""
+"""Tests that after an alarm every rank of a run changes the recipe, or stops, after the same step."""
 
 import json
 from unittest.mock import patch

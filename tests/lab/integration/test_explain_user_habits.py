@@ -1,4 +1,4 @@
-"""`explain` of models that users changed: a replaced forward, and checkpoints with a policy of their own."""
+"""Tests `explain` on models with a replaced forward, and on checkpoints with a policy of the user's."""
 
 import pytest
 import torch

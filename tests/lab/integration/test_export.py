@@ -1,4 +1,4 @@
-"""From training to serving and to fine-tuning: train in float8, export, load elsewhere, import, adapt, export again.
+"""Goes from training to serving and to fine-tuning: trains in float8, exports, imports, adapts, exports again.
 
 Each step is one command or one line of docs/export.md.
 """

@@ -1,4 +1,4 @@
-"""A small part of benchmarks/numerics_faults.py: faults seeded in short runs of the debug model, and a healthy run."""
+"""Runs a small part of benchmarks/numerics_faults.py: faults seeded in short runs, and a healthy run."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A file that one rank cannot write ends the run on all ranks after that step: one line names it, exit code 4."""
+"""Tests that a file that one rank cannot write ends the run on all ranks, with one line and exit code 4."""
 
 import shutil
 from pathlib import Path

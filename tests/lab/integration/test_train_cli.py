@@ -1,4 +1,4 @@
-"""`quaver train` as a user types it: exit codes, what is said, what is left behind."""
+"""Tests `quaver train` as a user types it: exit codes, what it prints and what it leaves behind."""
 
 import json
 import os

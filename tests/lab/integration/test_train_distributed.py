@@ -1,4 +1,4 @@
-"""`quaver train` on several ranks against the same run in one process: losses, gradient norms, and how it ends.
+"""Compares `quaver train` on several ranks with the same run in one process: losses, norms, and how it ends.
 
 In float32 a run on several ranks adds the same numbers as one process in another order: losses agree to a few units
 in the last place (2e-7 measured, 2e-6 allowed), and gradient norms, which see every gradient, to ten times that. In

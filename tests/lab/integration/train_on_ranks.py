@@ -1,4 +1,4 @@
-"""Several `quaver train` runs on the ranks of tests/ranks.py, as if torchrun had started each."""
+"""Runs several `quaver train` runs on the ranks of tests/ranks.py, as if torchrun had started each."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""A small model for tests of the memory tool, and a measured step to compare a prediction with."""
+"""Defines a small model for tests of the memory tool, and a measured step to compare a prediction with."""
 
 from collections import OrderedDict
 

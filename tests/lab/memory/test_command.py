@@ -1,4 +1,4 @@
-"""`quaver memory`: what it prints and writes, and what it refuses."""
+"""Tests what `quaver memory` prints, writes and refuses."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Two predictions aligned: what differs, by how much, in which words, and what to do about it."""
+"""Tests the comparison of two predictions: what differs, by how much, in which words, and what to do about it."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Predictions of compiled code: against measurements, by arithmetic, and what they leave behind, which is nothing."""
+"""Tests predictions of compiled code against measurements and by arithmetic, and that they leave nothing behind."""
 
 import ast
 import json

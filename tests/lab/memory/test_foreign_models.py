@@ -1,4 +1,4 @@
-"""Predictions for models that are not quaver's own: against measurements of real steps, and what is refused."""
+"""Tests predictions for models that are not quaver's against measured steps, and what is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Predictions of a GPU's memory where there is none: which operations run, what they keep, and what is put back."""
+"""Tests predictions of a GPU's memory without one: which operations run, what they save, and what is restored."""
 
 from collections import Counter
 

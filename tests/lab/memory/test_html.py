@@ -1,4 +1,4 @@
-"""The page of a memory report: its structure, that it needs nothing else, that data stays data, and its pictures."""
+"""Tests the page of a memory report: structure, self-containment, escaping of names, and pictures."""
 
 import hashlib
 import html

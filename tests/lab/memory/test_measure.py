@@ -1,4 +1,4 @@
-"""Runs of the trainer: the predicted memory against measured steps, and on ranks that are pretended."""
+"""Compares the predicted memory of runs of the trainer with measured steps, and on simulated ranks."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The memory table: float8 takes no more than bfloat16, steps that do not repeat are refused, no row is missing."""
+"""Tests that float8 takes no more memory than bfloat16, and that the recorded table is complete."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Predictions of a step's memory: against measurements of real steps, by arithmetic, and what cannot be predicted."""
+"""Tests predictions of a step's memory against measured steps and by arithmetic, and what cannot be predicted."""
 
 import copy
 import json

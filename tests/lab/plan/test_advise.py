@@ -1,4 +1,4 @@
-"""Advice: the peak under other settings, the search for one that fits, recomputed FLOPs and simulated times."""
+"""Tests advice: the peak under other settings, the search for one that fits, recomputed FLOPs and simulated times."""
 
 import math
 import shlex

@@ -1,4 +1,4 @@
-"""The seconds of collectives: orders, limits, and figures that others measured."""
+"""Tests the seconds of collectives: orders, limits, and figures that others measured."""
 
 import operator
 

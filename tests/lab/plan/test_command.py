@@ -1,4 +1,4 @@
-"""`quaver plan`: what it prints and writes, and what it refuses in one line."""
+"""Tests what `quaver plan` prints, writes, and refuses in one line."""
 
 import json
 import re

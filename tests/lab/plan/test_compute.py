@@ -1,4 +1,4 @@
-"""The compute of a block: one rank equals the ledger of `quaver bench ledger`, and shares of ranks add up."""
+"""Tests the compute of a block: one rank equals the ledger of `quaver bench ledger`, and shares of ranks add up."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A layout's block by its kernels: on one rank it is the ledger's block, and takes what the ledger says."""
+"""Tests that a layout's block, counted by its kernels, is the ledger's block on one rank."""
 
 import tomllib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A GPU that quaver has no numbers of, from a file."""
+"""Tests that a file defines a GPU that quaver has no numbers of."""
 
 import pytest
 

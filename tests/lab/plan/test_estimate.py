@@ -1,4 +1,4 @@
-"""The peak in closed form: within 5% of the predicted one, and exact in what a rank holds."""
+"""Tests that the estimated peak is within 5% of the predicted one, and exact in what a rank holds."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The collectives of one block, and of a step, are those that `quaver memory --links` counts in the trainer."""
+"""Compares the collectives of a block and of a step with those that `quaver memory --links` counts in the trainer."""
 
 from collections import Counter
 from dataclasses import replace

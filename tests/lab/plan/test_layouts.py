@@ -1,4 +1,4 @@
-"""The layouts that a search tries: those that the trainer accepts, each once."""
+"""Tests that a search tries each layout that the trainer accepts once."""
 
 from collections import defaultdict
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Pipeline stages of published runs: the turns of a stage, and the bubble of a schedule."""
+"""Tests pipeline stages of published runs: the turns of a stage, and the bubble of a schedule."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The search: the fastest layouts whose memory fits, and what it says where none does."""
+"""Tests that the search finds the fastest layouts whose memory fits, and what it says where none does."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""The simulator: streams run one task at a time, in order, and no task before what it waits for."""
+"""Tests that the simulator runs one task of a stream at a time, in order, and none before what it waits for."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""A simulated step: more bandwidth, fewer tokens or more overlap never take longer."""
+"""Tests that in a simulated step more bandwidth, fewer tokens or more overlap never take longer."""
 
 from dataclasses import replace
 

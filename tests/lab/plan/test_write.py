@@ -1,4 +1,4 @@
-"""A plan that was written is the run that was planned: the config reads back equal, and launch files start it."""
+"""Tests that a plan's written config reads back equal and its launch files start the run."""
 
 import os
 import re

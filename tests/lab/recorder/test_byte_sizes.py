@@ -1,4 +1,4 @@
-"""Sizes in bytes, parsed from text."""
+"""Tests that text is parsed as sizes in bytes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The origin of a row of a memory report: source line, operand, the mechanism that saved it, its first reader."""
+"""Tests the origin of a row of a memory report: source line, operand, the mechanism that saved it, its first reader."""
 
 import inspect
 

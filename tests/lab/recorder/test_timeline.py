@@ -1,4 +1,4 @@
-"""The memory timeline: bytes by hand, against the allocator's own events, and nothing changed by recording."""
+"""Tests the bytes of the memory timeline by hand and against the allocator, and that recording changes nothing."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Run folders by hand: a record of numerics of any size, metrics, provenance and a conversion report."""
+"""Writes run folders by hand: a record of numerics of any size, metrics, provenance and a conversion report."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""`quaver report`: what it prints and writes, and the one line that bad input ends in."""
+"""Tests what `quaver report` prints and writes, and that bad input is one line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the page of a report holds: every number of the record to a step of its scale, in less than 5 MB."""
+"""Tests that the page of a report holds every number of the record to a step of its scale, in less than 5 MB."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: what a folder contains, that a resumed run has the same bits, and what is refused."""
+"""Tests checkpoints in one process: contents of a folder, exact resumes, and what is refused."""
 
 import json
 import shutil

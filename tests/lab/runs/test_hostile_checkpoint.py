@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, edited, or made by a stranger: one line, and no code in them runs."""
+"""Tests that damaged, edited or foreign checkpoints end in one line and that no code in them runs."""
 
 import io
 import json

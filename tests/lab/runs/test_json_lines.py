@@ -1,4 +1,4 @@
-"""JSON lines of a run: records that are refused, and files that a resumed run rewinds."""
+"""Tests which records of a run's JSON lines are refused, and which lines a resumed run removes."""
 
 import json
 import tracemalloc

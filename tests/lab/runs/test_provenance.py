@@ -1,4 +1,4 @@
-"""What a run records of its source: the command, versions and the commit."""
+"""Tests what a run records of its source: the command, versions and the commit."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Configs: where values come from, and what is said about wrong ones."""
+"""Tests where values of configs come from, and what is said about wrong ones."""
 
 import re
 import shlex

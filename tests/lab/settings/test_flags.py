@@ -1,4 +1,4 @@
-"""Flags of a command: how words become values, and what is said about wrong ones."""
+"""Tests how words of a command become values, and what is said about wrong ones."""
 
 import shlex
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which configs fit which numbers of ranks, the launcher's environment, and how ranks agree."""
+"""Tests which configs fit which numbers of ranks, the launcher's environment, and how ranks agree."""
 
 import threading
 import time

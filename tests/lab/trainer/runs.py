@@ -1,4 +1,4 @@
-"""Runs of the trainer for tests: settings changed by section, a run to its end, and the numbers that it recorded."""
+"""Changes settings of a config, runs the trainer to its end and returns the numbers that it recorded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
-    """changed(config, training={"steps": 3}, job={"name": "short"}): the config with these settings."""
+    """Return `config` with other settings, as `changed(config, training={"steps": 3}, job={"name": "short"})`."""
     return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
 
 

@@ -1,4 +1,4 @@
-"""`[activation_checkpoint]`: the same losses with less memory, also on two ranks."""
+"""Tests that `[activation_checkpoint]` gives the same losses with less memory, also on two ranks."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What --dry-run says, against what a run then has."""
+"""Compares what --dry-run says with what a run then has."""
 
 from dataclasses import replace
 from functools import partial

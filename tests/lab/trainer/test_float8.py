@@ -1,4 +1,4 @@
-"""Steps, validations and blocks in high precision in a float8 run, bit for bit those of the bfloat16 baseline."""
+"""Compares steps, validations and blocks in high precision in a float8 run with the bfloat16 baseline, bit for bit."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Runs with delayed scaling: the records of their scales, and when the scales are updated."""
+"""Tests runs with delayed scaling: the records of their scales, and when the scales are updated."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Utilization against the peaks of a device, by hand."""
+"""Tests the utilization against the peaks of a device by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm in front of float8 linears: PyTorch's results and gradients, and nothing kept but the inputs."""
+"""Tests that SwiGLU and RMSNorm before float8 linears have PyTorch's results and save their inputs only."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Random and damaged bytes in every file that quaver reads: they are read, or refused with an error of one line."""
+"""Tests that random and damaged bytes in every file that quaver reads are read, or refused in one line."""
 
 import json
 import pickletools

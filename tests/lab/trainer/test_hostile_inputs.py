@@ -1,4 +1,4 @@
-"""Impossible settings and odd files: one line that names the setting or the file, and never a hang."""
+"""Tests that impossible settings and odd files end in one line that names them, and never in a hang."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Hugging Face Llamas, imported and exported: the same bits, the logits of transformers, one-line refusals."""
+"""Tests that Llamas of Hugging Face keep their bits and logits when they are imported and exported."""
 
 import json
 import shutil

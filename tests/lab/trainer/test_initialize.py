@@ -1,4 +1,4 @@
-"""Initial weights: what is drawn, and that every layout of ranks holds the parts of the same ones."""
+"""Tests what initial weights are drawn, and that every layout of ranks holds the parts of the same ones."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The sliced loss: against the expression in float32, to the bit where it should be, and what it takes."""
+"""Compares the sliced loss with the expression in float32, and counts the memory that it takes."""
 
 from unittest.mock import patch
 

@@ -1,4 +1,4 @@
-"""Memory that a run records: of the process, of a GPU, and of the tensors of one step."""
+"""Tests the memory that a run records: of the process, of a GPU, and of the tensors of one step."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: the median step time, spikes of the loss, and loggers."""
+"""Tests metrics of a run: the median step time, spikes of the loss, and loggers."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""training.reduce: sums of micro-batches' gradients in float32, of every kind of parameter; tests of `quaver train` on
-ranks (test_train_distributed.py) compare losses, and those of links what is sent.
+"""Tests that training.reduce adds up micro-batches' gradients of every kind of parameter in float32.
 
-Scaled by a power of 2 a loss has gradients that are scaled alike, to the bit. Of 256, 1 and 1 bfloat16 adds up 256.
+test_train_distributed.py compares the losses of ranks, and test_links.py what they send. A loss scaled by a power of 2
+has gradients scaled alike, to the bit. The sum of 256, 1 and 1 is 256 in bfloat16.
 """
 
 import pytest

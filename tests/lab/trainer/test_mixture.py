@@ -1,4 +1,4 @@
-"""The trainer's mixture of experts: routing as in GLM-4.5, balance, float8, and the way to Hugging Face and back."""
+"""Tests the trainer's mixture of experts: routing as in GLM-4.5, balance, float8, and exports to Hugging Face."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The model against transformers' Llama: names, weights, logits, gradients."""
+"""Compares names, weights, logits and gradients of the model with transformers' Llama."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The first non-finite operand, planted in each place it can be."""
+"""Tests that the first non-finite operand is found wherever it is planted."""
 
 import pytest
 import torch

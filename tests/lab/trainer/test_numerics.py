@@ -1,4 +1,4 @@
-"""[numerics] of a run: the record in the run folder, what loggers get, resuming, and steps that are not finite."""
+"""Tests [numerics] of a run: the record in its folder, what loggers get, resuming, and steps that are not finite."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""AdamW's groups and implementations, on sharded parameters too, and gradient clipping against torch's."""
+"""Tests AdamW's groups and implementations, on sharded parameters too, and gradient clipping against torch's."""
 
 import copy
 

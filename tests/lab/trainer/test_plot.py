@@ -1,4 +1,4 @@
-"""curves.png of whole, interrupted and empty runs."""
+"""Tests curves.png of whole, interrupted and empty runs."""
 
 import importlib
 import json

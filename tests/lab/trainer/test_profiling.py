@@ -1,4 +1,4 @@
-"""[profiling]: which steps write which files, what a trace contains, and that no files are left over."""
+"""Tests which steps write which files under [profiling], what a trace contains, and that no files are left over."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""A run folder has one writer; a resume that is refused is one line that names the cause, and leaves every byte."""
+"""Tests that a run folder has one writer, and that a refused resume is one line and leaves every byte."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""`training.residual_dtype`: what the blocks add to, what FSDP2 gathers, and the same numbers on ranks."""
+"""Tests the dtype of the residual under `training.residual_dtype`, what FSDP2 gathers, and the numbers on ranks."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a run does about an alarm: it records it, stops with a checkpoint, or gives a linear another recipe."""
+"""Tests that a run records an alarm, stops with a checkpoint, or gives a linear another recipe."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How runs go on or end: steps that are not finite or hang, a lost terminal, disk or folder, the one line of each."""
+"""Tests how runs continue or end after steps that are not finite or hang, and after a lost terminal, disk or folder."""
 
 import copy
 import json

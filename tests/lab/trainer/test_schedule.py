@@ -1,4 +1,4 @@
-"""The learning rate of each step against closed formulas, at the corners of every schedule."""
+"""Compares the learning rate of each step with closed formulas, at the corners of every schedule."""
 
 import math
 

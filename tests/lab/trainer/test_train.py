@@ -1,4 +1,4 @@
-"""Runs of a second: what they compute, what they leave behind, how they end."""
+"""Tests what runs of a second compute and leave behind, and how they end."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The trainer on a virtual GPU: a resumed run has the bits of an uninterrupted one."""
+"""Tests the trainer on a virtual GPU: a resumed run has the bits of an uninterrupted one."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same bits, the matmuls computed again, and the bytes kept, in each mode and recipe."""
+"""Tests the bits, the recomputed matmuls and the saved bytes of each mode of activation checkpointing and recipe."""
 
 import contextlib
 import copy

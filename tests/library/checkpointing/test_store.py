@@ -1,4 +1,4 @@
-"""Activations stored in float8: which tensors, how well, in how many bytes, eager and compiled, and the way back."""
+"""Tests which activations are stored in float8, how well, in how many bytes, eager and compiled, and their removal."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""`assert_float8_training` and the report on what ran: other tests of the function are in tests/library/foreign/."""
+"""Tests `assert_float8_training` and the report on what ran; tests/library/foreign/ has more."""
 
 import copy
 import functools

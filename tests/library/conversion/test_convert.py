@@ -1,4 +1,4 @@
-"""The module swap and the way back."""
+"""Tests the conversion of modules and the conversion back."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""Delayed scaling on one device: the rule, what is recorded when, and what becomes of signals that move."""
+"""Tests delayed scaling on one device: the rule, what is recorded when, and tensors that grow."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Frozen float8 weights: one byte per element, both matmuls on the same codes, and a parameter that others can use."""
+"""Tests frozen float8 weights: one byte per element, both matmuls on the same codes, and a usable parameter."""
 
 import copy
 import itertools

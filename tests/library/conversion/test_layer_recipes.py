@@ -1,4 +1,4 @@
-"""A recipe for each layer: which layers are converted to which recipe."""
+"""Tests which layers are converted to which recipe."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`conversion_report`: which weights it lists, and what it says of them."""
+"""Tests which weights `conversion_report` lists, and what it says of them."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""`serving=`: the forward multiplies an engine's codes, the backward keeps the recipe's."""
+"""Tests that with `serving=` the forward multiplies an engine's codes, and the backward keeps the recipe's."""
 
 import copy
 from dataclasses import replace

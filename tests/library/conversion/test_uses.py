@@ -1,4 +1,4 @@
-"""Converted models in evaluation, and their copies, pickles, exported and traced programs."""
+"""Tests converted models in evaluation, and their copies, pickles, exported and traced programs."""
 
 import copy
 import io

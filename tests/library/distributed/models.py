@@ -1,4 +1,4 @@
-"""The small model of the distributed tests, its shards, and one process that computes what the ranks must."""
+"""Defines the small model of the distributed tests, its shards, and one process that computes what the ranks must."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""cast_weights_once under FSDP2: one cast per shard and step, the same losses and bytes, errors for what changes."""
+"""Tests cast_weights_once under FSDP2: one cast per shard and step, the same losses and bytes, and errors."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Checkpoints: plain tensors under nn.Linear's names and exact delayed scales, from any number of ranks to any.
+"""Tests that checkpoints hold plain tensors and exact delayed scales, from any number of ranks to any.
 
 Every rank takes the same batch: a gradient averaged over 1, 2 or 4 ranks has the same bits, and so has a run that is
 resumed on another number of ranks.

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and FSDP1 around a converted model equal one process that takes the ranks' parts in turn."""
+"""Compares DistributedDataParallel and FSDP1 with one process that takes the ranks' parts in turn."""
 
 import contextlib
 

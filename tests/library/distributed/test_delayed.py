@@ -1,4 +1,4 @@
-"""Persistent scales on several ranks: modules that run on some only, windows, calibration, ranks that disagree."""
+"""Tests persistent scales on several ranks: modules that run on some only, calibration, ranks that disagree."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Steps with data parallelism: losses and persistent scales of one process, exchanged only while unknown."""
+"""Tests that data parallelism has the losses and scales of one process, exchanged only while unknown."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""FSDP2 of experts computes what one process computes, whichever dim it shards and however it gathers."""
+"""Tests that FSDP2 of experts computes what one process computes, whichever dim it shards and however it gathers."""
 
 import contextlib
 import itertools

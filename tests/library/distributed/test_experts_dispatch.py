@@ -1,4 +1,4 @@
-"""Expert parallelism: results and gradients of one process with all experts and tokens, and the bytes that travel."""
+"""Tests expert parallelism against one process with all experts and tokens, and counts the bytes that travel."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""All ranks export a sharded model together, with the codes of its forward; rank 0 writes, or all ranks fail."""
+"""Tests that all ranks export a sharded model together, with the codes of its forward, or all fail."""
 
 from unittest import mock
 

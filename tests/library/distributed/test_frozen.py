@@ -1,4 +1,4 @@
-"""A frozen float8 base under FSDP2 and DistributedDataParallel: the same numbers, and codes gathered at one byte."""
+"""Tests a frozen float8 base under FSDP2 and DistributedDataParallel: the same numbers, and codes in one byte."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""FSDP2 with float8 all-gather computes what one process computes, and sends a byte per element and cast."""
+"""Tests that FSDP2 with float8 all-gather computes what one process computes, and sends a byte per element and cast."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Float8 all-gather with everything else that FSDP2 does, scales that are never stale, and ranks that disagree."""
+"""Tests float8 all-gather with other features of FSDP2, scales that are never stale, and ranks that disagree."""
 
 import copy
 import functools

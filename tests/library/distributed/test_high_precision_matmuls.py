@@ -1,4 +1,4 @@
-"""`set_high_precision_matmuls` between steps: on one process, on ranks, compiled, and back again."""
+"""Tests `set_high_precision_matmuls` between steps: on one process, on ranks, compiled, and back again."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""The monitor over ranks: the statistics of the whole tensors, in one collective per sampled step; unlike replicas."""
+"""Tests the monitor over ranks: statistics of whole tensors in one collective per sampled step, and unlike replicas."""
 
 import contextlib
 from unittest import mock

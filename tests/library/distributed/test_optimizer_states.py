@@ -1,4 +1,4 @@
-"""States of Float8AdamW and Float8Muon over ranks: the same bits for any sharding, saved, resharded and gathered."""
+"""Tests that states of Float8AdamW and Float8Muon have the same bits for any sharding, saved and resharded."""
 
 import copy
 from unittest import TestCase

@@ -1,6 +1,7 @@
-"""torch.distributed.pipelining: every schedule gives the numbers of one process, and makes as many float8 matmuls.
+"""Tests that every schedule of torch.distributed.pipelining gives the numbers of one process.
 
-Also where activations are stored in float8."""
+The same holds where activations are stored in float8.
+"""
 
 import contextlib
 import warnings

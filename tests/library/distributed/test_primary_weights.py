@@ -1,4 +1,4 @@
-"""Float8 primary weights under DDP equal ordinary ones, and the bytes per element in docs/primary-weights.md."""
+"""Tests that float8 primary weights under DDP equal ordinary ones, and the documented bytes per element."""
 
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Stored activations under tensor and sequence parallelism: the codes, and so the gradients, of one process."""
+"""Tests that stored activations under tensor and sequence parallelism have the codes of one process."""
 
 import copy
 import math

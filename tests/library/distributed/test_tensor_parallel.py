@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: operands of sharded matrices, results of one device, and what crosses the wire."""
+"""Tests tensor and sequence parallelism: operands of sharded matrices, results of one device, and bytes sent."""
 
 import contextlib
 import copy

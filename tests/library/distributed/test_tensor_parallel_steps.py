@@ -1,4 +1,4 @@
-"""Steps with tensor and sequence parallelism equal one process; delayed scales exchange no amax once they are known."""
+"""Tests that steps with tensor and sequence parallelism equal one process, and when amaxes are exchanged."""
 
 import functools
 import itertools

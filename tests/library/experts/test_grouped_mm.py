@@ -1,4 +1,4 @@
-"""float8_grouped_mm: every expert is bit-identical to a float8 linear on its tokens, on every path."""
+"""Tests float8_grouped_mm: every expert is bit-identical to a float8 linear on its tokens, on every path."""
 
 import functools
 import itertools

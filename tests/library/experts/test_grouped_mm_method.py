@@ -1,4 +1,4 @@
-"""Experts that multiply through `_grouped_mm`: torchtitan's three signatures, and unknown ones."""
+"""Tests experts that multiply through `_grouped_mm`: torchtitan's three signatures, and unknown ones."""
 
 import inspect
 

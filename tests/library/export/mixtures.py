@@ -1,4 +1,4 @@
-"""A mixture of experts as transformers writes one, small enough for a test."""
+"""Defines a mixture of experts as transformers writes one, small enough for a test."""
 
 import torch
 from torch import nn

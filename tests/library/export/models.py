@@ -1,4 +1,4 @@
-"""A decoder's linears under the names of Llama, small enough for a test, and their float8 checkpoints."""
+"""Defines a decoder's linears under the names of Llama, small enough for a test, and their float8 checkpoints."""
 
 from pathlib import Path
 

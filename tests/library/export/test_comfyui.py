@@ -1,4 +1,4 @@
-"""ComfyUI's files, written here by the rules of comfyui.py; tests/library/foreign/test_comfyui.py has its reader."""
+"""Tests ComfyUI's files, written here by its rules; tests/library/foreign/test_comfyui.py has its reader."""
 
 import json
 import logging

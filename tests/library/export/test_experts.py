@@ -1,4 +1,4 @@
-"""Each expert is exported by itself, with the codes that the grouped matmul of the forward reads."""
+"""Tests that each expert is exported by itself, with the codes that the forward's grouped matmul reads."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""`load_frozen`: the codes of an export become a frozen base, with the exporter's logits, and are exported again."""
+"""Tests that `load_frozen` makes the codes of an export a frozen base, which is exported again."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Float8 checkpoints from elsewhere: a damaged or invented file is read, or refused with one line."""
+"""Tests that a damaged or invented file of a float8 checkpoint is read, or refused with one line."""
 
 import json
 from collections.abc import Callable

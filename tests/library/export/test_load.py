@@ -1,4 +1,4 @@
-"""`import_float8` and `load_float8`: the dequantized values of the codes; bad input is refused and leaves nothing."""
+"""Tests that `import_float8` and `load_float8` dequantize codes, and that bad input is refused and leaves nothing."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Weights whose last blocks are cut, as DeepSeek-V3's `kv_a_proj_with_mqa` (576 x 7168): every way out and back in."""
+"""Tests weights whose last blocks are cut, as DeepSeek-V3's `kv_a_proj_with_mqa` (576 x 7168), out and back in."""
 
 import functools
 import json

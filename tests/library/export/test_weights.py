@@ -1,4 +1,4 @@
-"""Exported codes and scales are those that the training forward multiplies; what a format cannot hold is refused."""
+"""Tests that exported codes and scales are those of the training forward, and what a format cannot hold."""
 
 import json
 import math

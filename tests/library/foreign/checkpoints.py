@@ -1,4 +1,4 @@
-"""What tests of exports share: a model's logits, and transformers' own reading of a float8 folder."""
+"""Computes a model's logits and transformers' own reading of a float8 folder, for tests of exports."""
 
 import json
 import warnings

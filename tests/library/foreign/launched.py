@@ -1,4 +1,4 @@
-"""The program that `accelerate launch` starts on each rank: `launched.py FOLDER START`.
+"""Runs on each rank that `accelerate launch` starts: `launched.py FOLDER START`.
 
 Trains with delayed scaling, from scratch (START 0), saving its state in FOLDER/state after two batches, or from that
 state, which the caller has moved to FOLDER/moved.

@@ -1,4 +1,4 @@
-"""A small Llama and a mixture of experts of transformers, their data, and a training loop written by hand."""
+"""Defines a small Llama and a mixture of transformers, their data, and a training loop written by hand."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""The table of docs/integrations.md, feature x library, from the marks of the tests of this folder and from LACKS.
+"""Writes the table of docs/integrations.md, feature x library, from the marks of these tests and from LACKS.
 
 `python -m tests.library.foreign.table` writes it into the page; `test_table.py` compares the two.
 """

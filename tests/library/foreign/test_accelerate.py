@@ -1,4 +1,4 @@
-"""Accelerate on two ranks: DDP, and FSDP2 with and without float8 all-gather."""
+"""Tests Accelerate on two ranks: DDP, and FSDP2 with and without float8 all-gather."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whether a model's logits depend on the other prompts of the batch: 5 tokens alone, among 500, one by one."""
+"""Tests whether a model's logits depend on the other prompts of the batch: 5 tokens alone, among 500, one by one."""
 
 import pytest
 import torch

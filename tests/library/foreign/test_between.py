@@ -1,4 +1,4 @@
-"""What users do between the batches of a trainer: evaluate, swap in averaged weights, fail, save, load elsewhere.
+"""Tests what users do between the batches of a trainer: evaluate, swap in averaged weights, fail, save, load elsewhere.
 
 A driver, `train_by_...`, trains a model with two batches a step, in one library's loop. It calls `between(model,
 ends_step)` after each batch, saves into a folder, and returns the model and a function that loads the folder into

@@ -1,4 +1,4 @@
-"""Codes and scales of blocks beside the rules of other libraries, written from their sources (docs/numerics.md).
+"""Compares codes and scales of blocks with the rules of other libraries (docs/numerics.md).
 
 There is one block for each finite bfloat16 amax, whose other elements are fractions of it. A rule returns the codes of
 the block and the dequant_scale that it stores.

@@ -1,4 +1,4 @@
-"""ComfyUI's own reader beside ours, where COMFYUI names a checkout and comfy-kitchen can be imported.
+"""Compares ComfyUI's own reader with ours, where COMFYUI names a checkout and comfy-kitchen can be imported.
 
     COMFYUI=path/to/ComfyUI pytest tests/library/foreign/test_comfyui.py
 

@@ -1,4 +1,4 @@
-"""GPT-2's Conv1D in float8: the casts of a linear, the state dict and the files of the Conv1D, and the way back."""
+"""Tests GPT-2's Conv1D in float8: a linear's casts, the state dict and files of the Conv1D, and the conversion back."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""quaver.compat.delayed_buffers: checkpoints of torchao 0.9's delayed scaling."""
+"""Tests quaver.compat.delayed_buffers, which loads checkpoints of torchao 0.9's delayed scaling."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""transformers' mixtures of experts: each expert is the float8 linear of its tokens, in every layout of weights."""
+"""Tests transformers' mixtures: each expert is the float8 linear of its tokens, in every layout of weights."""
 
 import copy
 import functools

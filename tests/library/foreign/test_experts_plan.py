@@ -1,4 +1,4 @@
-"""transformers' own expert parallelism with float8 experts, on 2 and 4 ranks: the bits of one process."""
+"""Tests transformers' own expert parallelism with float8 experts on 2 and 4 ranks against one process."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Float8 checkpoints in the eyes of other libraries: compressed-tensors, transformers, and torch's DCP reader.
+"""Tests float8 checkpoints as compressed-tensors, transformers and torch's DCP read them.
 
 vLLM and SGLang, which need a GPU, are tested by the contract of their loaders: names, shapes and dtypes.
 """

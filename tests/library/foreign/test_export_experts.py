@@ -1,4 +1,4 @@
-"""Exports of mixtures in the eyes of transformers: the names of its checkpoints, and the values that it dequantizes.
+"""Tests exports of mixtures as transformers reads them: the names of its checkpoints and the dequantized values.
 
 transformers writes a model's checkpoint names in `save_pretrained`, and reads published float8 checkpoints; it is the
 oracle of every name and tensor. It reads experts with several blocks in the format fp8 alone.

@@ -1,4 +1,4 @@
-"""Exports of models that are no plain decoder: multimodal ones, hybrids of Mamba, encoders, speech."""
+"""Tests exports of models that are no plain decoder: multimodal ones, hybrids of Mamba, encoders, speech."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
+"""Tests quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
 
 import numpy as np
 import peft

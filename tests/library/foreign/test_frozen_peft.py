@@ -1,4 +1,4 @@
-"""PEFT and transformers on a base that `freeze_to_float8` stored in float8."""
+"""Tests PEFT and transformers on a base that `freeze_to_float8` stored in float8."""
 
 import peft
 import pytest

@@ -1,4 +1,4 @@
-"""A frozen float8 base that other libraries save and load: they write its values in high precision."""
+"""Tests that other libraries save and load a frozen float8 base in high precision."""
 
 import accelerate
 import pytest

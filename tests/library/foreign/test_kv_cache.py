@@ -1,4 +1,4 @@
-"""The scales of a float8 KV cache beside transformers' cache, and compressed-tensors, which applies them."""
+"""Tests the scales of a float8 KV cache beside transformers' cache and compressed-tensors, which applies them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Float8 checkpoints as other tools write them, read to the bits that compressed-tensors and transformers read."""
+"""Tests that float8 checkpoints of other tools are read to the bits that compressed-tensors and transformers read."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a converted model: the losses of a loop written by hand, validation, checkpoints."""
+"""Tests Lightning's Trainer on a converted model: losses of a loop written by hand, validation, checkpoints."""
 
 from functools import partial
 from unittest import mock

@@ -1,4 +1,4 @@
-"""The sums of Hopper's tensor cores beside mmaemu's, which were checked on an H100 PCIe; where it is installed."""
+"""Compares the sums of Hopper's tensor cores with mmaemu's, which were checked on an H100 PCIe, if it is installed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Float8AdamW, alone and with Float8Muon, in other trainers: a resumed run goes on to the bits of a whole one."""
+"""Tests that Float8AdamW, alone and with Float8Muon, resumes bit-identically in other trainers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""PEFT on a converted model, and the conversion of a PEFT model."""
+"""Tests PEFT on a converted model, and the conversion of a PEFT model."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Float8 primary weights in transformers' Trainer and in Accelerate: ordinary weights to the bit, resumed and saved."""
+"""Tests float8 primary weights in transformers' Trainer and in Accelerate against ordinary ones, to the bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`from_pretrained(folder, quantization_config=QuaverConfig(...))`: the model that calls after a load would make."""
+"""Tests that `from_pretrained` with a QuaverConfig makes the model that calls after a load would make."""
 
 import json
 

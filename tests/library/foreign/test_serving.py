@@ -1,4 +1,4 @@
-"""Rules of scales beside the engines that can be installed, and exports of models that were trained with them."""
+"""Compares rules of scales with the engines that can be installed, and exports of models trained with them."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""quaver.integrations.torchao: programs that import torchao.float8, Accelerate among them, on quaver's linears."""
+"""Tests that programs that import torchao.float8, such as Accelerate, run on quaver's linears."""
 
 import os
 import runpy

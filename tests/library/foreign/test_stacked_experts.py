@@ -1,4 +1,4 @@
-"""Experts in float8 as llm-compressor, modelopt and Qwen write them, read into the stacks of transformers' models."""
+"""Tests that float8 experts of llm-compressor, modelopt and Qwen are read into the stacks of transformers."""
 
 import json
 

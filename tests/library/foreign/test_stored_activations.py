@@ -1,4 +1,4 @@
-"""Stored activations in other people's models and trainers: gradients are near, and losses those of a loop by hand."""
+"""Tests stored activations in other people's models and trainers: gradients are near, and losses those by hand."""
 
 import copy
 from unittest import mock

@@ -1,4 +1,4 @@
-"""torchao's configs, enums and quantized weights, given to quaver without the shim."""
+"""Tests torchao's configs, enums and quantized weights, given to quaver without the shim."""
 
 import dataclasses
 import pickle

@@ -1,4 +1,4 @@
-"""quaver.compat: torchao's module paths and names, used as torchao's users use them."""
+"""Tests torchao's module paths and names of quaver.compat, used as torchao's users use them."""
 
 import copy
 import importlib

@@ -1,4 +1,4 @@
-"""quaver in torchtitan, which cannot stand next to this environment's datasets: installed without dependencies.
+"""Tests quaver in torchtitan, which cannot stand next to this environment's datasets: installed without dependencies.
 
 titan_programs.py tests what torchtitan 0.3 does with a linear: the config tree, `build`, `init_states` after meta-init,
 and DTensors by `sharding_config` are its own code. Its Trainer needs a GPU and a newer torch than 2.13 in few places;

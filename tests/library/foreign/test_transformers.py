@@ -1,4 +1,4 @@
-"""Models of the transformers library, converted as they are and trained for some steps; test_zoo.py converts back."""
+"""Converts models of transformers as they are and trains them for some steps; test_zoo.py converts back."""
 
 import copy
 from contextlib import nullcontext

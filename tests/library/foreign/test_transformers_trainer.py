@@ -1,4 +1,4 @@
-"""transformers' Trainer on a converted model: the losses of a loop written by hand, evaluation, export."""
+"""Tests transformers' Trainer on a converted model: losses of a loop written by hand, evaluation, export."""
 
 import pytest
 import torch

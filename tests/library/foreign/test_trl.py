@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer on a converted model."""
+"""Tests TRL's SFTTrainer, DPOTrainer and GRPOTrainer on a converted model."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""transformers' Trainer, PEFT, Fabric and Lightning under DDP and FSDP2: the losses of a loop written by hand."""
+"""Tests Trainer, PEFT, Fabric and Lightning under DDP and FSDP2 against the losses of a loop written by hand."""
 
 from dataclasses import replace
 

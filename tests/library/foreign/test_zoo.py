@@ -1,4 +1,4 @@
-"""Architectures of transformers: conversion, report, one step, gradients against float32, and the way back."""
+"""Tests architectures of transformers: conversion, report, one step, gradients, and the conversion back."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Checks with torchtitan, which test_torchtitan.py installs: `python -m ...titan_programs CHECK [RECIPE]`."""
+"""Checks torchtitan, which test_torchtitan.py installs: `python -m ...titan_programs CHECK [RECIPE]`."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The program of each rank, `titan_trainer.py RESULTS`: torchtitan 0.3's Trainer on a CPU with torch 2.13.
+"""Runs torchtitan 0.3's Trainer on a CPU with torch 2.13, as each rank's program `titan_trainer.py RESULTS`.
 
 torchtitan is written for a GPU and a newer torch. Replaced here: its device, `set_timeout`, the sum of gradients
 without a division, which gloo knows only as a plain sum, and flex attention, which has no backward on a CPU.

@@ -1,4 +1,4 @@
-"""Small models of transformers, from their configs, with a batch."""
+"""Builds small models of transformers from their configs, with a batch."""
 
 import torch
 import transformers

@@ -1,4 +1,4 @@
-"""Threads for the C extension, and a process whose Triton interprets."""
+"""Provides threads for the C extension, and a process whose Triton interprets."""
 
 from collections.abc import Iterator
 

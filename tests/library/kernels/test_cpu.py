@@ -1,4 +1,4 @@
-"""The C extension against its oracle, scaling.py in plain PyTorch: every bit of codes and scales."""
+"""Compares the C extension with its oracle, scaling.py in plain PyTorch: every bit of codes and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The float8 matmul in C: bit-identical to a loop over k in float32, and close to float64."""
+"""Tests that the float8 matmul in C is bit-identical to a loop over k in float32, and close to float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel an operation runs on a GPU, by dtype and layout, and that it gives the reference's bits.
+"""Tests which kernel an operation runs on a GPU, by dtype and layout, and that it gives the reference's bits.
 
 The tensors are a CPU's that take a GPU's code (`simulate_gpu`), and the kernels run in Triton's interpreter.
 """

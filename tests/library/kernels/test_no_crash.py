@@ -1,4 +1,4 @@
-"""No tensor and no mode makes the C extension read or write out of bounds; each attempt runs in its own process."""
+"""Tests that no tensor and no mode makes the C extension read or write out of bounds; each runs in its own process."""
 
 from __future__ import annotations
 

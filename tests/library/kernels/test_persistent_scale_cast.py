@@ -1,4 +1,4 @@
-"""Casts with a persistent scale: every path equals its definition in float64, and reads the data once."""
+"""Tests that every path of a cast with a persistent scale equals its definition, and reads the data once."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The Triton casts without a GPU, in Triton's interpreter: the oracle's bits in both layouts, and the bytes moved.
+"""Tests the Triton casts in Triton's interpreter, without a GPU: bits of the oracle, and bytes moved.
 
 Two conversions are all that the interpreter does by other instructions than a GPU (see the end of triton_blocks.py):
 bfloat16 to float32, and float32 to float8. test_triton_cast_compiled.py reads the code that a GPU would run.

@@ -1,4 +1,4 @@
-"""The casts as a GPU would run them, without a GPU: vector widths, conversions, registers, read from compiled code.
+"""Reads vector widths, conversions and registers from casts compiled for a GPU, without one.
 
 Launches on CPU tensors compile for a GPU, with the arguments and sizes of a real launch, and run nothing.
 """

@@ -1,4 +1,4 @@
-"""Shared by the tests of Triton kernels: inputs, the oracle, and an interpreter in another process.
+"""Provides the tests of Triton kernels with inputs, the oracle, and an interpreter in another process.
 
 TRITON_INTERPRET must be set before triton is first imported, so the interpreter runs in a process of its own.
 """

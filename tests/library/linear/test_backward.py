@@ -1,4 +1,4 @@
-"""`Float8LinearConfig.backward`: gradients of what the forward multiplied, or of what it quantized."""
+"""Tests `Float8LinearConfig.backward`: gradients of what the forward multiplied, or of what it quantized."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Scales of blocks: E8M0, ragged edges, what outliers cost, and which results a token's neighbours can change."""
+"""Tests scales of blocks: E8M0, ragged edges, outliers, and which results a token's neighbours can change."""
 
 import math
 

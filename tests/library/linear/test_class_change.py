@@ -1,4 +1,4 @@
-"""Conversion, checkpointing and stored activations change the class of one module, in any order."""
+"""Tests that conversion, checkpointing and stored activations change the class of one module, in any order."""
 
 import copy
 import itertools

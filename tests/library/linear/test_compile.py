@@ -1,4 +1,4 @@
-"""torch.compile: whole graphs, no recompilation, eager's codes, float8 kept for backward."""
+"""Tests torch.compile: whole graphs, no recompilation, eager's codes, float8 saved for backward."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""float8_mm: exact against float64, on every path; the hardware's rules checked without the hardware."""
+"""Tests float8_mm against float64 on every path, and the hardware's rules without the hardware."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Float8Linear: its numbers, what it keeps, what it reads, and every way a module is used."""
+"""Tests Float8Linear: its numbers, what it saves, what it reads, and every way a module is used."""
 
 import copy
 import gc

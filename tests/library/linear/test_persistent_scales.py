@@ -1,4 +1,4 @@
-"""Persistent scales with everything around them: copies, checkpoints, devices, a compiled sync; and static scales."""
+"""Tests persistent scales in copies, checkpoints, devices and a compiled sync, and static scales."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""What a float8 linear inside a checkpoint saves is freed when nn.Linear's is."""
+"""Tests that what a float8 linear inside a checkpoint saves is freed when nn.Linear's is."""
 
 import weakref
 

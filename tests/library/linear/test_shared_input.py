@@ -1,4 +1,4 @@
-"""q, k and v share the cast of their input while gradients are recorded; a linear that is called again casts again."""
+"""Tests that q, k and v share the cast of their input while gradients are recorded, and when they must cast again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float8Tensor: what was cast elsewhere, given to a linear; and clear errors for everything else."""
+"""Tests Float8Tensor, which gives a linear what was cast elsewhere, and its errors for everything else."""
 
 import copy
 import functools

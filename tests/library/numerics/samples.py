@@ -1,4 +1,4 @@
-"""Headers and samples of a healthy run of two blocks, in the form of numerics.jsonl, with a test's changes."""
+"""Makes headers and samples of a healthy run of two blocks, in the form of numerics.jsonl, with a test's changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sums of Hopper's tensor cores: bits that mmaemu recorded, the rule in rational numbers, and what scales do."""
+"""Tests the sums of Hopper's tensor cores: bits that mmaemu recorded, the rule in rational numbers, and scales."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Alarms over synthetic samples: which rule, which tensor, since when; one for each cause, and when it has ended."""
+"""Tests alarms over synthetic samples: which rule, tensor and step; one alarm per cause, and when it ends."""
 
 import json
 from collections.abc import Container, Iterable

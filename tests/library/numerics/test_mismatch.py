@@ -1,4 +1,4 @@
-"""`mismatch` against its formulas, its rule in the monitor, and the layers that differ first."""
+"""Tests `mismatch` against its formulas, its rule in the monitor, and the layers that differ first."""
 
 import copy
 import math

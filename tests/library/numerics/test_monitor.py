@@ -1,4 +1,4 @@
-"""The monitor: what it samples is what the linears computed with, in eager and compiled code; it changes no run."""
+"""Tests that the monitor samples what the linears computed with, in eager and compiled code, and changes no run."""
 
 import copy
 import importlib.metadata

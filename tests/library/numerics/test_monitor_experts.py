@@ -1,4 +1,4 @@
-"""The monitor on experts: each group is observed as the linear of its expert, in eager and compiled code."""
+"""Tests that the monitor observes each group of experts as the linear of its expert, eager and compiled."""
 
 import copy
 from types import SimpleNamespace

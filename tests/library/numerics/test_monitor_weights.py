@@ -1,4 +1,4 @@
-"""The monitor over weights and scales of other kinds: static scales, primary weights, a frozen base with adapters."""
+"""Tests the monitor on static scales, primary weights, and a frozen base with adapters."""
 
 import pytest
 import torch

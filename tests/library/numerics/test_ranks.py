@@ -1,4 +1,4 @@
-"""Finds the rank whose weight differs from the other ranks', by comparing the statistics of its casts."""
+"""Tests that the rank whose weight differs from the others' is found by the statistics of its casts."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""numerics.jsonl: what is written is read, a resumed run rewinds, and what is not a record is refused in one line."""
+"""Tests numerics.jsonl: what is written is read, a resumed run rewinds, and other files are refused in one line."""
 
 import json
 import math

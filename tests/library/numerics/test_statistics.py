@@ -1,4 +1,4 @@
-"""Statistics of a cast, in C and in PyTorch, against a float64 reference in numpy; histograms; other recipes."""
+"""Compares statistics of a cast, in C and in PyTorch, with a float64 reference in numpy; histograms; what-if."""
 
 import itertools
 import math

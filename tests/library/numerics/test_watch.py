@@ -1,4 +1,4 @@
-"""Alarms beside a run: their lines in the record, the callback, and the samples before what is not finite."""
+"""Tests alarms beside a run: their lines in the record, the callback, and the samples before a non-finite value."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Float8AdamW in one process: numbers against torch's, bits in C, PyTorch and compiled code, refusals."""
+"""Tests Float8AdamW in one process: numbers against torch's, bits in C, PyTorch and compiled code, refusals."""
 
 import copy
 import re

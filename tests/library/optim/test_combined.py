@@ -1,4 +1,4 @@
-"""CombinedOptimizer against the optimizers alone, state dicts, conversion of states, and refusals."""
+"""Tests CombinedOptimizer against the optimizers alone, state dicts, conversion of states, and refusals."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Float8Muon in one process: numbers against torch's, non-finite gradients, state dicts, refusals."""
+"""Tests Float8Muon in one process: numbers against torch's, non-finite gradients, state dicts, refusals."""
 
 import copy
 from functools import partial

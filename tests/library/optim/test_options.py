@@ -1,4 +1,4 @@
-"""Options that Float8AdamW and Float8Muon refuse."""
+"""Tests which options Float8AdamW and Float8Muon refuse."""
 
 import contextlib
 import math

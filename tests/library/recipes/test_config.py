@@ -1,4 +1,4 @@
-"""Configs: what is accepted, what is refused and how, and what the recipes mean."""
+"""Tests what configs accept and refuse, and what the recipes mean."""
 
 import copy
 import dataclasses

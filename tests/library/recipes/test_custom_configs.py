@@ -1,4 +1,4 @@
-"""Configs that are no recipe: matmuls left in high precision, and other formats."""
+"""Tests configs that are no recipe: matmuls left in high precision, and other formats."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""e2m1 in blocks of 1 x 16 from the cast to the matmuls of a linear, on one device and gathered from shards."""
+"""Tests e2m1 in blocks of 1 x 16 from the cast to the matmuls of a linear, on one device and gathered from shards."""
 
 import copy
 

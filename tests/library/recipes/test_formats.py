@@ -1,4 +1,4 @@
-"""The table of formats against the bytes that torch decodes."""
+"""Compares the table of formats with the bytes that torch decodes."""
 
 import math
 

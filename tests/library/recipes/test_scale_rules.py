@@ -1,4 +1,4 @@
-"""The rules of serving engines beside their equations in NumPy, and the casts that compute them.
+"""Compares the rules of serving engines with their equations in NumPy, and the casts that compute them.
 
 Foreign oracles are in tests/library/foreign/test_serving.py.
 """

@@ -1,4 +1,4 @@
-"""amax -> scale -> cast: exhaustive where the domain is finite, against ml_dtypes, eager and compiled."""
+"""Tests amax, scale and cast: exhaustively where the domain is finite, against ml_dtypes, eager and compiled."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The filter that skips linears too small to gain."""
+"""Tests the filter that skips linears too small to gain."""
 
 import pytest
 import torch

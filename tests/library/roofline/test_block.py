@@ -1,4 +1,4 @@
-"""The model of a block's time against the counts of code compiled for a GPU, as recorded for a block of Llama 3 8B."""
+"""Compares the model of a block's time with the recorded counts of code compiled for a GPU."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The predicted time of a linear."""
+"""Tests the predicted time of a linear."""
 
 from dataclasses import astuple, replace
 

@@ -1,4 +1,4 @@
-"""Peaks of devices, from data sheets and measured."""
+"""Tests peaks of devices, from data sheets and measured."""
 
 from itertools import count
 from types import SimpleNamespace

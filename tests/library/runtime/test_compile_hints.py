@@ -1,4 +1,4 @@
-"""add_dependency: grad_input depends on grad_weight in the graph of the backward, and no result changes."""
+"""Tests that add_dependency makes grad_input depend on grad_weight in the backward's graph and changes no result."""
 
 import copy
 

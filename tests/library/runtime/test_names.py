@@ -1,4 +1,4 @@
-"""Names of parameters and modules, without what wrappers add to them."""
+"""Tests names of parameters and modules, without what wrappers add to them."""
 
 import torch
 from torch import nn

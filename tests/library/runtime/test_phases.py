@@ -1,4 +1,4 @@
-"""Phases are ranges of the profiler, which compiled code and fake tensors skip."""
+"""Tests that phases are ranges of the profiler, which compiled code and fake tensors skip."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Slow paths: each warns once and is listed, or raises."""
+"""Tests that each slow path warns once and is listed, or raises."""
 
 import contextlib
 import importlib

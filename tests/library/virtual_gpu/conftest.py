@@ -1,4 +1,4 @@
-"""A process whose Triton interprets, for all files of this folder."""
+"""Provides a process whose Triton interprets, for all files of this folder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every contract of the modeled matmuls: what obeys them is multiplied exactly, and what violates one is refused."""
+"""Tests every contract of the modeled matmuls: they multiply what obeys it exactly and refuse what violates it."""
 
 import dataclasses
 from dataclasses import dataclass

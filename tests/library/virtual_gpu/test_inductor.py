@@ -1,4 +1,4 @@
-"""The Triton code that Inductor writes for a GPU, run in the interpreter: it has the bits of eager code.
+"""Runs the Triton code that Inductor writes for a GPU in the interpreter: it has the bits of eager code.
 
 With `emulate_precision_casts`, for without it Inductor leaves out roundings to bfloat16 inside a kernel.
 """

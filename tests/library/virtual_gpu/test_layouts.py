@@ -1,4 +1,4 @@
-"""Layouts and backends of operands that were quantized before a matmul, on virtual GPUs; the tests read no kernel."""
+"""Tests layouts and backends of operands that were quantized before a matmul, on virtual GPUs."""
 
 import pytest
 import torch

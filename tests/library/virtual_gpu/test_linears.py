@@ -1,4 +1,4 @@
-"""Linears and experts on virtual GPUs: what multiplied, and the results of a CPU."""
+"""Tests what multiplies linears and experts on virtual GPUs, and compares the results with a CPU."""
 
 import functools
 

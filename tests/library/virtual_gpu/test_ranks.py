@@ -1,4 +1,4 @@
-"""Ranks with virtual GPUs, over gloo: under FSDP2 and tensor parallelism a GPU's branches have one card's losses.
+"""Tests ranks with virtual GPUs over gloo: under FSDP2 and tensor parallelism a GPU's branches have one card's losses.
 
 Casts are the reference's, in a GPU's layouts; kernels of Triton are tested in one process.
 """

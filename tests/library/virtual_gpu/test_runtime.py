@@ -1,4 +1,4 @@
-"""A virtual GPU beyond its matmuls: what a captured CUDA graph may hold."""
+"""Tests a virtual GPU beyond its matmuls: what a captured CUDA graph may hold."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Primary, frozen and gathered weights under torch.inference_mode, as under no_grad, and in a torch.export."""
+"""Tests primary, frozen and gathered weights under torch.inference_mode, and in a torch.export."""
 
 import copy
 

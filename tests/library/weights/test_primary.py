@@ -1,4 +1,4 @@
-"""Float8 primary weights: the losses of ordinary parameters to the bit, whatever trains, saves or copies them."""
+"""Tests that float8 primary weights have the losses of ordinary parameters, whatever trains, saves or copies them."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Forms of a weight x ways to write to it x readers: each reader sees the write, or one line refuses it."""
+"""Tests forms of a weight x ways to write to it x readers: each reader sees the write, or one line refuses it."""
 
 import copy
 import itertools
