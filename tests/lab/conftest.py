@@ -59,7 +59,7 @@ def write_text(folder: Path) -> Path:
 
 
 def make_tiny(folder: Path, text_folder: Path) -> TrainConfig:
-    """A run of four steps in `folder`."""
+    """Return a run of four steps in `folder`."""
     return TrainConfig(
         job=Job(name="tiny", dump_folder=str(folder / "runs")),
         model=Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48),

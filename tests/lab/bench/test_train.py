@@ -11,7 +11,7 @@ from quaver.lab.trainer.trained_model import TrainedModel
 
 
 def make_sections(text_folder, **float8):
-    """The settings of a tiny run."""
+    """Return the settings of a tiny run."""
     return {
         "model": {"dim": 32, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 64, "n_layers": 1},
         "training": {"seq_len": 32, "local_batch_size": 2, "steps": 3, "device": "cpu"},

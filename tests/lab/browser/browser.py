@@ -90,11 +90,11 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def all(self, selector: str) -> list:
-        """The elements that a CSS selector finds."""
+        """Return the elements that a CSS selector finds."""
         return self.driver.find_elements("css selector", selector)
 
     def one(self, selector: str):
-        """The first of them, which must be there."""
+        """Return the first of them, which must be there."""
         return self.driver.find_element("css selector", selector)
 
     def texts(self, selector: str) -> list[str]:
@@ -110,7 +110,7 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def pointer(self) -> ActionChains:
-        """A pointer, and a keyboard, that acts at once: by default each move of a pointer takes 250 ms."""
+        """Return a pointer, and a keyboard, that acts at once: by default each move of a pointer takes 250 ms."""
         return ActionChains(self.driver, duration=0)
 
     def press(self, *keys: str) -> None:
@@ -127,7 +127,7 @@ class Browser:
         return self.driver.get_log("browser")
 
     def take_requests(self) -> list[str]:
-        """The addresses that this page asked for since the last call, itself included; see `take_log`."""
+        """Return the addresses that this page asked for since the last call, itself included; see `take_log`."""
         page = self.driver.current_url
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]

@@ -20,7 +20,7 @@ WIDE, BAD_TENSOR, BAD_SAMPLE = 600, 411, 617
 
 
 def predict_small_model(*, layers: int = 3, rows: int = 2048) -> dict:
-    """A real prediction of a small model."""
+    """Return a real prediction of a small model."""
     inputs = (torch.empty(rows, 256, device="meta"),)
     with torch.device("meta"):
         model = build_stack(layers=layers, width=256, hidden=1024)
@@ -28,7 +28,7 @@ def predict_small_model(*, layers: int = 3, rows: int = 2048) -> dict:
 
 
 def make_row(size_bytes: int, **what) -> dict:
-    """A row of a report with every field that one can have."""
+    """Return a row of a report with every field that one can have."""
     plain = {
         "category": "saved_activations",
         "bytes": size_bytes,
@@ -48,7 +48,7 @@ def make_row(size_bytes: int, **what) -> dict:
 
 
 def make_report() -> dict:
-    """A prediction by hand: two layers, a hostile name, and an old row without the optional fields; 100 MiB.
+    """Return a prediction by hand: two layers, a hostile name, and an old row without the optional fields; 100 MiB.
 
     Gradients are there after the peak only.
     """
@@ -98,7 +98,7 @@ def make_report() -> dict:
 
 
 def make_unseen() -> dict:
-    """A report of compiled code: what stays between steps, and nothing else."""
+    """Return a report of compiled code: what stays between steps, and nothing else."""
     peaks = dict.fromkeys(("peak_bytes", "step_peak_bytes", "saved_by_forward_bytes"))
     prediction = make_report() | peaks | {"by_category": {}}
     blind = {name: [] for name in ("timeline", "at_peak", "saved_for_backward", "spans")}

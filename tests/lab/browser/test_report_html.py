@@ -23,7 +23,7 @@ class Map:
         browser.run("arguments[0].scrollIntoView({block: 'center'})", self.plot)
 
     def offset(self, row, sample):
-        """Of the middle of a cell, from the middle of the plot."""
+        """Return the offset of a cell's middle from the middle of the plot."""
         sizes = "const c = arguments[0].querySelector('canvas'); return [c.offsetLeft, c.offsetWidth, c.offsetHeight]"
         left, width, height = self.browser.run(sizes, self.plot)
         box = self.plot.size
@@ -48,7 +48,7 @@ class Map:
         self.browser.press(*keys)
 
     def pixels(self):
-        """The colors of the picture, [height, width], as 0xAABBGGRR; 0 where nothing is drawn."""
+        """Return the colors of the picture, [height, width], as 0xAABBGGRR; 0 where nothing is drawn."""
         height, width, data = self.browser.run(
             "const c = arguments[0].querySelector('canvas'), parts = [];"
             "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"

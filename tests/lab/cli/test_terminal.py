@@ -179,7 +179,7 @@ def make_advice_views():
 
 
 def make_memory_views():
-    """The largest tensors, categories, and two runs compared, with the numbers of a large model."""
+    """Return the largest tensors, categories, and two runs compared, with the numbers of a large model."""
     row = {"count": 128, "dtype": "bfloat16", "shape": "[8, 8192, 14336]", "bytes": 60 * GIB, "phase": "forward"}
     row |= {"category": "saved_activations", "operator": "aten._scaled_mm", "module": EXPERTS, "source": SOURCE}
     sizes = {"saved_activations": 60 * GIB, "optimizer_states": 200 * GIB}

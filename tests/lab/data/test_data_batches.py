@@ -69,7 +69,7 @@ def list_windows(batches) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def numbered(tmp_path, load):
-    """A text of which every window of 17 bytes is another."""
+    """Return a text of which every window of 17 bytes is another."""
     (tmp_path / "a.txt").write_text("".join(f"{number:06d}\n" for number in range(1000)))
     return load(tmp_path / "a.txt")
 

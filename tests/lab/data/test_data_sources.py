@@ -28,7 +28,7 @@ TRICKY = "a </s> <|end_of_text|> don't  \r\n\r\n\tx \N{SNOWMAN}\N{GRINNING FACE}
 
 
 def decode_documents(data: TokenData) -> list[str]:
-    """The texts of both splits, those for training first."""
+    """Return the texts of both splits, those for training first."""
     texts = []
     for split in (data.train, data.validation):
         bounds = [0, *split.ends.tolist()]
@@ -50,7 +50,7 @@ def write_parquet(
 
 
 def train_tokenizer(path: Path, special: list[str], vocab_size: int = 400) -> Tokenizer:
-    """A small byte-level BPE that adds a first token, cuts and pads, as a file for a model might tell it to."""
+    """Return a small byte-level BPE that adds a first token, cuts and pads, as a file for a model might tell it to."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -46,7 +46,7 @@ ALWAYS = ("FSDP2, rowwise, no precompute", "tensor parallel, tensorwise")
 
 
 def count_collectives(config):
-    """The number and the bytes of the collectives that this rank starts in its second step, by kind."""
+    """Return the number and the bytes of the collectives that this rank starts in its second step, by kind."""
     trained, dims = build_on_rank(config, RANKS)
     step, _ = make_train_step(trained, trained.config, dims)
     step()

@@ -17,7 +17,7 @@ WATCHED = [*TINY, "--model.n_layers=1", "--training.global_batch_size=4", "--che
 
 
 def build_broken(setup):
-    """A run in which one channel of a linear's input is 2^20 times larger, on the rank that has it."""
+    """Return a run in which one channel of a linear's input is 2^20 times larger, on the rank that has it."""
     broken = build(setup)
     scale = torch.ones(32)
     scale[5] = 2.0**20

@@ -51,21 +51,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load_in_float8(folder: Path) -> nn.Module:
-    """The model of transformers on a float8 checkpoint, without high-precision weights at any time."""
+    """Return the model of transformers on a float8 checkpoint, without high-precision weights at any time."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     return load_frozen(model, folder).eval()
 
 
 def load_dequantized(folder: Path) -> nn.Module:
-    """The model of transformers on a float8 checkpoint, with high-precision weights."""
+    """Return the model of transformers on a float8 checkpoint, with high-precision weights."""
     config = CompressedTensorsConfig(dequantize=True)
     with pytest.warns(UserWarning, match="already has a `quantization_config`"):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
 
 
 def load_trained(run: Path, name: str) -> Llama:
-    """The model of a run's last checkpoint, in high precision."""
+    """Return the model of a run's last checkpoint, in high precision."""
     checkpoint = open_checkpoint(find_checkpoint(run), name)
     model = Llama(checkpoint.model)
     model.load_state_dict(dict(checkpoint.open_weights()))

@@ -56,7 +56,7 @@ class Hosts:
         log.close()
 
     def find_rank(self, host: int) -> int:
-        """The process of the host's rank; the agent has no other child."""
+        """Return the process of the host's rank; the agent has no other child."""
         pid = self.agents[host].pid
         (rank,) = (int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         return rank
@@ -97,7 +97,7 @@ def read_numbers(run: Path) -> list[tuple[int, float, float]]:
 
 
 def load_last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the last checkpoint, whole, without random states: a start draws numbers, and no step does.
+    """Return the tensors of the last checkpoint, whole, without random states: a start draws numbers, and no step does.
 
     Files of equal tensors may have another order inside.
     """

@@ -79,7 +79,7 @@ class NormAndSwiGLU(torch.nn.Module):
 
 
 def list_stored_buffers(graph):
-    """The buffers of a lowered graph that something reads."""
+    """Return the buffers of a lowered graph that something reads."""
     read = {name.removesuffix("_start") for name in graph.get_output_names()}
     for operation in reversed(graph.operations):
         if operation.is_extern():

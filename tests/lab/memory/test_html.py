@@ -56,7 +56,7 @@ class _Tags(HTMLParser):
 
 
 def find_inside(text, tag):
-    """The text inside each element of a kind."""
+    """Return the text inside each element of a kind."""
     return re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text, re.DOTALL)
 
 
@@ -73,7 +73,7 @@ def read_data(text):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """A page with all that a page can have, and hostile names all over it."""
+    """Return a page with all that a page can have, and hostile names all over it."""
     more = {"other": make_report(), "comparison": make_comparison(), "advice": make_advice(), "measured": make_report()}
     return write_page(tmp_path_factory.mktemp("page"), title=f"title {HOSTILE}", **more)
 

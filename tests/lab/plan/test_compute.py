@@ -30,7 +30,7 @@ UP_PROJ = "model.layers.0.mlp.up_proj"
 
 
 def time_both(run):
-    """The seconds of a block's forward and backward."""
+    """Return the seconds of a block's forward and backward."""
     return sum(time_block(run, CLUSTER))
 
 

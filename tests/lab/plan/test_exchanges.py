@@ -58,7 +58,7 @@ def count_block_exchanges(config):
 
 
 def model_block_exchanges(config):
-    """The same as the planner models it."""
+    """Return the same numbers and bytes as the planner models them."""
     run, numbers, sizes = plan_run(config), Counter(), Counter()
 
     def add(link, kind, number, tensor_bytes):

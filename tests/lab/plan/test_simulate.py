@@ -26,7 +26,7 @@ def steps(draw):
 
 
 def sum_longest_path(step):
-    """The seconds of the tasks that wait for each other, on the path that takes longest."""
+    """Return the seconds of the tasks that wait for each other, on the path that takes longest."""
     ends = []
     for task in step.tasks:
         ends.append(task.seconds + max((ends[earlier] for earlier in task.after), default=0.0))

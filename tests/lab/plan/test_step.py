@@ -41,7 +41,7 @@ def time_step(run, cluster=FAST):
 
 
 def count_collectives(name):
-    """The numbers of all-gathers, reduce-scatters and all-reduces of gradients."""
+    """Return the numbers of all-gathers, reduce-scatters and all-reduces of gradients."""
     kinds = [task.kind for task in build_step(RUNS[name], FAST).tasks]
     return kinds.count("all_gather"), kinds.count("reduce_scatter"), kinds.count("all_reduce") - 1
 

@@ -36,13 +36,13 @@ class Sinks(nn.Module):
 
 
 def find_lines(cls, text):
-    """The lines of a class's source that contain `text`, as reports write them."""
+    """Return the lines of a class's source that contain `text`, as reports write them."""
     lines, first = inspect.getsourcelines(cls)
     return [f"{HERE}:{first + number}" for number, line in enumerate(lines) if text in line]
 
 
 def record_step(model, input):
-    """The allocations of a step, and its report."""
+    """Return the allocations of a step, and its report."""
     with record_timeline(model) as timeline:
         model(input).sum().backward()
     report = timeline.report()

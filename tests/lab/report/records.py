@@ -39,7 +39,7 @@ def make_header(tensors, **fields):
 
 
 def make_sample(step, values, **more):
-    """A sample of `values`: a list of one number per tensor by statistic; a record spells what is not finite."""
+    """Return a sample of `values`: a list of one number per tensor by statistic; a record spells what is not finite."""
     spell = lambda value: value if value is None or math.isfinite(value) else str(float(value))  # noqa: E731
     columns = {name: list(map(spell, values[name])) for name in STATISTICS}
     return {"kind": "sample", "step": step, **columns, **more}
@@ -139,7 +139,7 @@ def make_layers(blocks):
 
 
 def write_run(folder, *, layers, samples=40, alarms=(), models=("tensorwise",), steps=400, seed=0, tensors=None):
-    """A run folder with everything."""
+    """Return a run folder with everything."""
     tensors = tensors or make_tensors(layers)
     write_lines(folder / "metrics.jsonl", make_metrics(steps, models, seed=seed))
     write_lines(folder / "provenance.jsonl", [START])

@@ -38,7 +38,7 @@ def read_data(page):
 
 
 def read_bytes(run, name):
-    """The bytes of a map, [tensors, columns], 0 where it has no row."""
+    """Return the bytes of a map, [tensors, columns], 0 where it has no row."""
     heat_map, columns = run["maps"][name], len(run["columns"][0])
     cells = np.zeros((len(run["tensors"]["rows"]), columns), dtype=np.uint8)
     cells[heat_map["rows"]] = np.frombuffer(b64decode(heat_map["bytes"]), dtype=np.uint8).reshape(-1, columns)

@@ -33,7 +33,7 @@ DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
 
 
 def compare_delayed(config: TrainConfig) -> TrainConfig:
-    """A run with delayed scaling and its bfloat16 baseline."""
+    """Return a run with delayed scaling and its bfloat16 baseline."""
     return changed(replace(make_resumable(config), float8=DELAYED), job={"compare": True})
 
 
@@ -44,14 +44,14 @@ def config(tiny_config: TrainConfig) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
-    """A run of six steps, with checkpoints after two, four and six."""
+    """Return a run of six steps, with checkpoints after two, four and six."""
     folder = tmp_path_factory.mktemp("finished")
     return run_to_end(set_steps(compare_delayed(make_tiny(folder, write_text(folder / "text"))), 6))
 
 
 @pytest.fixture
 def saved(config: TrainConfig, finished: TrainingRun) -> Path:
-    """A copy of its folder, where `config` has its own."""
+    """Return a copy of its folder, where `config` has its own."""
     return Path(shutil.copytree(finished.folder.path, Path(config.job.dump_folder) / "tiny"))
 
 

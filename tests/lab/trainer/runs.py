@@ -31,7 +31,7 @@ def run_to_end(config: TrainConfig) -> TrainingRun:
 
 
 def build_on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims]:
-    """The one model of a run as this rank of so many holds it, with its first weights."""
+    """Return the one model of a run as this rank of so many holds it, with its first weights."""
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     config, dims = resolve(config, rank=rank, world_size=ranks)
     device, mesh = torch.device("cpu"), make_mesh(dims, "cpu")
@@ -40,7 +40,7 @@ def build_on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, Parall
 
 
 def read_steps(metrics: Path, name: str | None = None) -> list[dict[str, Any]]:
-    """The records of training steps; with `name` those of one model."""
+    """Return the records of training steps; with `name` those of one model."""
     records = (record for record in read_metrics(metrics) if "loss" in record)
     return [record for record in records if name in (None, record["run"])]
 

@@ -47,7 +47,7 @@ WORDS = {
 
 @pytest.fixture
 def run_words(tmp_path: Path) -> list[str]:
-    """The words of a run of one step on a text."""
+    """Return the words of a run of one step on a text."""
     (tmp_path / "text.txt").write_text(TEXT)
     words = [*TINY, "--training.steps=1", "--float8.no-enable_float8_linear"]
     return [*words, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]

@@ -78,7 +78,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def out(hf: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint that the plain model becomes; tests copy what they change."""
+    """Return the checkpoint that the plain model becomes; tests copy what they change."""
     path = tmp_path_factory.mktemp("out") / "out"
     convert("hf-to-quaver", hf("plain"), path)
     return path
@@ -255,7 +255,7 @@ def test_export_in_shards(hf, out, tmp_path):
 
 @pytest.fixture(scope="module")
 def float8_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last checkpoint of a run of two steps in float8 and bfloat16, with tied weights and scaled rope."""
+    """Return the last checkpoint of a run of two steps in float8 and bfloat16, with tied weights and scaled rope."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text(TEXT)
     words = [*TINY, f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}", "--job.name=run", "--job.compare"]

@@ -96,7 +96,7 @@ CASES = {
 
 
 def split(logits):
-    """The same as a DTensor whose vocabulary two ranks split."""
+    """Return the same logits as a DTensor whose vocabulary two ranks split."""
     return distribute_tensor(logits.detach(), mesh_of((2,), ("tp",)), [Shard(2)]).requires_grad_()
 
 

@@ -37,7 +37,7 @@ def take_load(model):
 
 
 def compute_one_by_one(mixture, hidden):
-    """The mixture as its equations say it, a token at a time."""
+    """Compute the mixture by its equations, one token at a time."""
     router, experts = mixture.gate, mixture.experts
     outputs = []
     for token in hidden.flatten(0, 1):

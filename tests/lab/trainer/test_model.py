@@ -26,7 +26,7 @@ def build_reference(config: Model) -> LlamaForCausalLM:
 
 @pytest.fixture(params=[CONFIG, TIED], ids=["untied", "tied"])
 def pair(request: pytest.FixtureRequest) -> tuple[Llama, LlamaForCausalLM]:
-    """The same weights in the trainer's model and in that of transformers."""
+    """Return the same weights in the trainer's model and in that of transformers."""
     reference = build_reference(request.param)
     with torch.no_grad():  # weights of one would hide a norm that is never applied
         for name, parameter in reference.named_parameters():

@@ -24,13 +24,13 @@ from tests.lab.trainer.runs import changed, read_numbers, run_to_end
 
 @pytest.fixture
 def watched_config(tiny_config: TrainConfig) -> TrainConfig:
-    """Of one layer: what is sampled of each linear takes the time."""
+    """Return a config of one layer: the samples of each linear take the time."""
     float8, numerics = {"enable_float8_linear": True, "recipe_name": "rowwise"}, {"every": 2, "extras_every": 2}
     return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
 
 
 def find_tensor(record: Record, linear: str, operand: str) -> int:
-    """The column of the first cast of an operand."""
+    """Return the column of the first cast of an operand."""
     name = (f"model.layers.0.{linear}", operand)
     return [(tensor["layer"], tensor["operand"]) for tensor in record.tensors].index(name)
 

@@ -30,7 +30,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 @pytest.fixture
 def watched_config(tiny_config: TrainConfig) -> TrainConfig:
-    """Of one layer: what is sampled of each linear takes the time."""
+    """Return a config of one layer: the samples of each linear take the time."""
     float8, numerics = vars(Float8()), {"every": 1, "extras_every": 1}
     return changed(tiny_config, model={"n_layers": 1}, training={"steps": 3}, float8=float8, numerics=numerics)
 

@@ -157,7 +157,7 @@ def test_steps_within_their_timeout_write_no_stacks(tmp_path, capsys):
 
 
 def train_slowly(stacks: Path) -> None:
-    """A step of Python code that is compiled and called without end, and of deep stacks."""
+    """Run Python code with deep stacks, compiled and called again and again."""
 
     def recurse(n):
         return 0 if n == 0 else 1 + recurse(n - 1)

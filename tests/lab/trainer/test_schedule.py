@@ -12,7 +12,7 @@ WARMING = {1: LR / 10, 9: LR * 9 / 10, 10: LR}
 
 
 def compute_rate(share: float) -> float:
-    """The rate when `share` of what lies between the floor and the top is left."""
+    """Return the rate when `share` of what lies between the floor and the top is left."""
     return LR * (FLOOR + (1 - FLOOR) * share)
 
 

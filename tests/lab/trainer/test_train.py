@@ -20,7 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def read_all_losses(run: TrainingRun, name: str) -> list[float]:
-    """Of training and of validation."""
+    """Return the losses of training and of validation."""
     records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
     return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
 

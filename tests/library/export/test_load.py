@@ -90,7 +90,7 @@ def point_outside(folder):
 
 
 def lose_a_shard(folder):
-    """As a download that stopped before its last file."""
+    """Name a file in the index that is not there, as after a download that stopped early."""
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     names = dict.fromkeys(load_file(folder / "a.safetensors"), "a.safetensors")
     index = {"weight_map": {**names, "more.weight": "b.safetensors"}}

@@ -63,7 +63,7 @@ def by_columns(matrix: Tensor) -> Tensor:
 
 
 def every_other(matrix: Tensor) -> Tensor:
-    """The same numbers, neither rows nor columns contiguous."""
+    """Return the same numbers, neither rows nor columns contiguous."""
     rows, columns = matrix.shape
     wide = torch.full((2 * rows + 1, 2 * columns + 1), 0x7F, dtype=torch.uint8)
     wide[: 2 * rows : 2, : 2 * columns : 2] = matrix.view(torch.uint8)
@@ -71,7 +71,7 @@ def every_other(matrix: Tensor) -> Tensor:
 
 
 def part_of_wider(matrix: Tensor) -> Tensor:
-    """The same numbers, with NaNs around them in memory."""
+    """Return the same numbers, with NaNs around them in memory."""
     rows, columns = matrix.shape
     wide = torch.full((rows + 2, columns + 3), 0x7F, dtype=torch.uint8)
     wide[1:-1, 1:-2] = matrix.view(torch.uint8)

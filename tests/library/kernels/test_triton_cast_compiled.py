@@ -51,7 +51,7 @@ class _Driver:
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch, tmp_path):
-    """The code of each launch, in order, by the kernel's name."""
+    """Return the code of each launch, in order, by the kernel's name."""
     launches = defaultdict(list)
 
     def launch(kernel, grid):

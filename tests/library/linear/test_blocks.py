@@ -27,7 +27,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def e8m0_exponent(amax, largest, mode):
-    """The exponent of the dequant_scale of one amax, in exact arithmetic; None for NaN."""
+    """Return the exponent of the dequant_scale of one amax, in exact arithmetic; None for NaN."""
     if not math.isfinite(amax):
         return None
     if amax == 0:

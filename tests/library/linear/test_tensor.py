@@ -34,7 +34,7 @@ def as_float8_input(input, config):
 
 
 def results(input, weight, config, grad, *, backend=None):
-    """The output, and the gradients of input and weight."""
+    """Return the output, and the gradients of input and weight."""
     linear = functools.partial(float8_linear, config=config)
     call = torch.compile(linear, fullgraph=True, backend=backend) if backend else linear
     return results_of(torch.nn.Module(), input, weight, grad_output=grad, call=call)

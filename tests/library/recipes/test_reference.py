@@ -100,7 +100,7 @@ class Matmuls(TorchDispatchMode):
 
 @pytest.fixture
 def reference_matmuls(monkeypatch):
-    """The operands of the reference's matmuls, by the left one's shape; in high precision their scale is 1."""
+    """Return the operands of the reference's matmuls, by the left one's shape; in high precision their scale is 1."""
     matmuls, multiply = {}, reference.multiply
 
     def record_and_multiply(a, b, *rest):
