@@ -269,9 +269,18 @@ class LinearScales:
             recording: whether casts record amaxes, see [Note: who records]. If so, the forward is counted, and
                 `weight_observed` is merged into the state.
             weight: the linear's, for [Note: a forgotten sync].
+        Raises:
+            NotImplementedError: linears of one state train on two devices. A backward on the first device would write
+                its amax into the buffer that the move has replaced.
         """
         state = self.state
         if device != state.device:
+            if recording and state.forwards_since_sync and device.type != "meta":
+                raise NotImplementedError(
+                    "the linears of one conversion keep their delayed or static scales on one device, and since the "
+                    f"last sync they trained on {state.device} and {device}: convert the part of each device by a "
+                    "call of its own, or move the model to one device before the step"
+                )
             self.follow(device)
         if state.uncalibrated and not state.calibrating:
             raise RuntimeError(
