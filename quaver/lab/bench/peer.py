@@ -61,8 +61,14 @@ def make_torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    for name in ("torchao", "torch.utils._pytree"):  # torch 2.13 warns of how torchao 0.18 registers its enums
-        logging.getLogger(name).setLevel(logging.ERROR)
+    names = ("torchao", "torch.utils._pytree")  # torch 2.13 warns of how torchao 0.18 registers its enums
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        for logger in levels:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)

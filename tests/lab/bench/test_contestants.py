@@ -1,5 +1,6 @@
 """Tests quaver bench gemm, cast, host and block: operands, bytes of a cast, operations, the block's step."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from quaver.lab.bench.cast import KINDS
 from quaver.lab.bench.gemm import GRANULARITIES, Matmul, divide_by_peak, list_matmuls
 from quaver.lab.bench.host import count_operations
 from quaver.lab.bench.modules import build_block, make_steps
-from quaver.lab.bench.peer import is_peer_recipe
+from quaver.lab.bench.peer import is_peer_recipe, make_torchao_linear
 from quaver.lab.bench.results import BFLOAT16
 from quaver.lab.bench.shapes import Shape, make_model
 from quaver.lab.recorder.allocator import measure_usage
@@ -25,6 +26,20 @@ SHAPE = Shape((32, 48, 64))
 def test_torchao_has_no_recipe_with_a_backward():
     recipes = ("rowwise", "axiswise", "rowwise:float8", "rowwise:dequantized", "mxfp8")
     assert list(map(is_peer_recipe, recipes)) == [True, True, True, False, False]
+
+
+def test_torchao_leaves_the_levels_of_logs_as_they_were():
+    pytest.importorskip("torchao")
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.INFO)
+        make_torchao_linear(torch.nn.Linear(16, 16), "tensorwise", device=CPU)
+        assert [logger.level for logger in loggers] == [logging.INFO] * 2
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def test_the_three_matmuls_are_those_of_autograd():
