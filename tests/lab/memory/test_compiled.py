@@ -16,8 +16,9 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.memory import RECORD, WITHIN, compare
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from quaver.lab.memory import explain
-from quaver.lab.memory.compiling.compiled import are_kernels_left_out, count_compiled_graphs
+from quaver.lab.memory.compiling.compiled import are_kernels_left_out, count_compiled_graphs, leave_out_kernels
 from quaver.lab.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
+from quaver.lab.memory.compiling.makers import follow, get_follower
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
@@ -170,6 +171,16 @@ def test_what_each_way_to_compile_saves():
     assert eager.saved_by_forward_bytes - whole.saved_by_forward_bytes == pytest.approx(hidden_bytes, abs=64)
     dynamic = explain(build_compiled(dynamic=True), inputs)
     assert dynamic.step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=WITHIN)
+    assert not are_kernels_left_out()
+
+
+def test_a_block_in_a_block_restores_what_the_outer_one_set():
+    with follow("outer"), leave_out_kernels():
+        with follow("inner"), leave_out_kernels():
+            assert get_follower() == "inner"
+        assert get_follower() == "outer"
+        assert are_kernels_left_out()
+    assert get_follower() is None
     assert not are_kernels_left_out()
 
 

@@ -53,7 +53,7 @@ def leave_out_kernels() -> Iterator[None]:
         stack.enter_context(write_no_kernels())
         for mode in (StorageWatch, GlooBuffers):  # otherwise Dynamo runs eager code under these modes
             stack.enter_context(patch.object(mode, "ignore_compile_internals", classmethod(lambda cls: True)))
-        _kernels_left_out = True
+        before, _kernels_left_out = _kernels_left_out, True
         try:
             yield
         except BackendCompilerFailed as error:
@@ -61,7 +61,7 @@ def leave_out_kernels() -> Iterator[None]:
                 raise
             raise NotImplementedError(str(error.inner_exception)) from error
         finally:
-            _kernels_left_out = False
+            _kernels_left_out = before
             torch.compiler.reset()
 
 

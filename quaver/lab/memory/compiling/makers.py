@@ -42,15 +42,15 @@ _follower: Any = None
 def follow(rows: Any) -> Iterator[None]:
     """Report compiled code to `rows`, a CompiledRows object (compiled_rows.py), inside the block."""
     global _follower
-    _follower = rows
+    before, _follower = _follower, rows
     try:
         yield
     finally:
-        _follower = None
+        _follower = before
 
 
 def get_follower() -> Any:
-    """Return the CompiledRows object of the open `follow` block, or None. Only one recording can be open."""
+    """Return the CompiledRows object of the innermost open `follow` block, or None."""
     return _follower
 
 
