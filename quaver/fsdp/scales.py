@@ -32,6 +32,7 @@ from quaver.experts.module_weight import ModuleWeight
 from quaver.fsdp.shard import WeightShard
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.parts import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import Scales, compute_scales_of_parts
@@ -54,12 +55,16 @@ def list_layouts(weight: ModuleWeight) -> list[ScaleLayout]:
     """Return the layout of the weight's cast, or of the row and the column cast if they differ."""
     if isinstance(weight.module, Float8Experts):
         row, column = get_parameter_layouts(weight.config, is_transposed(weight.module))
-    else:
-        casts = weight.config.casts.weight
-        row = casts.row.known_layout("float8 all-gather", allows_packed=True)
-        column = row
-        if not casts.is_dequantized:
-            column = casts.column.known_layout("float8 all-gather", allows_packed=True).get_column_layout()
+        return [row] if row == column else [row, column]
+    return list_linear_layouts(weight.config.casts.weight)
+
+
+def list_linear_layouts(casts: OperandCasts) -> list[ScaleLayout]:
+    """Return `list_layouts` of a linear whose weight has these casts."""
+    row = casts.row.known_layout("float8 all-gather", allows_packed=True)
+    column = row
+    if not casts.is_dequantized:
+        column = casts.column.known_layout("float8 all-gather", allows_packed=True).get_column_layout()
     return [row] if row == column else [row, column]
 
 

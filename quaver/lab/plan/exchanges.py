@@ -5,11 +5,14 @@ tests/lab/plan/test_exchanges.py compares their count and bytes with `quaver mem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from statistics import fmean
 from typing import NamedTuple
 
-from quaver.lab.plan.run import PlannedRun
+from quaver.fsdp.scales import list_linear_layouts
+from quaver.lab.plan.compute import READERS, list_linears
+from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
@@ -111,6 +114,44 @@ def _list_gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, rank
     if casts.row.is_rowwise:
         return [elements, 4 * tokens] if casts.is_dequantized else [elements, elements, 4 * tokens]
     return [elements]
+
+
+def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
+    """Return the all-reduces of the amaxes from which a step's scales are computed.
+
+    Persistent scales: 8 bytes for each operand, over all ranks; linears that read the same input have one for it.
+    Dynamic scales of weights that FSDP2 gathers as codes: 4 bytes for each scale, over the ranks that hold the shards.
+    Without float8.precompute_float8_dynamic_scale_for_fsdp the first all-gather of a step computes all of them.
+    """
+    if run.recipe is None or run.ranks == 1:
+        return []
+    model, config = run.model, Float8LinearConfig.from_recipe_name(run.recipe)
+    linears = [(model.n_layers * run.get_float8_share(name), *size) for name, size in list_linears(model).items()]
+    linears.append((run.get_float8_share(HEAD), model.dim, model.vocab_size))
+    if config.has_persistent_scales:
+        inputs = sum(model.n_layers * run.get_float8_share(name) / READERS.get(name, 1) for name in list_linears(model))
+        operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(HEAD)
+        return [Exchange("all_reduce", 8 * operands, 1, run.ranks, 1)]
+    shards = run.shard * run.context
+    if not run.float8_gather or shards == 1:
+        return []
+    held = model.n_layers * run.get_float8_share(EXPERTS) * model.n_experts / run.expert
+    experts = [(held, model.dim, 2 * model.hidden_dim), (held, model.hidden_dim, model.dim)]
+    groups = [
+        (linears if run.expert > 1 else linears + experts, shards * run.tensor, 1),
+        (experts if run.expert > 1 else [], shards // run.expert, run.expert),
+    ]
+    layouts = list_linear_layouts(config.casts.weight)
+    exchanges = []
+    for weights, ranks, stride in groups:
+        scales = sum(
+            number * math.prod(layout.get_scale_shape(outputs, inputs))
+            for number, inputs, outputs in weights
+            for layout in layouts
+        )
+        if scales and ranks > 1:
+            exchanges.append(Exchange("all_reduce", 4 * scales, 1, ranks, stride))
+    return exchanges
 
 
 def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:

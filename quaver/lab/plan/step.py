@@ -29,7 +29,7 @@ from quaver.lab.plan.compute import (
     time_embedding,
     time_head,
 )
-from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges
+from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges, list_scale_exchanges
 from quaver.lab.plan.run import HEAD, PlannedRun
 from quaver.lab.plan.saving import time_saving
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
@@ -237,12 +237,11 @@ class _StepBuilder:
             share = time_saving(run, cluster) / run.steps_between_saves
             self.step.add("its share of a checkpoint", STORAGE, share, [updated], "checkpoint")
         if run.float8_gather and run.shard > 1:
-            amax = self._compute(
+            self._compute(
                 "amaxes of weights", predict_move_seconds(run.parameter_bytes * parameters, cluster.spec), "optimizer"
             )
-            self._send(
-                "all-reduce of amaxes", Exchange("all_reduce", 4 * 7 * run.model.n_layers, 1, run.ranks, 1), [amax]
-            )
+        for exchange in list_scale_exchanges(run):
+            self._send("all-reduce of amaxes", exchange, [self.step.find_last(COMPUTE)])
 
     def _compute(self, name: str, seconds: float, kind: str, after: list[int | None] | None = None) -> int:
         return self.step.add(name, COMPUTE, seconds, after or [], kind)

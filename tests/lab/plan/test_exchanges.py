@@ -8,7 +8,7 @@ import pytest
 from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.exchanges import list_block_exchanges
+from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.step import GRADIENT_BYTES, build_step, list_block_groups
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
@@ -135,6 +135,27 @@ def make_step_config(float8, *, replicate=1, tensor=1, micro_batches=1, reshard=
         ),
         float8=float8,
     )
+
+
+def gather_codes(recipe):
+    return replace(GATHERED, recipe_name=recipe, filter_fqns=())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        make_step_config(gather_codes("rowwise"), replicate=2),
+        make_step_config(gather_codes("blockwise")),
+        make_step_config(gather_codes("delayed")),
+        changed(make_config("rowwise", gather=True, expert=2, model=MIXTURE), training={"global_batch_size": -1}),
+    ],
+    ids=["rowwise, replicas", "blockwise", "delayed", "experts split"],
+)
+def test_a_step_computes_the_trainers_scales(config):
+    with predict_for("cuda"):
+        traffic = predict_links(config, RANKS).traffic
+    counted = [(one.tensor_bytes, one.ranks) for one in traffic if one.dtype == "int32" and one.link != "ep"]
+    assert sorted((part.tensor_bytes, part.ranks) for part in list_scale_exchanges(plan_run(config))) == sorted(counted)
 
 
 STEPS = {
