@@ -66,19 +66,27 @@ class ExportOptions(Settings):
         None, "Folder whose tokenizer files are copied; of a Hugging Face folder, its own by default."
     )
 
+    def check(self) -> None:
+        """Raise InputError for a size without a unit, and for options that the format does not read."""
+        super().check()
+        parse_bytes(self.max_shard_size, "--max-shard-size")
+        if CHECKPOINT_FORMATS[self.format].is_file:
+            for_folders = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
+            self.require_default(*for_folders, unless="--format is that of a folder")
+
 
 def run(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     with report_bad_input():
         options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")
         target = Path(options.target)
-        if CHECKPOINT_FORMATS[options.format].is_file:
-            for_folders = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
-            options.require_default(*for_folders, unless="--format is that of a folder")
         check_new(target)
+        kv_scales = _read_kv_scales(options)
         with show_progress("reading the model") as tell:
             source = _open_source(options)
             tell(f"writing {target}")
+            if kv_scales is not None:
+                set_kv_scales(source.model, kv_scales)
             written = _save(options, source, target)
     plan = written.plan
     print(f"{target}: {plan.count} float8 weights of the recipe {plan.recipe} in the format {options.format}")
@@ -112,12 +120,16 @@ def _open_source(options: ExportOptions) -> ExportSource:
     return open_huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
 
 
+def _read_kv_scales(options: ExportOptions) -> dict[str, float] | None:
+    if options.kv_scales is None:
+        return None
+    scales = Float8Checkpoint(Path(options.kv_scales), torch.float32).kv_scales
+    if not scales:
+        raise InputError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
+    return scales
+
+
 def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8Weights:
-    if options.kv_scales is not None:
-        scales = Float8Checkpoint(Path(options.kv_scales), torch.float32).kv_scales
-        if not scales:
-            raise InputError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
-        set_kv_scales(source.model, scales)
     files = source.files if options.tokenizer is None else list_tokenizer_files(Path(options.tokenizer))
     is_file = CHECKPOINT_FORMATS[options.format].is_file
     return save_float8(

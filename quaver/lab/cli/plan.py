@@ -94,6 +94,8 @@ class PlanOptions(Settings):
                 canonicalize_recipe(name)
         if self.spec is not None:
             self.require_default("gpu", beside="--spec")
+        if self.memory is not None:
+            parse_bytes(self.memory, "--memory")
         if self.explain is not None:
             self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
         else:

@@ -41,7 +41,8 @@ def test_export_takes_the_scales_of_a_kv_cache_from_a_float8_folder(folder, tmp_
     set_kv_scales(model, scales)
     save_float8(model, tmp_path / "with")
     export = ["export", str(folder), str(tmp_path / "out"), "--recipe=rowwise", "--kv-scales"]
-    assert "--kv-scales must be a folder with scales of a KV cache" in refused(*export, tmp_path / "without")
+    nowhere = ["export", tmp_path / "nowhere", *export[2:]]  # refused before the source is read
+    assert "--kv-scales must be a folder with scales of a KV cache" in refused(*nowhere, tmp_path / "without")
     assert main([*export, str(tmp_path / "with")]) == 0
     assert load_float8(tmp_path / "out").kv_scales == scales
 
@@ -56,6 +57,8 @@ def test_import_says_what_was_written(tmp_path, capsys):
 def test_bad_input_is_one_line(tmp_path, refused):
     folder = saved(tmp_path / "float8")
     assert "is quantized already" in refused("export", folder, tmp_path / "out", "--recipe=rowwise")
+    words = (tmp_path / "nowhere", tmp_path / "out", "--recipe=rowwise", "--max-shard-size=much")
+    assert "--max-shard-size: expected a size" in refused("export", *words)
     words = (folder / "model.safetensors", tmp_path / "out.safetensors", "--max-shard-size=1GB")
     assert "--max-shard-size must be its default" in refused("import", *words)
     (folder / "config.json").unlink()

@@ -118,6 +118,7 @@ def test_a_quick_estimate_is_of_a_gpu():
         (["--links", "--html", "x.html"], "--html must be its default, None, with --links"),
         (["--checkpoint-bandwidth", "1GB"], "--checkpoint-bandwidth must be its default, None, unless --links"),
         (["--links", "--checkpoint-bandwidth", "much"], "--checkpoint-bandwidth: expected a size above 0"),
+        (["nowhere.toml", "--fit", "much"], "--fit: expected a size above 0"),
         (["--device", "cuda", "--measure"], "--device must be its default, None, with --measure"),
         (["--quick", "--links"], "--links must be its default, False, with --quick"),
         (["--quick", "--device", "cpu"], "--device must be cuda with --quick, got 'cpu'"),

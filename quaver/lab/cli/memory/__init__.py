@@ -80,6 +80,9 @@ class MemoryOptions(Settings):
             self.require_default("device", beside="--measure", fix=fix)
         if not (self.advise or self.fit):
             self.require_default("time_on", unless="--advise or --fit is given")
+        for flag in ("fit", "checkpoint_bandwidth"):
+            if getattr(self, flag) is not None:
+                parse_bytes(getattr(self, flag), self.name_field(flag))
         self.require(self.png is None or self.png.endswith(".png"), "png", "a file whose name ends with .png")
         if self.time_on is not None:
             require_device_spec(self.time_on, "--time-on")
