@@ -20,6 +20,7 @@ from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.layouts import Degrees
 from quaver.lab.plan.quick import extrapolate_seconds
 from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.search import USABLE
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -40,8 +41,6 @@ CONFIGS = {  # checkpointing, and the global batch in tokens
 PRECISIONS = ("bfloat16", "float8, gather in bfloat16", "float8")
 """float8 is the recipe tensorwise, for the mixture rowwise, with experts gathered in bfloat16."""
 H100 = next(spec for spec in DEVICE_SPECS if spec.name == "H100")
-USABLE = 0.9
-"""The usable share of a GPU's memory; NCCL, the CUDA context and fragments take the rest."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from quaver.lab.plan.layouts import Layouts, list_layouts, list_precisions
 from quaver.lab.plan.limits import describe_limits, list_links
 from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulate_step
+from quaver.lab.plan.search import USABLE, FittingLayout, SearchResult, search, simulate_step
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.plan.write import check_target, write_run
@@ -37,10 +37,6 @@ from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
 from quaver.runtime.errors import InputError
-
-USABLE = 0.94
-"""Share of a GPU's memory that a run may use at its peak. Buffers of CUDA and NCCL, and gaps between blocks, take about
-5 GB of 80; torchtitan's runs of Llama 3 8B reserve up to 0.95."""
 
 _NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*([Gg]bps|Gb/s|Gbit/s|GBps|GB/s)")
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)

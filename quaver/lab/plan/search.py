@@ -26,6 +26,9 @@ from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.terminal.progress import Tell
 from quaver.runtime.errors import InputError
 
+USABLE = 0.94
+"""Share of a GPU's memory that a run may use at its peak. Buffers of CUDA and NCCL, and gaps between blocks, take about
+5 GB of 80; torchtitan's runs of Llama 3 8B reserve up to 0.95."""
 MAX_TASKS = 10_000
 
 
