@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
-from quaver.fsdp.shard import RankNumbers, WeightShard, find_mesh_device, locate_shard
+from quaver.fsdp.shard import WeightShard, find_mesh_device, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrapperWeight
-from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
+from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once, run_on_every_rank
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
@@ -52,6 +52,8 @@ class PreparedInputs(Protocol):
 
 
 NamedWeights = Sequence[tuple[str, ModuleWeight]]
+CollectiveKey = tuple[Any, ...]
+"""The result of `_make_collective_key`."""
 _GATHERED = "the weights to all-gather in float8"
 
 
@@ -60,8 +62,8 @@ class Siblings:
 
     def __init__(self, named: NamedWeights) -> None:
         self.named = named
-        self.agreed_ranks: set[RankNumbers] = set()
-        """The ranks of the process groups that agree about the weights."""
+        self.agreed: set[CollectiveKey] = set()
+        """The collectives whose ranks agree about the weights."""
 
 
 @dataclass
@@ -141,16 +143,24 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
         if _needs_scales(sibling) and _get_all_gather_weight(sibling).get_scales(sibling.parameter) is None
     ]
     own = get_current_shard(weight)
-    computed = _group_by_collective(unknown)[_make_collective_key(weight, own)]
-    if own.ranks[0] not in siblings.agreed_ranks:
-        lines = _describe_weights([(name, sibling) for name, sibling, _ in computed])
-        check_ranks_agree(lines, own.fsdp_group, what=_GATHERED)
-        siblings.agreed_ranks.add(own.ranks[0])
+    key = _make_collective_key(weight, own)
+    computed = _group_by_collective(unknown)[key]
+    if key not in siblings.agreed:
+        _check_agreement(_describe_weights([(name, sibling) for name, sibling, _ in computed]), own)
+        siblings.agreed.add(key)
     _compute_and_set_scales(computed)
     return typing.cast(WholeScales, _get_all_gather_weight(weight).get_scales(weight.parameter))
 
 
-def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> tuple[Any, ...]:
+def _check_agreement(lines: list[str], shard: WeightShard) -> None:
+    """Raise on every rank of the shard's collective of scales unless all have the same lines."""
+    if shard.tp_group is not None:
+        # Ranks of tensor parallelism belong to several groups of FSDP2. If one of these disagrees, all ranks raise.
+        run_on_every_rank(lambda: check_ranks_agree(lines, shard.fsdp_group, what=_GATHERED), shard.tp_group)
+    check_ranks_agree(lines, shard.tp_group or shard.fsdp_group, what=_GATHERED)
+
+
+def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> CollectiveKey:
     """Make a key, equal for weights that share the collective of scales; see [Note: equal groups] in shard.py."""
     return *shard.ranks, *get_rounding_rule(weight.config)
 
@@ -158,8 +168,8 @@ def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> tuple[Any,
 NamedShards = list[tuple[str, ModuleWeight, WeightShard]]
 
 
-def _group_by_collective(named: NamedWeights) -> dict[tuple[Any, ...], NamedShards]:
-    groups: dict[tuple[Any, ...], NamedShards] = {}
+def _group_by_collective(named: NamedWeights) -> dict[CollectiveKey, NamedShards]:
+    groups: dict[CollectiveKey, NamedShards] = {}
     for name, weight in named:
         shard = get_current_shard(weight)
         groups.setdefault(_make_collective_key(weight, shard), []).append((name, weight, shard))

@@ -11,9 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from quaver import convert_to_float8_training, convert_to_high_precision
+from quaver import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    set_high_precision_matmuls,
+)
 from quaver.checkpointing import MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
@@ -292,6 +299,9 @@ def test_a_nan_on_one_rank_reaches_all(recipe):
     assert model(part_of(batches(1, 2)[0])).isnan().any()
 
 
+DISAGREEMENT = "ranks disagree about the weights to all-gather in float8: rank"
+
+
 def _disagree(how, precompute):
     other = dist.get_rank() == 1
     recipe = "rowwise" if how == "recipe" and other else "tensorwise"
@@ -307,7 +317,22 @@ def test_ranks_that_disagree_get_an_error_and_no_hang():
     for way in itertools.product(["layer", "recipe", "flag"], [True, False]):
         if way != ("flag", False):
             message = refusal(_disagree, *way)
-            assert "ranks disagree about the weights to all-gather in float8: rank" in message, (way, message)
+            assert DISAGREEMENT in message, (way, message)
+
+
+@pytest.mark.parametrize("others", [(1, 3), (3,)], ids=str)
+@on_ranks(4)
+def test_tensor_parallel_ranks_that_disagree_get_an_error(others):
+    """Ranks 0 and 2 are in one group of FSDP2, and ranks 1 and 3 in the other. All four raise.
+
+    They agree about the first block, which is not tensor-parallel, so its scales have another collective.
+    """
+    mesh = mesh_of((2, 2), ("fsdp", "tp"))
+    model = convert_to_float8_training(make_model(), config=gathering("tensorwise"))
+    if dist.get_rank() in others:
+        set_high_precision_matmuls(model, lambda name: ["grad_weight"] if name.startswith("1.") else [])
+    parallelize_module(model[1], mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
+    assert DISAGREEMENT in refusal(shard_model(None, mesh=mesh["fsdp"], model=model), batches(1, 1)[0])
 
 
 def test_a_rank_without_float8_all_gather_is_an_error_and_no_hang():

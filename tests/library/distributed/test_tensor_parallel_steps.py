@@ -164,7 +164,7 @@ def amax_exchanges(recipe, *, weights, inputs=4, linears=7):
 
     Each input and grad_output of the linears is spread over the ranks.
     """
-    agreement = 1 if weights == 1 else 0  # that the ranks gather alike, which FSDP2 checks once
+    agreement = 2 if weights == 1 else 0  # that the ranks of both groups gather alike, which is checked once
     first = (inputs + weights + agreement, linears)
     return [first] + [(0 if recipe == "delayed" else weights, 0)] * (STEPS - 1)
 
