@@ -124,7 +124,7 @@ def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool |
 @functools.cache
 def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) -> Float8:
     if precision == BFLOAT16:
-        unchanged = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns", "auto_filter", "emulate")}
+        unchanged = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns")}
         return Float8(enable_float8_linear=False, **unchanged)
     dynamic = Float8()
     delayed = [field.name for field in fields(Float8) if field.name.startswith("delayed_")]

@@ -19,7 +19,7 @@ from quaver.runtime.errors import InputError
 
 Sections = dict[str, dict[str, Any]]
 
-_WITHOUT_FLOAT8 = ("enable_float8_linear", "recipe_name", "filter_fqns", "auto_filter", "emulate", "use_fast_accum")
+_WITHOUT_FLOAT8 = ("enable_float8_linear", "recipe_name", "filter_fqns")
 """The settings of [float8] that a run without float8 may have."""
 
 

@@ -102,6 +102,9 @@ class Float8(Settings, section="float8"):
                 "skip_first_layers",
                 "skip_last_layers",
                 "high_precision_schedule",
+                "auto_filter",
+                "emulate",
+                "use_fast_accum",
                 "fused_producers",
             )
             self.require_default(*names, unless="float8.enable_float8_linear")

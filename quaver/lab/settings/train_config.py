@@ -56,6 +56,8 @@ class TrainConfig(Settings):
         is_found_again = self.checkpoint.resume != "auto" or bool(self.job.name)
         expected = "set with checkpoint.resume = auto"
         self.require(is_found_again, "job.name", expected, "the run is found again by its name")
+        if not self.model.n_experts:
+            self.optimizer.require_default("expert_bias_rate", unless="model.n_experts is above 0")
         self._check_logits()
         self._check_persistent_scales()
         self._check_tensor_parallel()

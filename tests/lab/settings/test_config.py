@@ -38,12 +38,14 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
     path.write_text(
         '[float8]\nrecipe_name = "delayed"\nenable_fsdp_float8_all_gather = true\ndelayed_history_len = 4\n'
         "precompute_float8_dynamic_scale_for_fsdp = true\ncast_weights_once = true\nlayer_recipes = []\n"
+        "auto_filter = true\nemulate = true\nuse_fast_accum = false\n"
         'filter_fqns = ["mlp"]\n[numerics]\nevery = 5\n[metrics]\nfloat8_scales_freq = 3\n'
     )
     words = [str(path), "--float8.enable_float8_linear", "false"]
     config = read_config(*words)
     assert config.float8 == Float8(enable_float8_linear=False, recipe_name="delayed", filter_fqns=("mlp",))
     names = {f"float8.{name}" for name in ("enable_fsdp_float8_all_gather", "cast_weights_once", "delayed_history_len")}
+    names |= {f"float8.{name}" for name in ("auto_filter", "emulate", "use_fast_accum")}
     names |= {"float8.precompute_float8_dynamic_scale_for_fsdp", "numerics.every", "metrics.float8_scales_freq"}
     assert {*list_turned_off(*parse_arguments(words))} == names
     assert list_turned_off(*parse_arguments([str(path), "--float8.emulate"])) == []
@@ -201,6 +203,10 @@ BAD_SETTINGS = {
         "float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"
     ),
     "--float8.backward=hp": "float8.backward must be one of float8, dequantized, high_precision, got 'hp'",
+    "--float8.auto_filter --float8.no-enable_float8_linear": "must be its default, False, unless float8.enable",
+    "--float8.emulate --float8.no-enable_float8_linear": "must be its default, False, unless float8.enable",
+    "--float8.use_fast_accum=false --float8.no-enable_float8_linear": "must be its default, True, unless float8.enable",
+    "--optimizer.expert_bias_rate=0.1": "optimizer.expert_bias_rate must be its default, 0.001, unless model.n_experts",
     "--float8.backward=dequantized --float8.no-enable_float8_linear": "float8.backward must be its default, 'float8'",
     "--validation.high_precision_too --float8.no-enable_float8_linear": "validation.high_precision_too must be false",
     "--float8.recipe_name=delayed --float8.delayed_history_len=0": "float8.delayed_history_len must be 1 to 65536",
