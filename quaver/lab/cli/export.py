@@ -13,6 +13,7 @@ from quaver.export.files import CONFIG_JSON
 from quaver.export.folders import check_new
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
+from quaver.export.plan import plan_export
 from quaver.export.source import DEFAULT_FILTER, ExportSource, open_huggingface_source
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.recorder.byte_sizes import parse_bytes
@@ -85,6 +86,9 @@ def run(argv: list[str]) -> int:
         with show_progress("reading the model") as tell:
             source = _open_source(options)
             tell(f"writing {target}")
+            format = plan_export(source.model, options.format, source.weights).format
+            if format.weights != "tensor" or format.is_file:
+                options.require_default("own_scales", unless="a folder's weights have scales per tensor")
             if kv_scales is not None:
                 set_kv_scales(source.model, kv_scales)
             written = _save(options, source, target)

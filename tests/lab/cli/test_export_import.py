@@ -47,6 +47,13 @@ def test_export_takes_the_scales_of_a_kv_cache_from_a_float8_folder(folder, tmp_
     assert load_float8(tmp_path / "out").kv_scales == scales
 
 
+def test_own_scales_are_refused_where_scales_are_not_per_tensor(folder, tmp_path, refused):
+    words = ["export", folder, tmp_path / "out", "--own-scales", "--recipe"]
+    for recipe in ("rowwise", "blockwise"):
+        assert "--own-scales must be its default, False, unless a folder's" in refused(*words, recipe)
+    assert main([*map(str, words), "tensorwise"]) == 0
+
+
 def test_import_says_what_was_written(tmp_path, capsys):
     folder = saved(tmp_path / "float8")
     assert main(["import", str(folder), str(tmp_path / "out"), "--dtype=float32", "--max-shard-size=5KB"]) == 0
