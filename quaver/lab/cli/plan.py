@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
+from quaver.lab.bench.results import describe_environment
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.output_file import check_writable, write_json
@@ -342,7 +344,9 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
 def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = [Path(options.output)]
     rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
-    write_json({"options": asdict(options), "rows": rows}, files[0])
+    write_json(
+        {"environment": describe_environment(torch.device("cpu")), "options": asdict(options), "rows": rows}, files[0]
+    )
     if options.explain is not None:
         row = result.rows[options.explain - 1]
         files.append(Path(options.png))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from quaver.lab.cli.memory import MemoryOptions
 from quaver.lab.plan.advise import AS_CONFIGURED
@@ -39,6 +40,7 @@ def test_8_ranks_predicted_and_estimated(device, ask):
     assert any("_scaled_mm" in operator for operator in operators) == (device == "cuda")
     if device == "cuda":
         printed, quick = ask(*SMALL_8B, "--quick", "--fit", "80GiB")
+        assert quick["environment"]["torch"] == torch.__version__
         assert quick["estimated_peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.1)
         assert "estimated within 10%" in printed
         assert "as in fms-fsdp llama2-7b 96 H100" in " ".join(printed.split())

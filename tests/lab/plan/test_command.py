@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from quaver.lab.cli import plan as command
 from quaver.lab.plan import search
@@ -53,6 +54,7 @@ def test_a_table_its_limits_a_picture_and_the_files_of_a_run(plan, run_quaver, t
     files = "--explain", "1", "--png", picture, "--write", chosen, "--row", "2"
     printed, written = plan("--gpus", "16", *files)
     rows = written["rows"]
+    assert written["environment"]["torch"] == torch.__version__
     assert len(described) == len(rows)
     speeds = [row["tokens_per_second_per_gpu"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)

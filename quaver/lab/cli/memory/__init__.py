@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
+from quaver.lab.bench.results import describe_environment
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.memory.views import (
     iter_comparison_views,
@@ -143,7 +146,7 @@ def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> in
     with predict_for(device), show_progress("counting the collectives of a step"):
         links = predict_links(config, options.ranks)
     show(iter_link_views(links, per_s))
-    write_json(links.to_dict(), Path(options.output))
+    _write_json(links.to_dict(), options)
     print(f"saved {options.output}")
     return 0
 
@@ -160,7 +163,7 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     if advice is not None:
         show([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
-    write_json(result, Path(options.output))
+    _write_json(result, options)
     print(f"saved {options.output}")
     return 0
 
@@ -197,7 +200,7 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
     """Write the files that the options ask for, and return their paths."""
     more = {name: part.to_dict() for name, part in results.items()}
     files = [Path(options.output)]
-    write_json(memory.to_dict() | more, files[0])
+    _write_json(memory.to_dict() | more, options)
     if options.html is not None:
         pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
         files.append(Path(options.html))
@@ -206,6 +209,10 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
         files.append(Path(options.png))
         draw_timeline(memory.prediction.report, files[-1], title=title)
     return files
+
+
+def _write_json(result: dict[str, Any], options: MemoryOptions) -> None:
+    write_json({"environment": describe_environment(torch.device("cpu")), **result}, Path(options.output))
 
 
 def _with_timeline(memory: RunMemory) -> dict[str, Any]:
