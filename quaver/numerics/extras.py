@@ -5,7 +5,7 @@ All are sums, [WIDTH] per cast, which add up over micro-batches and ranks.
     before     how many elements of `HISTOGRAM_ROWS` rows have each float32 exponent, [256]
     after      how many of their dequantized codes have each exponent, [256]
     signal     [1]
-    noises     the noise of each recipe's cast, in the order of `RECIPES`; 0 if the recipe keeps high precision
+    noises     the noise of each recipe's cast, in the order of `DYNAMIC_RECIPES`; 0 if the recipe keeps high precision
     sums       the numbers of a result's sums on a GPU, [matmul_sums.WIDTH]; 0 if no GPU is emulated
 """
 
@@ -40,17 +40,21 @@ CONFIGS = {
     for name in Float8LinearRecipeName
     if not (config := Float8LinearConfig.from_recipe_name(name)).has_persistent_scales
 }
-RECIPES = tuple(CONFIGS)
+DYNAMIC_RECIPES = tuple(CONFIGS)
 """The recipes with dynamic scaling. Delayed scaling is at best as good as tensorwise."""
 
 _SIGNAL = 2 * _EXPONENTS
 _NOISES = _SIGNAL + 1
-_SUMS = _NOISES + len(RECIPES)
+_SUMS = _NOISES + len(DYNAMIC_RECIPES)
 WIDTH = _SUMS + SUMS_WIDTH
 
 
 def what_if(
-    hp: Tensor, operand: str, recipes: Iterable[str | Float8LinearRecipeName] = RECIPES, *, direction: str = "row"
+    hp: Tensor,
+    operand: str,
+    recipes: Iterable[str | Float8LinearRecipeName] = DYNAMIC_RECIPES,
+    *,
+    direction: str = "row",
 ) -> dict[str, float | None]:
     """Compute the SQNR in dB that a matrix has when other recipes cast it.
 
@@ -122,7 +126,7 @@ def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> T
     extras[:_EXPONENTS] = _count_exponents(hp[rows])
     codes, scale, layout, *_ = cast.rows(rows)
     extras[_EXPONENTS:_SIGNAL] = _count_exponents(multiply_scale_(codes.float(), expect(scale), layout))
-    signal, noises = _measure_noises(hp, operand, direction, RECIPES)
+    signal, noises = _measure_noises(hp, operand, direction, DYNAMIC_RECIPES)
     extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64)
     return extras
 
@@ -153,7 +157,7 @@ def describe_extras(extras: Values) -> dict[str, Any]:
     )
     signal, noises = extras[:, _SIGNAL], extras[:, _NOISES:_SUMS]
     has_signal: list[bool] = np.greater(signal, 0).tolist()
-    decibels = {name: compute_ratio_db(signal, noises[:, column]) for column, name in enumerate(RECIPES)}
+    decibels = {name: compute_ratio_db(signal, noises[:, column]) for column, name in enumerate(DYNAMIC_RECIPES)}
     return {
         "histogram": {"low": first - _BIAS, "bins": last - first, "before": before, "after": after},
         "whatif": {

@@ -25,7 +25,7 @@ from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.float8 import make_linear_config
 from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
 from quaver.numerics.accumulation import get_accumulation
-from quaver.numerics.extras import RECIPES
+from quaver.numerics.extras import DYNAMIC_RECIPES
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.sqnr import replace_inf
 
@@ -67,7 +67,7 @@ def survey_model(path: str, options: DoctorOptions) -> Survey:
         check_writable(out, "--out")
     opened = open_surveyed(Path(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
     own = opened.config.float8.recipe_name
-    first = own if own in RECIPES else "tensorwise"
+    first = own if own in DYNAMIC_RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)
     recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, first)
     if out is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
-from quaver.numerics.extras import RECIPES, what_if
+from quaver.numerics.extras import DYNAMIC_RECIPES, what_if
 from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.errors import InputError
 
@@ -42,7 +42,7 @@ class SurveyedLinear:
 
 
 def survey(
-    model: nn.Module, forward_backward: Callable[[], Any], recipes: Sequence[str] = RECIPES
+    model: nn.Module, forward_backward: Callable[[], Any], recipes: Sequence[str] = DYNAMIC_RECIPES
 ) -> list[SurveyedLinear]:
     """Run `forward_backward` once and survey every `nn.Linear` of `model` that it calls, in the order of the calls.
 
@@ -102,7 +102,7 @@ def _observe(
     )
 
 
-def sort_recipes(first: str, recipes: Sequence[str] = RECIPES) -> list[str]:
+def sort_recipes(first: str, recipes: Sequence[str] = DYNAMIC_RECIPES) -> list[str]:
     """Sort `recipes` by how many of the three matmuls run in float8, most first; `first` comes before all others."""
 
     def rank_recipe(recipe: str) -> tuple[bool, int]:

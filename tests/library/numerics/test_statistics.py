@@ -11,7 +11,7 @@ from quaver.kernels import cpu
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
-from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, compute_extras, describe_extras, what_if
+from quaver.numerics.extras import CONFIGS, DYNAMIC_RECIPES, HISTOGRAM_ROWS, compute_extras, describe_extras, what_if
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import (
     SlotIndex,
@@ -186,7 +186,7 @@ def test_histograms_count_powers_of_two(recipe, column):
 def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
     hp = torch.randn(96, 160) * torch.logspace(-2, 2, 160)
     sqnrs = what_if(hp, operand, direction=direction)
-    assert list(sqnrs) == list(RECIPES)
+    assert list(sqnrs) == list(DYNAMIC_RECIPES)
     assert not any(name.startswith("delayed") for name in sqnrs)
     for name, sqnr_db in sqnrs.items():
         codes = cast(hp, name, operand, direction == "column")
@@ -211,7 +211,7 @@ def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
     assert sqnrs["tensorwise"] < 15
     assert sqnrs["rowwise"] < 15 < sqnrs["mxfp8"]
     row, column = (what_if(input, "input", direction=direction) for direction in ("row", "column"))
-    assert sqnrs == {name: min(row[name], column[name]) for name in RECIPES}
+    assert sqnrs == {name: min(row[name], column[name]) for name in DYNAMIC_RECIPES}
 
 
 @pytest.mark.parametrize(
