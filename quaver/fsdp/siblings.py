@@ -23,7 +23,7 @@ from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_r
 from quaver.fsdp.shard import WeightShard, find_mesh_device, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrapperWeight
-from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once, run_on_every_rank
+from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
@@ -153,11 +153,21 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
 
 
 def _check_agreement(lines: list[str], shard: WeightShard) -> None:
-    """Raise on every rank of the shard's collective of scales unless all have the same lines."""
+    """Raise on every rank of the shard's collective of scales unless all have the same lines.
+
+    Ranks of tensor parallelism belong to several groups of FSDP2. They compare the verdicts of these groups, too, so
+    that all of them raise if one group disagrees.
+    """
+    failure: RuntimeError | None = None
+    try:
+        check_ranks_agree(lines, shard.fsdp_group, what=_GATHERED)
+    except RuntimeError as error:
+        failure = error
     if shard.tp_group is not None:
-        # Ranks of tensor parallelism belong to several groups of FSDP2. If one of these disagrees, all ranks raise.
-        run_on_every_rank(lambda: check_ranks_agree(lines, shard.fsdp_group, what=_GATHERED), shard.tp_group)
-    check_ranks_agree(lines, shard.tp_group or shard.fsdp_group, what=_GATHERED)
+        verdict = [] if failure is None else [str(failure)]
+        check_ranks_agree([*lines, *verdict], shard.tp_group, what=_GATHERED)
+    if failure is not None:
+        raise failure
 
 
 def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> CollectiveKey:

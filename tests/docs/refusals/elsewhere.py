@@ -135,7 +135,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "limitations.md": {
         "- Row-wise delayed or static scaling is refused": "tests/library/recipes/test_config.py"
         "::test_bad_combinations_are_refused_when_a_config_is_made",
-        "within blocks of scales, which is refused": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
+        "that cuts blocks of scales is refused": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
         "A resume under another recipe is refused": f"{RESUMES}"
         "::test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte",
     },

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+from quaver import convert_to_float8_training
 from quaver.lab.cli import main
 from tests.command_line import TEXT, TINY
 
@@ -63,7 +65,8 @@ def test_an_error_without_text_is_shown_by_its_class(function, verb, tmp_path, m
 
 
 def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, monkeypatch):
-    source = SimpleNamespace(model=None, config={}, weights={}, rounded_from=None, about={}, files=[])
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    source = SimpleNamespace(model=model, config={}, weights=None, rounded_from=None, about={}, files=[])
     monkeypatch.setattr(f"{CLI}.export._open_source", lambda options: source)
     monkeypatch.setattr("quaver.export.save.iter_float8_weights", fail)
     with pytest.raises(ValueError, match="^not enough values to unpack$"):

@@ -337,12 +337,12 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
 def test_training_on_two_devices_is_refused(monkeypatch):
     """A backward on the first device would record into a buffer that the state has left."""
     model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=config_of())
-    state, cuda, moved = model[1].scaling.state, torch.device("cuda"), []
+    state, cuda, moved = model[1].scaling.state, torch.device("cuda", 0), []
     monkeypatch.setattr(ScaleState, "to", lambda self, device: moved.append(device))
     model[0](torch.ones(2, 8)).sum().backward()
     model[1].scaling.scales(recording=False, device=cuda)
     assert moved == [cuda]
-    with pytest.raises(NotImplementedError, match="trained on cpu and cuda: convert the part of each device"):
+    with pytest.raises(NotImplementedError, match="trained on cpu and cuda:0: convert the part of each device"):
         model[1].scaling.scales(recording=True, device=cuda)
     state.sync(None)
     model[1].scaling.scales(recording=True, device=cuda)
