@@ -121,13 +121,13 @@ class CheckpointNames:
     def find_stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the name in `stored` of each part of the stacks. It may be the name in a larger or a smaller model."""
         parts = {part for stack in self.stacks.values() for parts in stack for part in parts}
-        get_stored_names = {name: name for name in stored if name in parts}
+        stored_by_part = {name: name for name in stored if name in parts}
         for name in stored:
-            if name in get_stored_names:
+            if name in stored_by_part:
                 continue
             if part := next((candidate for candidate in list_other_names(name) if candidate in parts), None):
-                get_stored_names.setdefault(part, name)
-        return get_stored_names
+                stored_by_part.setdefault(part, name)
+        return stored_by_part
 
 
 def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:

@@ -225,14 +225,14 @@ class ModelTensors(Mapping[str, Tensor]):
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         self.parts: dict[str, list[PartNames]] = {}
         stacks: dict[str, list[PartNames]] = {}
-        find_stored_parts = self._names.find_stored_parts(checkpoint)
+        stored_by_part = self._names.find_stored_parts(checkpoint)
         outside, in_model = [], self._names.find_model_names(tensors, checkpoint)
         pairs = in_model.items()
         prefix = next((start for start in PREFIXES if any(s == f"{start}{name}" for s, name in pairs)), "")
         for stored, name in in_model.items():
             if name in self._names.stacks and stored != name:
                 stacks[name] = [
-                    tuple(find_stored_parts.get(part, part) for part in parts) for parts in self._names.stacks[name]
+                    tuple(stored_by_part.get(part, part) for part in parts) for parts in self._names.stacks[name]
                 ]
             elif name in tensors:
                 self.parts[name] = [(stored,)]

@@ -144,7 +144,7 @@ def _set_eval_mode(model: nn.Module) -> Iterator[None]:
 def _compare_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, float]]:
     for name, part, codes, scale in _iter_expected_parts(tensors):
         names = part, tensors.plan.format.get_scale_name(part)
-        missing = [get_stored_name for get_stored_name in names if get_stored_name not in stored]
+        missing = [stored_name for stored_name in names if stored_name not in stored]
         if missing:
             raise ValueError(f"folder: expected an export of this model, got one without {join_names(missing)}")
         shares = [_compute_equal_share(stored[names[0]], codes)]

@@ -3,7 +3,7 @@
 The peak is the largest sum of these four terms in a step. P are the weights of a block on this tensor-parallel rank.
 
     resident    parameters, optimizer states and tokens, during the whole step
-    root        the gathered embedding, until FSDP2 reshard_after_forward it after the backward
+    root        the gathered embedding, until FSDP2 reshards it after the backward
     saved       activations of blocks (`_iter_saved_by_blocks`), rotary tables, the last block's output and its norm
     moment      what one of these moments needs beside them; the last two have no saved activations any more:
         head, forward       its weight, gathered, and the all-gather's buffer of the same size; logits

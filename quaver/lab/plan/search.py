@@ -110,16 +110,16 @@ def search(
         raise InputError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
     candidate, _, needed = min(estimated, key=lambda estimate: estimate[2])
     fitting = [time_compute(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
-    bfloat16_layouts = [dims for dims in fitting if dims.candidate.precision == BFLOAT16]
+    bfloat16_layouts = [timed for timed in fitting if timed.candidate.precision == BFLOAT16]
     chosen = [
-        *(dims for dims in fitting if dims.candidate.is_configured),
+        *(timed for timed in fitting if timed.candidate.is_configured),
         *islice(sort_by_speed(bfloat16_layouts, cluster), 1),
         *islice(_skip_similar(sort_by_speed(fitting, cluster)), top),
     ]
     rows = []
-    for number, dims in enumerate({id(dims): dims for dims in chosen}.values(), 1):
+    for number, timed in enumerate({id(timed): timed for timed in chosen}.values(), 1):
         progress(f"simulating step {number}")
-        rows.append(FittingLayout(dims.candidate, dims.run, dims.peak_bytes, simulate_step(dims.run, cluster)))
+        rows.append(FittingLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
     return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
 
@@ -147,7 +147,7 @@ def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster
 
 def sort_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
     """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
-    waiting = [(dims.least_seconds_per_token, number, False, dims) for number, dims in enumerate(layouts)]
+    waiting = [(timed.least_seconds_per_token, number, False, timed) for number, timed in enumerate(layouts)]
     heapify(waiting)
     while waiting:
         _, number, is_simulated, fastest = heappop(waiting)
@@ -160,14 +160,14 @@ def sort_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[
 def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
     """Yield the first of layouts that differ only in the number of replicas and in how weights are gathered."""
     seen = set()
-    for timed_layout in layouts:
-        dims, config = timed_layout.candidate.dims, timed_layout.candidate.config
+    for timed in layouts:
+        dims, config = timed.candidate.dims, timed.candidate.config
         storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
-        precision = timed_layout.candidate.precision
+        precision = timed.candidate.precision
         group = dims.tensor, dims.expert, config.training.local_batch_size, precision, *storage
         if group not in seen:
             seen.add(group)
-            yield timed_layout
+            yield timed
 
 
 def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedTimeline:

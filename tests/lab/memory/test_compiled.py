@@ -16,7 +16,7 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.memory import RECORD, WITHIN, compare
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from quaver.lab.memory import explain
-from quaver.lab.memory.compiling.compiled import are_kernels_left_out, count_compiled_graphs, leave_out_kernels
+from quaver.lab.memory.compiling.compiled import are_kernels_left_out, leave_out_kernels
 from quaver.lab.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
 from quaver.lab.memory.compiling.makers import follow, get_follower
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
@@ -27,6 +27,7 @@ from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.recorder import Recorder
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.training import Training
+from quaver.torch_private.compiler import graph_count
 from tests.lab.memory.models import CPU, Block, needs_gathers
 
 ROWS = 512
@@ -149,9 +150,9 @@ def test_what_a_graph_saved_is_released_when_its_backward_ends():
 def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fakes:
         model = nn.Sequential(*(build_compiled() for _ in range(4)))
-        rows, before = torch.randn(ROWS, 64), count_compiled_graphs()
+        rows, before = torch.randn(ROWS, 64), graph_count()
         prediction = predict_step(lambda: train_step(model, rows, lambda: None), model, None, fakes)
-        assert count_compiled_graphs() - before == 2  # the first, whose input has no gradient, and the rest
+        assert graph_count() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
 

@@ -73,7 +73,7 @@ def test_the_rows_are_the_fastest_that_fit(search_result, timed):
     speeds = [row.tokens_per_s for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert all(row.peak_bytes <= 45 * GIB for row in rows)
-    fitting = [seconds for dims, _, seconds in timed if searching.estimate_peak(dims.config, 16) <= 45 * GIB]
+    fitting = [seconds for candidate, _, seconds in timed if searching.estimate_peak(candidate.config, 16) <= 45 * GIB]
     assert speeds[0] == pytest.approx(1 / min(fitting) / 16)
     assert {row.candidate.precision for row in rows} == {BFLOAT16, "tensorwise"}
     assert any(row.candidate.is_configured for row in rows)

@@ -46,9 +46,9 @@ def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, produ
 
 
 def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
-    layouts = [resolve(make_config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
-    assert [dims.data_parallel_rank for dims in layouts] == [0, 0, 1, 1, 2, 2]
-    assert {dims.data_parallel_degree for dims in layouts} == {3}
+    ranks = [resolve(make_config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
+    assert [dims.data_parallel_rank for dims in ranks] == [0, 0, 1, 1, 2, 2]
+    assert {dims.data_parallel_degree for dims in ranks} == {3}
 
 
 def test_the_global_batch_is_filled_in_and_divides():

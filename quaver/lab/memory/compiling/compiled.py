@@ -22,12 +22,11 @@ from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.external_utils import wrap_inline
-from torch._dynamo.utils import counters
 
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.recorder.modules import is_compiled
 from quaver.lab.recorder.storages import StorageWatch
-from quaver.torch_private.compiler import OptimizedModule
+from quaver.torch_private.compiler import OptimizedModule, graph_count
 
 Result = TypeVar("Result")
 
@@ -70,11 +69,6 @@ def are_kernels_left_out() -> bool:
     return _kernels_left_out
 
 
-def count_compiled_graphs() -> int:
-    """Return the number of graphs that Dynamo compiled in this process."""
-    return counters["stats"]["unique_graphs"]
-
-
 def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
     """Run steps until one compiles nothing, and return its result.
 
@@ -82,9 +76,9 @@ def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
         NotImplementedError: each of _MAX_STEPS steps compiles something.
     """
     for _ in range(_MAX_STEPS):
-        before = count_compiled_graphs()
+        before = graph_count()
         result = step()
-        if count_compiled_graphs() == before:
+        if graph_count() == before:
             return result
     raise NotImplementedError(
         f"expected a step that compiles nothing after {_MAX_STEPS} others, got one that compiles each time; "
