@@ -170,7 +170,8 @@ def train_slowly(stacks: Path) -> None:
 
     with Watchdog(stacks).watch(0.002, "step 1"):
         n = 0
-        while n % 100 or not stacks.exists() or stacks.read_text().count("Current thread") < 300:
+        # Rarely, because the watchdog's thread gets the GIL at each read, and in between after 5 ms.
+        while n % 2000 or not stacks.exists() or stacks.read_text().count("Current thread") < 300:
             compile_and_call(n := n + 1)
 
 
