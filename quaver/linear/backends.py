@@ -30,6 +30,7 @@ from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cuda_device
+from quaver.runtime.errors import describe_error
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
@@ -211,7 +212,7 @@ def describe_hardware_failure(error: Exception) -> str:
     """Return the first line of an error, or its class if it has no text. Raises it if it is not about the hardware."""
     if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
         raise error
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return describe_error(error).splitlines()[0]
 
 
 def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:

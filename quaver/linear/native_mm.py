@@ -81,6 +81,7 @@ def _align_scale(scale: Tensor) -> Tensor:
 
 
 def native_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    """Multiply a [M, K] and b [K, N] on float8 units: [M, N] in `out_dtype`, plus bias [N]."""
     rows, columns = a.data.shape[0], b.data.shape[1]
     kind = find_kind(a, b)
     if kind is not None and kind.block_length:

@@ -1,11 +1,11 @@
-"""The error for bad input, which the `quaver` command shows without a traceback."""
+"""The error for bad input, which the `quaver` command shows without a traceback, and the text of any error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class InputError(ValueError):
-    """What the user gave is wrong: a setting, a name, or the content of a file. The message is one line for the user.
+    """A setting, a name or the content of a file that the user gave is wrong. The message is one line for the user.
 
     The `quaver` command prints it. Any other ValueError is a bug there, and ends in a traceback.
     """
@@ -13,8 +13,13 @@ class InputError(ValueError):
 
 @contextmanager
 def blame_input(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError of the block, which only checks input, into a InputError with `prefix` and its message."""
+    """Turn a ValueError of the block, which only checks input, into an InputError with `prefix` and its message."""
     try:
         yield
     except ValueError as error:
         raise InputError(f"{prefix}{error}") from error
+
+
+def describe_error(error: object) -> str:
+    """Return the text of `error`, or the name of its class if it has none, as in `raise NotImplementedError`."""
+    return str(error).strip() or type(error).__name__

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import MissingDeviceError
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, describe_error
 
 EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3
@@ -17,11 +17,6 @@ EXIT_INTERRUPTED = 130
 
 BAD_INPUT = (InputError, NotImplementedError, OSError, MissingDeviceError)
 """Exceptions for bad input. A ValueError that is no InputError is a bug."""
-
-
-def describe_error(error: object) -> str:
-    """Return the text of `error`, or the name of its class if it has none, as in `raise NotImplementedError`."""
-    return str(error).strip() or type(error).__name__
 
 
 def print_error(message: object) -> None:

@@ -86,9 +86,10 @@ def run(argv: list[str]) -> int:
         with show_progress("reading the model") as tell:
             source = _open_source(options)
             tell(f"writing {target}")
-            format = plan_export(source.model, options.format, source.weights).format
-            if format.weights != "tensor" or format.is_file:
-                options.require_default("own_scales", unless="a folder's weights have scales per tensor")
+            if options.own_scales:
+                format = plan_export(source.model, options.format, source.weights).format
+                if format.weights != "tensor" or format.is_file:
+                    options.require_default("own_scales", unless="a folder's weights have scales per tensor")
             if kv_scales is not None:
                 set_kv_scales(source.model, kv_scales)
             written = _save(options, source, target)

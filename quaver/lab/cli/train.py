@@ -13,7 +13,6 @@ from quaver.lab.cli.errors import (
     EXIT_INTERRUPTED,
     EXIT_NONFINITE,
     EXIT_NOT_WRITTEN,
-    describe_error,
     print_error,
     report_bad_input,
 )
@@ -27,6 +26,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import build
+from quaver.runtime.errors import describe_error
 
 
 @dataclass(frozen=True)

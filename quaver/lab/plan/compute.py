@@ -61,6 +61,11 @@ def list_linears(model: Model) -> dict[str, tuple[int, int]]:
     return {name: (shape[1], shape[0]) for name, shape in list_block_weights(model) if len(shape) == 2}
 
 
+def list_expert_matrices(model: Model) -> list[tuple[int, int]]:
+    """Return the in- and out-features of each matrix of a routed expert; none without experts."""
+    return [(shape[2], shape[1]) for _, shape in list_block_weights(model) if len(shape) == 3]
+
+
 def count_dense_parameters(run: PlannedRun) -> int:
     """Return the number of a block's parameters on one tensor parallel rank, without routed experts."""
     weights = sum(inputs * outputs for inputs, outputs in list_linears(run.model).values())
@@ -201,7 +206,7 @@ def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
     local, rows = model.n_experts // run.expert, run.tokens * model.top_k
     filled = local * ceil(rows / local / TOKEN_ROWS) * TOKEN_ROWS
     forward = backward = 0.0
-    for outputs, inputs in (shape[1:] for _, shape in list_block_weights(model) if len(shape) == 3):
+    for inputs, outputs in list_expert_matrices(model):
         cost = predict_linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
         time = _average(cost.float8, cost.bfloat16, run.get_float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local)

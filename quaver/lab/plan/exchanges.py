@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from quaver.fsdp.scales import list_linear_layouts
-from quaver.lab.plan.compute import READERS, list_linears
+from quaver.lab.plan.compute import READERS, list_expert_matrices, list_linears
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.recipes.config import CastConfig, Float8LinearConfig
@@ -136,7 +136,7 @@ def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
     if not run.float8_gather or shards == 1:
         return []
     held = model.n_layers * run.get_float8_share(EXPERTS) * model.n_experts / run.expert
-    experts = [(held, model.dim, 2 * model.hidden_dim), (held, model.hidden_dim, model.dim)]
+    experts = [(held, *size) for size in list_expert_matrices(model)]
     groups = [
         (linears if run.expert > 1 else linears + experts, shards * run.tensor, 1),
         (experts if run.expert > 1 else [], shards // run.expert, run.expert),

@@ -48,7 +48,7 @@ from quaver.lab.settings.float8 import make_file_name
 from quaver.optim import load_states_of
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
 from quaver.runtime.devices import is_cuda_device
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, describe_error
 
 
 class SavedModel(Protocol):
@@ -293,7 +293,7 @@ def find_innermost_cause(error: BaseException) -> str:
         error = cause
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return describe_error(error).splitlines()[0].strip()
 
 
 def ignore_single_process_warning() -> None:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from quaver.runtime.errors import describe_error
 from quaver.torch_private.checkpoint import StorageInfo
 
 METADATA = ".metadata"
@@ -85,7 +86,7 @@ class CheckpointReader(FileSystemReader):
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
-            raise ValueError(f"{METADATA} is damaged: {str(error) or type(error).__name__}") from None
+            raise ValueError(f"{METADATA} is damaged: {describe_error(error)}") from None
         self._check_files(metadata)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

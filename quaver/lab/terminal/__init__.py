@@ -1,1 +1,1 @@
-"""What commands show in a terminal: text, tables, and what they are doing."""
+"""Text, tables and progress that commands show in a terminal."""
