@@ -292,4 +292,4 @@ def _check_states_agree(model: nn.Module, states: list[ScaleState], group: Proce
         lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]
         return lines + [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
 
-    check_ranks_agree_once(model, states, describe, group, what="the tensors with persistent scales")
+    check_ranks_agree_once(model, states, describe, lambda: [group], what="the tensors with persistent scales")

@@ -26,6 +26,7 @@ from quaver.runtime.devices import add_device_index
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as PlacementShard
 
 RankNumbers = tuple[int, ...]
@@ -78,7 +79,7 @@ def locate_shard(weight: Tensor, local: Tensor) -> WeightShard:
     if not is_dtensor(weight):
         raise RuntimeError(f"expected a sharded weight, got {type(weight).__name__}; reshard the model first")
     mesh, placements = weight.device_mesh, weight.placements
-    axes = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]  # Shard or _StridedShard
+    axes = list_shard_axes(weight)
     if len(axes) not in (1, 2):
         raise NotImplementedError(
             f"expected a weight that FSDP2 shards over one mesh axis, and tensor parallelism over at most one more; "
@@ -103,6 +104,11 @@ def locate_shard(weight: Tensor, local: Tensor) -> WeightShard:
     fsdp_group = mesh.get_group(axes[0])
     ranks = _list_ranks(fsdp_group), _list_ranks(tp_group)
     return WeightShard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
+
+
+def list_shard_axes(weight: DTensor) -> list[int]:
+    """Return the mesh axes along which `weight` is sharded, in the order of the mesh."""
+    return [axis for axis, placement in enumerate(weight.placements) if hasattr(placement, "dim")]  # or _StridedShard
 
 
 def find_mesh_device(mesh: DeviceMesh) -> torch.device:

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
-from quaver.fsdp.shard import WeightShard, find_mesh_device, locate_shard
+from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrapperWeight
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
@@ -146,28 +147,12 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
     key = _make_collective_key(weight, own)
     computed = _group_by_collective(unknown)[key]
     if key not in siblings.agreed:
-        _check_agreement(_describe_weights([(name, sibling) for name, sibling, _ in computed]), own)
+        lines = _describe_weights([(name, sibling) for name, sibling, _ in computed])
+        groups = [own.fsdp_group] if own.tp_group is None else [own.fsdp_group, own.tp_group]
+        check_ranks_agree(lines, *groups, what=_GATHERED)
         siblings.agreed.add(key)
     _compute_and_set_scales(computed)
     return typing.cast(WholeScales, _get_all_gather_weight(weight).get_scales(weight.parameter))
-
-
-def _check_agreement(lines: list[str], shard: WeightShard) -> None:
-    """Raise on every rank of the shard's collective of scales unless all have the same lines.
-
-    Ranks of tensor parallelism belong to several groups of FSDP2. They compare the verdicts of these groups, too, so
-    that all of them raise if one group disagrees.
-    """
-    failure: RuntimeError | None = None
-    try:
-        check_ranks_agree(lines, shard.fsdp_group, what=_GATHERED)
-    except RuntimeError as error:
-        failure = error
-    if shard.tp_group is not None:
-        verdict = [] if failure is None else [str(failure)]
-        check_ranks_agree([*lines, *verdict], shard.tp_group, what=_GATHERED)
-    if failure is not None:
-        raise failure
 
 
 def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> CollectiveKey:
@@ -209,7 +194,8 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     The number of collectives does not depend on the number of weights. There is one all-reduce over the ranks that
     shard the weights, for all configs with the same float8 dtype and rounding of scales. With tensor parallelism, it
     also spans the tensor-parallel ranks if both groups together are all ranks; otherwise there is a second all-reduce.
-    The first call for a module also checks, in a collective of 16 bytes, that the ranks agree about the weights.
+    The first call for a module also checks that the ranks agree about the weights, in a collective of 16 bytes over the
+    ranks of FSDP2 and another one over the ranks of tensor parallelism.
 
     Raises:
         RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
@@ -234,11 +220,15 @@ def precompute_scales(module: nn.Module) -> None:
 
 
 def _check_siblings_agree(module: nn.Module, named: NamedWeights) -> None:
-    """Check that the ranks agree. Ranks without such weights join, so the group is the first DTensor's."""
-    sharded = next((p for p in module.parameters() if is_dtensor(p)), None)
-    if sharded is None:
-        return
-    axis = next((i for i, placement in enumerate(sharded.placements) if hasattr(placement, "dim")), 0)
-    group = sharded.device_mesh.get_group(axis)
+    """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
     weights = [(weakref.ref(weight.module), weight.name) for _, weight in named]
-    check_ranks_agree_once(module, weights, lambda: _describe_weights(named), group, what=_GATHERED)
+    check_ranks_agree_once(
+        module, weights, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED
+    )
+
+
+def _find_groups(module: nn.Module) -> list[ProcessGroup]:
+    """Return the group of FSDP2, and of tensor parallelism if it sharded a matrix; empty if nothing is sharded."""
+    axes = {p: list_shard_axes(p) for p in module.parameters() if is_dtensor(p)}
+    sharded = max(axes, key=lambda p: (bool(axes[p]), p.dim() == 2, len(axes[p])), default=None)
+    return [] if sharded is None else [sharded.device_mesh.get_group(axis) for axis in axes[sharded]]

@@ -29,30 +29,47 @@ _DIGEST_WORDS = 2
 _T = TypeVar("_T")
 
 
-def check_ranks_agree(lines: Sequence[str], group: ProcessGroup | None, *, what: str) -> None:
-    """Raise on every rank of `group`, by default the world, unless all have the same `lines`.
+def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, what: str) -> None:
+    """Raise on every rank of `groups` unless all have the same `lines`.
+
+    A rank that belongs to several groups, such as one of FSDP2 and one of tensor parallelism, compares the lines in
+    each of them in turn. It passes an error of an earlier group on to the later ones, which raise it, too.
 
     Args:
         lines: a description, one line for each thing that must be the same.
+        groups: None for the world.
         what: what the lines describe, for the error message.
     Raises:
-        RuntimeError: the lines differ. The message quotes the first differing line of rank 0 and of another rank.
+        RuntimeError: the lines differ. The message quotes the first differing line of two ranks, with the ranks'
+            numbers in the world.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    disagreement = ""
+    for group in groups:
+        disagreement = _find_disagreement(lines, group, what, disagreement) or disagreement
+    if disagreement:
+        raise RuntimeError(disagreement)
+
+
+def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, what: str, earlier: str) -> str:
+    """Compare `lines` and the disagreement in an `earlier` group; return "" if they are the same on every rank."""
+    digest = hashlib.sha256("\n".join([*lines, earlier]).encode()).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") >> 1 for i in range(_DIGEST_WORDS)]
     low_and_high = torch.tensor(
         [[-word for word in words], words], dtype=torch.int32, device=find_collective_device(group)
     )
     dist.all_reduce(low_and_high, dist.ReduceOp.MAX, group)
     if (low_and_high[0] == -low_and_high[1]).all():
-        return
-    gathered: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, list(lines), group)
-    for rank, theirs in enumerate(gathered):
-        for first_line, line in itertools.zip_longest(gathered[0], theirs, fillvalue="nothing"):
+        return ""
+    gathered: list[tuple[list[str], str]] = [([], "")] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (list(lines), earlier), group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (theirs, their_earlier) in zip(ranks, gathered, strict=True):
+        if their_earlier:
+            return their_earlier
+        for first_line, line in itertools.zip_longest(gathered[0][0], theirs, fillvalue="nothing"):
             if first_line != line:
-                raise RuntimeError(f"ranks disagree about {what}: rank 0 has {first_line!r}, rank {rank} has {line!r}")
-    raise RuntimeError(f"ranks disagree about {what}")
+                return f"ranks disagree about {what}: rank {ranks[0]} has {first_line!r}, rank {rank} has {line!r}"
+    return f"ranks disagree about {what}"
 
 
 def find_collective_device(group: ProcessGroup | None) -> torch.device:
@@ -72,7 +89,7 @@ def check_ranks_agree_once(
     module: nn.Module,
     subjects: list[Any],
     describe: Callable[[], Sequence[str]],
-    group: ProcessGroup,
+    find_groups: Callable[[], Sequence[ProcessGroup]],
     *,
     what: str,
 ) -> None:
@@ -86,11 +103,13 @@ def check_ranks_agree_once(
     Args:
         subjects: what the lines describe; must not refer to `module`, which would then stay alive.
         describe: returns the lines.
+        find_groups: returns the groups. Without one, nothing is compared yet, and the next call asks again.
     """
     if _agreed.get(module, {}).get(what) == subjects:
         return
-    check_ranks_agree(describe(), group, what=what)
-    _agreed.setdefault(module, {})[what] = subjects
+    if groups := find_groups():
+        check_ranks_agree(describe(), *groups, what=what)
+        _agreed.setdefault(module, {})[what] = subjects
 
 
 def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -306,7 +307,10 @@ def _disagree(how, precompute):
     other = dist.get_rank() == 1
     recipe = "rowwise" if how == "recipe" and other else "tensorwise"
     config = config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
-    model = shard_model(config, model=make_model(1 if how == "layer" and other else 2))
+    model = convert_to_float8_training(make_model(1 if how == "layer" and other else 2), config=config)
+    if precompute:
+        precompute_float8_dynamic_scale_for_fsdp(model)  # compares nothing, because nothing is sharded yet
+    shard_model(None, model=model)
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
     model(part_of(batches(1, dist.get_world_size())[0]))
@@ -321,8 +325,9 @@ def test_ranks_that_disagree_get_an_error_and_no_hang():
 
 
 @pytest.mark.parametrize("others", [(1, 3), (3,)], ids=str)
+@pytest.mark.parametrize("precompute", [False, True])
 @on_ranks(4)
-def test_tensor_parallel_ranks_that_disagree_get_an_error(others):
+def test_tensor_parallel_ranks_that_disagree_get_an_error(others, precompute):
     """Ranks 0 and 2 are in one group of FSDP2, and ranks 1 and 3 in the other. All four raise.
 
     They agree about the first block, which is not tensor-parallel, so its scales have another collective.
@@ -332,7 +337,12 @@ def test_tensor_parallel_ranks_that_disagree_get_an_error(others):
     if dist.get_rank() in others:
         set_high_precision_matmuls(model, lambda name: ["grad_weight"] if name.startswith("1.") else [])
     parallelize_module(model[1], mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
-    assert DISAGREEMENT in refusal(shard_model(None, mesh=mesh["fsdp"], model=model), batches(1, 1)[0])
+    shard_model(None, mesh=mesh["fsdp"], model=model)
+    call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(batches(1, 1)[0])
+    message = refusal(call, model)
+    assert DISAGREEMENT in message
+    first, other = (int(rank) for rank in re.findall(r"rank (\d) has", message))
+    assert (first in others) != (other in others), message
 
 
 def test_a_rank_without_float8_all_gather_is_an_error_and_no_hang():
