@@ -18,7 +18,9 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def rotate(heads, cos, sin):
         (first, second), cos, sin = heads.chunk(2, dim=-1), cos[:, None], sin[:, None]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
+        halves = first * cos - second * sin, second * cos + first * sin
+        # PyTorch 2.11's Dynamo drops the backward of a Function whose result went through a `.to` that did nothing.
+        return torch.cat([half.to(heads.dtype) for half in halves], dim=-1)
 
     @staticmethod
     def forward(ctx, heads, cos, sin):

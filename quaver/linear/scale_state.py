@@ -15,11 +15,12 @@ cast in this step is unchanged.
 [Note: cold start] While a slot's scale is unknown, each cast computes a scale from its own amax. The device decides.
 
 [Note: known scales] Code compiled for a GPU can fuse a cast with the producer of the matrix once the scale is known;
-before, the cast reads the matrix twice. It guards on `PersistentScale.is_known`, so a change recompiles it once. The
-host sets the flag when slots are loaded and after eager syncs. While a scale is unknown it reads the device only after
-the 1st, 2nd, 4th, 8th, ... sync. So a slot that is never cast costs few waits and delays no other slot. Ranks agree,
-because scales are equal on every rank after a sync. Their collectives do not depend on the flag. docs/design/0022 lists
-changes that the flag misses.
+before, the cast reads the matrix twice. It guards on `PersistentScale.is_known`, so a change recompiles it once. On a
+CPU the flag stays False, because PyTorch 2.11 guards on all fields of the arguments, read or not. The host sets the
+flag when slots are loaded and after eager syncs. While a scale is unknown it reads the device only after the 1st, 2nd,
+4th, 8th, ... sync. So a slot that is never cast costs few waits and delays no other slot. Ranks agree, because scales
+are equal on every rank after a sync. Their collectives do not depend on the flag. docs/design/0022 lists changes that
+the flag misses.
 
 [Note: who records] Casts record amaxes in every forward that records gradients, whatever the mode of its module. Its
 backward uses the scales, so they must be updated, also in a layer that is in eval mode while others train. A weight
@@ -57,7 +58,7 @@ from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
-from quaver.runtime.devices import add_device_index, is_capturing
+from quaver.runtime.devices import add_device_index, is_capturing, is_cpu
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
 
@@ -151,7 +152,7 @@ class ScaleState:
                 self.quant_scale[slot],
                 buffer,
                 self.is_initialized[slot],
-                self.known[slot],
+                self.known[slot] and not is_cpu(self.quant_scale),
                 None if buffer is None else tuple(buffer[i] for i in range(2)),
             )
         return self._persistent[slot, record]

@@ -88,7 +88,7 @@ class PersistentScale(NamedTuple):
     is_initialized: Tensor
     """bool () on the CPU: whether quant_scale is above 0. The host reads it without waiting for the device."""
     is_known: bool = False
-    """Whether the host has read that quant_scale is above 0; compiled code guards on it."""
+    """Whether the host has read that quant_scale is above 0; code compiled for a GPU guards on it."""
     elements: tuple[Tensor, ...] | None = None
     """The elements of amax_buffer as two tensors (): compiled code updates them in fewer kernels."""
 

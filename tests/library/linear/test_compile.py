@@ -65,8 +65,6 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
     compiled = [train_step(model, forward, 0, scope) for scope in scopes]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(scopes)  # rows of a layer are tensors
     steps = [(seed, scope) for seed in range(1, 4) for scope in scopes]
-    if how and torch.__version__ < "2.12":  # there a checkpoint guards on whether scales are known
-        compiled.append(train_step(model, forward, *steps.pop(0)))
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled += [train_step(model, forward, *step) for step in steps]
     eager = [train_step(reference, reference, seed) for seed in range(4) for _ in scopes]

@@ -39,9 +39,13 @@ STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 def knows_all_scales(model):
     """Return whether all scales are known, and assert that the host's flags are those of the scales."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
-    scales = [scale for scaling in scalings for scale in (*scaling.recorded, *scaling.unrecorded) if scale]
-    assert all(scale.is_known is bool(scale.quant_scale > 0) is bool(scale.is_initialized) for scale in scales)
-    return all(scale.is_known for scale in scales)
+    with simulate_gpu((9, 0)):
+        on_gpu = copy.deepcopy(scalings)
+    for scaling, is_on_gpu in [*((scaling, True) for scaling in on_gpu), *((scaling, False) for scaling in scalings)]:
+        for scale in filter(None, (*scaling.recorded, *scaling.unrecorded)):
+            assert bool(scale.is_initialized) is bool(scale.quant_scale > 0)
+            assert scale.is_known is (is_on_gpu and bool(scale.is_initialized))
+    return all(all(scaling.state.known[slot] for slot in scaling.slots if slot is not None) for scaling in scalings)
 
 
 @pytest.mark.parametrize("copy_model", COPIES)
