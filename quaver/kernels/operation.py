@@ -73,8 +73,7 @@ def register_operation(
     """
     name = reference.__name__.removeprefix("_")
     run = _with_kernels(reference, cpu, gpu)
-    arguments = ", ".join(map(_schema_argument, inspect.signature(reference).parameters.values()))
-    library.define(f"{name}({arguments}) -> {_schema_results(results)}")
+    library.define(f"{name}({format_arguments(reference)}) -> {_format_results(results)}")
     library.impl(name, _implementation(run, results), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", _implementation(fake or reference, results), lib=library)
     registered = getattr(torch.ops.quaver, name)
@@ -121,13 +120,18 @@ def _implementation(function: Callable[..., Any], results: int | None) -> Callab
     return implementation
 
 
-def _schema_argument(parameter: inspect.Parameter) -> str:
+def format_arguments(function: Callable[..., Any], first: int = 0) -> str:
+    """Return the arguments of an operation's schema: the parameters of `function` from number `first` on."""
+    return ", ".join(map(_format_argument, list(inspect.signature(function).parameters.values())[first:]))
+
+
+def _format_argument(parameter: inspect.Parameter) -> str:
     value = '""' if parameter.default == "" else parameter.default
     default = "" if parameter.default is inspect.Parameter.empty else f"={value}"
     return f"{_SCHEMA_TYPES.get(parameter.annotation, parameter.annotation)} {parameter.name}{default}"
 
 
-def _schema_results(results: int | None) -> str:
+def _format_results(results: int | None) -> str:
     return "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or FLAT_TENSORS))})"
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from quaver.experts.groups import find_bounds, find_first_scale_row, select_group
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, expect
-from quaver.kernels.operation import library
+from quaver.kernels.operation import format_arguments, library
 from quaver.linear.quantize import flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.extras import compute_extras, compute_result_extras
@@ -398,14 +398,14 @@ def _split_rows(matrix: Tensor) -> tuple[Tensor, ...]:
 # ---- the operations --------------------------------------------------------------------------------------------------
 
 
-def register_observer(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., None]:
-    """Register `torch.ops.quaver.<name>`, and return a function that calls it in compiled code, else `run` directly.
+def _register_observer(run: Callable[..., None]) -> Callable[..., None]:
+    """Register the operation, and return a function that calls it in compiled code, else `run` directly.
 
-    Both take `slots`, `row`, `number` and the `arguments` of the schema. `run` receives the `Sampling`, the slot and
-    the number instead of the first three.
+    The operation is named like `run` without its underscore. Both take `slots`, `row` and `number`, and then the
+    arguments of `run` after its first three: the `Sampling`, the slot and the number.
     """
-    observe = _run_if_sampled(run)
-    library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {arguments}) -> ()")
+    name, observe = run.__name__.removeprefix("_"), _run_if_sampled(run)
+    library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {format_arguments(run, 3)}) -> ()")
     library.impl(name, observe, "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", lambda *_: None, lib=library)
     registered = getattr(torch.ops.quaver, name)
@@ -419,24 +419,7 @@ def register_observer(name: str, arguments: str, run: Callable[..., None]) -> Ca
     return call
 
 
-observe_operand = register_observer(
-    "observe_operand",
-    "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, int[] layout, Tensor? quant_scale, Tensor? ends, "
-    "int groups, bool moved, bool transposed, bool is_forward",
-    _observe_operand,
-)
-observe_output = register_observer(
-    "observe_output",
-    "Tensor output, Tensor? input, Tensor? weight, Tensor? bias, Tensor? ends, int groups",
-    _observe_output,
-)
-observe_grad_input = register_observer(
-    "observe_grad_input",
-    "Tensor grad_input, Tensor? grad_output, Tensor? weight, Tensor? ends, int groups",
-    _observe_grad_input,
-)
-observe_grad_weight = register_observer(
-    "observe_grad_weight",
-    "Tensor grad_weight, Tensor? grad_output, Tensor? input_hp, Tensor? input_codes, Tensor? ends, int groups",
-    _observe_grad_weight,
-)
+observe_operand = _register_observer(_observe_operand)
+observe_output = _register_observer(_observe_output)
+observe_grad_input = _register_observer(_observe_grad_input)
+observe_grad_weight = _register_observer(_observe_grad_weight)
