@@ -166,7 +166,7 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
 
     above = scaling.compute_saturation_threshold(float8_dtype)
     amaxes = scaling.compute_amax(hp, 1).float()
-    counts = (scaling.multiply(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
+    counts = (scaling.apply_quant_scale(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
     counts = torch.where(amaxes * quant_scale <= above, 0.0, counts)
     rows = hp.shape[0]
     if statically_known_true(rows % _ROWS_AT_ONCE == 0):

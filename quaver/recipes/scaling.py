@@ -273,11 +273,11 @@ def cast_to_float8(
         float8, hp's shape, and hp's strides if they are dense.
     """
     if division:
-        return _saturate_(_replace_inf_(divide(hp, factor, division), hp), float8_dtype)
-    return _saturate_(multiply(hp, factor, own_amax=own_amax), float8_dtype)
+        return _saturate_(_replace_inf_(apply_dequant_scale(hp, factor, division), hp), float8_dtype)
+    return _saturate_(apply_quant_scale(hp, factor, own_amax=own_amax), float8_dtype)
 
 
-def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
+def apply_dequant_scale(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
     """Divide by the scale in float32, under a rule that divides."""
     is_rounded_once = runs_eagerly_on_cpu(hp)  # [Note: one division, two formulas]
     quotient = hp.float() / dequant_scale if is_rounded_once else (hp.double() / dequant_scale.double()).float()
@@ -287,7 +287,7 @@ def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
     return torch.where(quotient == 0, 0.0, quotient)
 
 
-def multiply(hp: Tensor, quant_scale: Tensor, *, own_amax: bool = False) -> Tensor:
+def apply_quant_scale(hp: Tensor, quant_scale: Tensor, *, own_amax: bool = False) -> Tensor:
     """Return the float32 products that `cast_to_float8` saturates, NaN for an infinite hp. Arguments as there."""
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
     return scaled if own_amax else _replace_inf_(scaled, hp)
@@ -325,7 +325,7 @@ def cast_with_persistent_scale(
     largest_seen = compute_amax(hp).float()
     own = amax_to_quant_scale(largest_seen, float8_dtype, power_of_2=power_of_2)
     quant = torch.where(quant_scale > 0, quant_scale, own)
-    scaled = multiply(hp, quant)
+    scaled = apply_quant_scale(hp, quant)
     saturated = (scaled.abs() > fmt.saturates_above).sum(dtype=torch.float32)
     return _saturate_(scaled, float8_dtype), quant, to_dequant_scale(quant), torch.stack([largest_seen, saturated])
 
