@@ -41,10 +41,10 @@ from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
-from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
 from quaver.numerics.ranks import Gathered, find_disagreements, gather_slots
 from quaver.numerics.record import SCHEMA, AnySink, Sink, make_sink
+from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
@@ -150,7 +150,7 @@ class Monitor:
                 raise RuntimeError("another monitor watches this model; close it first")
             self._weights = weights
             for name, weight in weights.items():
-                self._probes[name] = _attach_probe(weight, self._sampling.take_number())
+                self._probes[name] = _attach_probe(weight, self._sampling.assign_number())
             self._describe_tensors(self.completed_steps + 1)
             self._sink = make_sink(sink) if self._is_first else None
             if self._sink is not None:
@@ -236,7 +236,7 @@ class Monitor:
 
     def _end(self, steps: int) -> None:
         self.completed_steps += steps
-        if self._sampling.on:
+        if self._sampling.is_on:
             self._sample()
         if self._is_open:
             self._plan_next()
@@ -262,10 +262,10 @@ class Monitor:
         if not self._is_open:
             yield
             return
-        self._sampling.end_step(self._sampled_step != self.completed_steps)
+        self._sampling.start_step(self._sampled_step != self.completed_steps)
         try:
             yield
-            if self._sampling.on:
+            if self._sampling.is_on:
                 self._sample()
         finally:
             self._clear()
@@ -282,7 +282,8 @@ class Monitor:
         numbers = {row.name: int(row.probe.number) for row in self._rows if row.name in chosen}
         emulated = {name for name in numbers if self._configs[name].emulate}
         with_sums = numbers.keys() - emulated if self._hardware is not None else set()
-        self._sampling.end_step(is_sampled, frozenset(numbers.values()), frozenset(numbers[name] for name in with_sums))
+        sums = frozenset(numbers[name] for name in with_sums)
+        self._sampling.start_step(is_sampled, frozenset(numbers.values()), sums)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_open and not runs_in_backward() and (steps := self._ends.count_ends(optimizer, self._sampling)):
@@ -296,7 +297,7 @@ class Monitor:
         self._sampled_step = self.completed_steps
         if self._configs != self._list_configs():  # after set_high_precision_matmuls
             self._describe_tensors(self.completed_steps)
-        slots, extras = torch.stack([row.probe.take(row.site) for row in self._rows]), None
+        slots, extras = torch.stack([row.probe.get_slot(row.site) for row in self._rows]), None
         if self._sampling.with_extras:
             zeros = slots.new_zeros(EXTRAS_WIDTH)
             keys = ((int(row.probe.number), row.site.name) for row in self._rows)

@@ -1,7 +1,7 @@
 """The operations that observe casts and matmuls in sampled steps.
 
-    observe_operand(slots, row, number, site, hp, codes, ...)    the cast of one operand
-    observe_output(slots, row, number, output, ...)              the result of a matmul, compared with high precision
+    observe_operand(slots, index, number, site, hp, codes, ...)    the cast of one operand
+    observe_output(slots, index, number, output, ...)              the result of a matmul, compared with high precision
     observe_grad_input, observe_grad_weight                      the same for the matmuls of backward
 
 Each adds to one slot of a linear (statistics.py) and returns nothing. In compiled code they are registered operations,
@@ -29,10 +29,8 @@ and extras.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +40,9 @@ from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.operation import format_arguments, library
 from quaver.linear.quantize import flatten_to_matrix
-from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.extras import compute_extras, compute_result_extras
-from quaver.numerics.matmul_sums import Rows, sample_rows
+from quaver.numerics.matmul_sums import sample_rows
+from quaver.numerics.sampling import SampledInput, Sampling, note_use
 from quaver.numerics.statistics import (
     Compared,
     SlotIndex,
@@ -68,84 +66,10 @@ _CHUNK = 1 << 22
 """Elements of a matrix that are widened at a time for the comparison."""
 
 
-class SampledInput(NamedTuple):
-    """The input of a forward, sampled to compare grad_weight with; see [Note: high precision in backward]."""
-
-    columns: Tensor
-    rows: Rows | None
-    """Some rows of the transposed input; see [Note: sums]."""
-
-
-@dataclass
-class Sampling:
-    """The state of one monitor that its operations read and write. Numbers of weights are unique in the process."""
-
-    hardware: Accumulation | None = None
-    """The GPU whose sums the monitor computes."""
-    on: bool = False
-    with_extras: frozenset[int] = frozenset()
-    """The numbers of the linears whose casts get histograms and their SQNR under other recipes (extras.py)."""
-    with_sums: frozenset[int] = frozenset()
-    """The numbers of the linears whose sums on `hardware` are computed in this step."""
-    ran: bool = False
-    """Whether a linear with a probe ran on this rank since the last step."""
-    went_back: bool = False
-    """Whether a linear with a probe ran in a backward since the last step."""
-    inputs: dict[tuple[int, int], SampledInput] = field(default_factory=dict)
-    """Sampled inputs, by number and the address of the codes."""
-    rows: dict[tuple[tuple[int, int], str, str], Rows | None] = field(default_factory=dict)
-    """Rows of operands, by number and group, operand and direction; see [Note: sums]."""
-    weights: dict[int, Tensor] = field(default_factory=dict)
-    """The weights of this step's forwards by number, for backwards that only have codes."""
-    weight_sizes: dict[int, int] = field(default_factory=dict)
-    """How many elements of its weight each linear or grouped matmul multiplies by on this rank; by number."""
-    extras: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    """Extras [extras.WIDTH], by number and name of the site."""
-
-    def end_step(
-        self, on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
-    ) -> None:
-        """Discard what was kept for the step, and sample the next step if `on`."""
-        self.on, self.with_extras, self.with_sums = on, with_extras, with_sums
-        self.ran = self.went_back = False
-        self.extras.clear()
-        self.inputs.clear()
-        self.rows.clear()
-        self.weights.clear()
-        self.weight_sizes.clear()
-
-    def take_number(self) -> int:
-        """Return a new number for a weight that this observes until `close`."""
-        number = next(_numbers)
-        _samplings[number] = self
-        return number
-
-    def close(self) -> None:
-        """Stop observing the weights of this monitor."""
-        self.end_step(False)
-        for number in [number for number, sampling in _samplings.items() if sampling is self]:
-            del _samplings[number]
-
-
-_numbers = itertools.count()
-_samplings: dict[int, Sampling] = {}
-"""Samplings by the number of a weight, the only argument of an operation in a graph that can identify its monitor."""
-
-
-def note_use(number: int) -> Sampling | None:
-    """Note that the matmul of a weight runs. Returns the sampling of its monitor in a sampled step, else None."""
-    sampling = _samplings.get(number)
-    if sampling is None:
-        return None
-    sampling.ran = True
-    sampling.went_back |= runs_in_backward()
-    return sampling if sampling.on else None
-
-
 def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
     """Wrap `run` so that it runs in sampled steps only, without autograd, autocast and dispatch modes."""
 
-    def observe(slots: Tensor, row: int, number: Tensor, *args: Any) -> None:
+    def observe(slots: Tensor, index: int, number: Tensor, *args: Any) -> None:
         sampling = note_use(int(number))
         if sampling is None:
             return
@@ -156,12 +80,9 @@ def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
             )
         check_memory(*(arg for arg in args if isinstance(arg, Tensor)))
         with torch.no_grad(), without_dispatch_modes(), torch.autocast(slots.device.type, enabled=False):
-            run(sampling, slots[row], int(number), *args)
+            run(sampling, slots[index], int(number), *args)
 
     return observe
-
-
-# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
@@ -173,9 +94,6 @@ def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int,
 def _is_compared(group: int, groups: int) -> bool:
     """Return whether a group's results are compared with high precision. At most `COMPARED` groups are."""
     return group % max(-(-groups // COMPARED), 1) == 0
-
-
-# ---- casts -----------------------------------------------------------------------------------------------------------
 
 
 def _observe_operand(
@@ -252,9 +170,6 @@ def _keep_for_matmuls(
     if fits and number in sampling.with_extras:
         extras = compute_extras(hp, cast, operand, "column" if direction == "column" else "row")
         sampling.extras[number, site] = extras + sampling.extras.get((number, site), 0)
-
-
-# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def _observe_output(
@@ -395,17 +310,14 @@ def _split_rows(matrix: Tensor) -> tuple[Tensor, ...]:
     return matrix.split(max(_CHUNK // max(matrix.shape[1], 1), 1))
 
 
-# ---- the operations --------------------------------------------------------------------------------------------------
-
-
 def _register_observer(run: Callable[..., None]) -> Callable[..., None]:
     """Register the operation, and return a function that calls it in compiled code, else `run` directly.
 
-    The operation is named like `run` without its underscore. Both take `slots`, `row` and `number`, and then the
+    The operation is named like `run` without its underscore. Both take `slots`, `index` and `number`, and then the
     arguments of `run` after its first three: the `Sampling`, the slot and the number.
     """
     name, observe = run.__name__.removeprefix("_"), _run_if_sampled(run)
-    library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {format_arguments(run, 3)}) -> ()")
+    library.define(f"{name}(Tensor(a!) slots, int index, Tensor number, {format_arguments(run, 3)}) -> ()")
     library.impl(name, observe, "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", lambda *_: None, lib=library)
     registered = getattr(torch.ops.quaver, name)

@@ -17,6 +17,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.protocols import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
+from quaver.numerics.sampling import note_use
 from quaver.numerics.statistics import clear_slots, make_slots, merge_slots
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
@@ -84,7 +85,7 @@ class Probe:
 
     Attributes:
         forward, backward: the slots, in the order of `FORWARD` and `BACKWARD`.
-        number: int64 () on the CPU, which identifies the weight (`Sampling.take_number`).
+        number: int64 () on the CPU, which identifies the weight (`Sampling.assign_number`).
         weight: the weight, whose module's config may change between steps (`set_high_precision_matmuls`).
     """
 
@@ -94,7 +95,7 @@ class Probe:
         self._key = number
         self.weight = weight
 
-    def take(self, site: Site) -> Tensor:
+    def get_slot(self, site: Site) -> Tensor:
         """Return the slot of a site, [WIDTH]. Forward and backward are merged."""
         if site not in BACKWARD:
             return self.forward[FORWARD.index(site)]
@@ -178,7 +179,7 @@ class Probe:
 
     def _observes(self) -> bool:
         # Compiled code always calls the operations, and must not be guarded by the key.
-        return torch.compiler.is_compiling() or observe.note_use(self._key) is not None
+        return torch.compiler.is_compiling() or note_use(self._key) is not None
 
 
 def _unless_float8(tensor: Tensor | None) -> Tensor | None:

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from quaver.numerics.observe import Sampling
+from quaver.numerics.sampling import Sampling
 
 
 class StepEnds:
@@ -51,7 +51,7 @@ class StepEnds:
     def count_ends(self, optimizer: Optimizer, sampling: Sampling) -> int:
         """Return how many training steps end with this step of an optimizer: 0, 1, or 2 if an end was missed."""
         if not self._holds(optimizer):
-            if self._has_own or not self._on_any_rank(sampling.went_back):
+            if self._has_own or not self._on_any_rank(sampling.ran_backward):
                 return 0
             self.note_end()
             return 1

@@ -20,6 +20,7 @@ from quaver.numerics import observe
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
+from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import observe_matrix, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.optim import CombinedOptimizer
@@ -210,8 +211,8 @@ def test_without_a_monitor_nothing_is_called(monkeypatch):
 
 
 def test_freed_memory_is_not_read():
-    sampling, freed = observe.Sampling(on=True), torch.randn(600, 400)
-    probe = Probe(sampling.take_number(), ModuleWeight(Float8Linear(4, 4)), torch.device("cpu"))
+    sampling, freed = Sampling(is_on=True), torch.randn(600, 400)
+    probe = Probe(sampling.assign_number(), ModuleWeight(Float8Linear(4, 4)), torch.device("cpu"))
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="was freed before it was used"):
         probe.observe_output(torch.randn(600, 4), freed, torch.randn(4, 400), None)
@@ -298,7 +299,7 @@ def test_matmuls_that_change_their_precision_begin_another_header(recipe, mode):
 
 
 def test_an_optimizer_of_replaced_parameters_ends_no_step():
-    model, sampling = nn.Linear(4, 4), observe.Sampling(ran=True)
+    model, sampling = nn.Linear(4, 4), Sampling(ran=True)
     stale = torch.optim.SGD(model.parameters())
     ends = StepEnds(model, bool)
     assert ends.count_ends(stale, sampling) == 1

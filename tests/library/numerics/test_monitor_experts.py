@@ -13,8 +13,8 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
-from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe, list_sites
+from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, merge_slots, observe_matrix, summarize_slots
 from tests.library.experts.test_grouped_mm import ENDS, RECIPES, operands
 from tests.mixture import make_mixture
@@ -26,7 +26,7 @@ QUOTIENTS = ("rms", "sqnr_db", "scale_worst_sqnr_db", "underflow", "saturated", 
 
 @pytest.fixture
 def sampling():
-    sampling = Sampling(on=True)
+    sampling = Sampling(is_on=True)
     yield sampling
     sampling.close()
 
@@ -47,7 +47,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
     a, b_t, ends = operands(transposed=transposed)
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    probe = Probe(sampling.take_number(), SimpleNamespace(config=config), CPU)
+    probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
     multiply_by_weight(a, weight, ends, config, transposed, probe=probe).backward(grad_output)
     groups = [slice(start, stop) for start, stop in zip([0, *ENDS], ENDS, strict=False) if start < stop]
     hps = {
@@ -56,7 +56,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
         "weight": list(b_t.detach().transpose(1, 2).contiguous()),
     }
     for site in list_sites(config, True):
-        actual = summarize_slots(probe.take(site)[None], [None])
+        actual = summarize_slots(probe.get_slot(site)[None], [None])
         if site.cast == "result":
             continue
         expected = summarize_casts(site, getattr(config.casts, site.operand), hps[site.operand])
@@ -71,11 +71,11 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
     config = Float8LinearConfig.from_recipe_name(recipe)
     a, b_t, ends = operands(transposed=transposed)
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    samplings = [Sampling(get_accumulation("h100"), on=True) for _ in range(2)]
+    samplings = [Sampling(get_accumulation("h100"), is_on=True) for _ in range(2)]
     probes = []
     for sampling in samplings:
-        number = sampling.take_number()
-        sampling.end_step(True, frozenset([number]), frozenset([number]))
+        number = sampling.assign_number()
+        sampling.start_step(True, frozenset([number]), frozenset([number]))
         probes.append(Probe(number, SimpleNamespace(config=config), CPU))
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     multiply_by_weight(a, weight, ends, config, transposed, probe=probes[0]).backward(grad_output)
@@ -87,7 +87,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
                 linear.weight.copy_(matrix.t())
             linear(a.detach()[start:stop].requires_grad_()).backward(grad_output[start:stop])
     for site in list_sites(config, True):
-        actual, expected = (summarize_slots(probe.take(site)[None], [None])["sqnr_db"][0] for probe in probes)
+        actual, expected = (summarize_slots(probe.get_slot(site)[None], [None])["sqnr_db"][0] for probe in probes)
         assert actual is not None
         if site.operand != "weight":
             assert actual == pytest.approx(expected, abs=1e-3), site
@@ -108,10 +108,10 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
     with torch.no_grad():
         a[250] = 1e-7  # of the last group, rows 200 to 300
         a[250, 3] = 1e7
-    probe = Probe(sampling.take_number(), SimpleNamespace(config=config), CPU)
+    probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
     site = list_sites(config, True)[0]
-    worst = summarize_slots(probe.take(site)[None], [None])["scale_worst"][0]
+    worst = summarize_slots(probe.get_slot(site)[None], [None])["scale_worst"][0]
     assert worst in (range(250, 251) if recipe == "rowwise" else range(250 * 3, 251 * 3))
 
 
@@ -119,12 +119,12 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     config = Float8LinearConfig()
     a, b_t, ends = operands()
     weight = b_t.detach().transpose(1, 2).contiguous().requires_grad_()
-    probe = Probe(sampling.take_number(), SimpleNamespace(config=config), CPU)
+    probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
     output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
     for site in list_sites(config, True)[-3:]:
-        summary, matrix = summarize_slots(probe.take(site)[None], [None]), results[site.operand]
+        summary, matrix = summarize_slots(probe.get_slot(site)[None], [None]), results[site.operand]
         assert summary["numel"] == [matrix.numel()]
         assert summary["amax"] == [matrix.abs().max().item()]
         assert summary["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]
