@@ -19,6 +19,7 @@ Without a probe nothing is called. With a probe, a step that is not sampled cost
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -65,6 +66,22 @@ class _MonitoredTensor(NamedTuple):
     probe: Probe
     weight_numel: int | None
     """A weight's elements on all ranks, which count once although every rank and micro-batch casts the weight."""
+
+
+class _Failure(NamedTuple):
+    """An error of a sampled step on the first rank."""
+
+    error: BaseException
+    is_of_sink: bool
+    """Whether the sink raised it."""
+
+
+class _Outcome(enum.IntEnum):
+    """The end of a sampled step, by [Note: a sink that fails]. The ranks agree on the largest."""
+
+    WRITTEN = 0
+    MONITOR_CLOSES = 1
+    STEP_ENDS = 2
 
 
 class Monitor:
@@ -129,8 +146,8 @@ class Monitor:
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
             if self._ranks > 1:
                 options = f"{every=}, {extras_every=}, {completed_steps=}, {hardware=}, {steps_by_hand=}"
-                names = [f"{row.name} {row.site.name}" for row in self._rows]
-                check_ranks_agree([options, *names], group, what="what they monitor")
+                tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._tensors]
+                check_ranks_agree([options, *tensors], group, what="what they monitor")
         except BaseException:
             self.close()
             raise
@@ -174,12 +191,12 @@ class Monitor:
     def _describe_tensors(self, step: int) -> None:
         """Set the tensors of the samples from `step` on, and their header, by the current configs of the modules."""
         self._configs = self._list_configs()
-        self._rows = []
+        self._tensors = []
         for name, weight in self._weights.items():
             numel = weight.parameter.numel()
             for site in list_sites(self._configs[name], weight.parameter.requires_grad):
                 weight_numel = numel if site.operand == "weight" else None
-                self._rows.append(_MonitoredTensor(name, site, self._probes[name], weight_numel))
+                self._tensors.append(_MonitoredTensor(name, site, self._probes[name], weight_numel))
         self.header = self._make_header(step)
 
     def _list_configs(self) -> dict[str, Float8LinearConfig]:
@@ -202,17 +219,17 @@ class Monitor:
             "step": step,
             "ranks": self._ranks,
             "statistics": list(STATISTICS),
-            "tensors": [self._describe(row) for row in self._rows],
+            "tensors": [self._describe(tensor) for tensor in self._tensors],
             **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
         }
 
-    def _describe(self, row: _MonitoredTensor) -> dict[str, Any]:
-        weight = self._weights[row.name]
+    def _describe(self, tensor: _MonitoredTensor) -> dict[str, Any]:
+        weight = self._weights[tensor.name]
         experts = weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
-        config = self._configs[row.name]
-        about = {"layer": row.name, "experts": experts, **describe_site(row.site, config)}
-        if self._hardware is not None and row.site.cast == "result":
-            about["use_fast_accum"] = getattr(config.matmuls, row.site.operand).use_fast_accum
+        config = self._configs[tensor.name]
+        about = {"layer": tensor.name, "experts": experts, **describe_site(tensor.site, config)}
+        if self._hardware is not None and tensor.site.cast == "result":
+            about["use_fast_accum"] = getattr(config.matmuls, tensor.site.operand).use_fast_accum
         return about
 
     def step(self) -> None:
@@ -273,17 +290,20 @@ class Monitor:
                 self._plan_next()
 
     def _plan_next(self) -> None:
+        """Decide whether to sample the next step, and which layers get extras in it."""
         step = self.completed_steps + 1
-        is_sampled, turn = step == 1 or step % self.every == 0, step // self.every
+        is_sampled = step == 1 or step % self.every == 0
         names = list(self._weights) if is_sampled and self.extras_every else []
+        # All layers in the first step; then each layer in one of `extras_every` samples, in turn.
+        turn = step // self.every
         chosen = {name for i, name in enumerate(names) if step == 1 or (i + turn) % self.extras_every == 0}
-        if self._ranks == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
+        if self._ranks == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know the suspects
             chosen |= self._sink.alarms.suspects & set(names)
-        numbers = {row.name: int(row.probe.number) for row in self._rows if row.name in chosen}
-        emulated = {name for name in numbers if self._configs[name].emulate}
-        with_sums = numbers.keys() - emulated if self._hardware is not None else set()
-        sums = frozenset(numbers[name] for name in with_sums)
-        self._sampling.start_step(is_sampled, frozenset(numbers.values()), sums)
+        numbers = {tensor.name: int(tensor.probe.number) for tensor in self._tensors if tensor.name in chosen}
+        with_sums: frozenset[int] = frozenset()
+        if self._hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
+            with_sums = frozenset(number for name, number in numbers.items() if not self._configs[name].emulate)
+        self._sampling.start_step(is_sampled, frozenset(numbers.values()), with_sums)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_open and not runs_in_backward() and (steps := self._ends.count_ends(optimizer, self._sampling)):
@@ -297,27 +317,31 @@ class Monitor:
         self._sampled_step = self.completed_steps
         if self._configs != self._list_configs():  # after set_high_precision_matmuls
             self._describe_tensors(self.completed_steps)
-        slots, extras = torch.stack([row.probe.get_slot(row.site) for row in self._rows]), None
+        slots = torch.stack([tensor.probe.get_slot(tensor.site) for tensor in self._tensors])
+        extras = None
         if self._sampling.with_extras:
             zeros = slots.new_zeros(EXTRAS_WIDTH)
-            keys = ((int(row.probe.number), row.site.name) for row in self._rows)
+            keys = ((int(tensor.probe.number), tensor.site.name) for tensor in self._tensors)
             extras = torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
         gathered = gather_slots(slots, extras, self._group)
         self._clear()
-        error, is_of_sink = (None, False) if gathered is None else self._write(gathered)
-        worst = self._max_over_ranks(0 if error is None else 2 if self._is_stop(error) else 1)
-        if worst == 2:
-            raise error or RuntimeError("a callback of an alarm ended the step on the first rank")
-        if worst:
-            if error is not None:
-                text = _describe_error(error) if is_of_sink else "the sample could not be made"
-                step, traceback = f"{self.completed_steps:,}", None if is_of_sink else error
+        failure = None if gathered is None else self._write(gathered)
+        outcome = _Outcome.WRITTEN
+        if failure is not None:
+            outcome = _Outcome.STEP_ENDS if self._ends_step(failure.error) else _Outcome.MONITOR_CLOSES
+        outcome = _Outcome(self._max_over_ranks(outcome))
+        if outcome is _Outcome.STEP_ENDS:
+            raise failure.error if failure else RuntimeError("a callback of an alarm ended the step on the first rank")
+        if outcome is _Outcome.MONITOR_CLOSES:
+            if failure is not None:
+                text = _describe_error(failure.error) if failure.is_of_sink else "the sample could not be made"
+                step, traceback = f"{self.completed_steps:,}", None if failure.is_of_sink else failure.error
                 logger.warning("the monitor ends after step %s: %s", step, text, exc_info=traceback)
             self.close()
 
     def _make_sample(self, gathered: Gathered) -> dict[str, Any]:
         """Make the line of this step and append it to `samples`."""
-        weights = [row.weight_numel for row in self._rows]
+        weights = [tensor.weight_numel for tensor in self._tensors]
         sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}
         if self._mismatch is not None:
             sample["mismatch"], self._mismatch = asdict(self._mismatch), None
@@ -332,27 +356,24 @@ class Monitor:
         return sample
 
     def _list_whole_weights(self) -> list[int]:
-        """List the rows of weights that are not split over ranks, so that all ranks must have the same weight."""
+        """List the positions of weights that are not split over ranks, so that all ranks must have the same weight."""
         return [
             position
-            for position, row in enumerate(self._rows)
-            if row.weight_numel is not None
-            and self._sampling.weight_sizes.get(int(row.probe.number)) == row.weight_numel
-            and not _is_split(self._weights[row.name])
+            for position, tensor in enumerate(self._tensors)
+            if tensor.weight_numel is not None
+            and self._sampling.weight_sizes.get(int(tensor.probe.number)) == tensor.weight_numel
+            and not _is_split(self._weights[tensor.name])
         ]
 
     def _clear(self) -> None:
         for probe in self._probes.values():
             probe.clear()
 
-    def _write(self, gathered: Gathered) -> tuple[BaseException | None, bool]:
-        """Write the line of this step, unless nothing ran.
-
-        Returns an error, so that the ranks can agree on it, and whether the sink raised it.
-        """
+    def _write(self, gathered: Gathered) -> _Failure | None:
+        """Write the line of this step, unless nothing ran. Returns an error, so that the ranks can agree on it."""
         is_writing = False
         try:
-            if not gathered.slots.equal(make_slots(len(self._rows), torch.device("cpu"))):
+            if not gathered.slots.equal(make_slots(len(self._tensors), torch.device("cpu"))):
                 sample = self._make_sample(gathered)
                 if self._sink is not None:
                     is_writing = True
@@ -361,10 +382,10 @@ class Monitor:
                         self._written_header = self.header
                     self._sink.write(sample)
         except BaseException as error:  # noqa: BLE001 - raised, or logged, in `_sample`
-            return error, is_writing
-        return None, False
+            return _Failure(error, is_writing)
+        return None
 
-    def _is_stop(self, error: BaseException) -> bool:
+    def _ends_step(self, error: BaseException) -> bool:
         """Return whether an error ends the step, not the monitor: an alarm's callback raised it, or the user quits."""
         is_of_callback = isinstance(self._sink, AlarmSink) and error is self._sink.raised_by_callback
         return is_of_callback or not isinstance(error, Exception)
@@ -423,3 +444,4 @@ def _attach_probe(weight: ModuleWeight, number: int) -> Probe:
 
 
 monitor = Monitor
+"""`Monitor`, as quaver exports it."""
