@@ -27,7 +27,7 @@ from quaver.kernels.operation import register_operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scale_rules import has_kernel
+from quaver.recipes.scale_rules import has_cast_kernel
 from quaver.runtime.phases import phase
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _cpu_cast_groups(
         return None
     power_of_2, granularity, *options = rest
     name, bounds = ScalingGranularity(granularity), find_bounds(ends, groups, hp.shape[0])
-    if not has_kernel(options[2]):
+    if not has_cast_kernel(options[2]):
         return None
     by_rule = options[2:] if options[2] else []
     block_options = options if name is ScalingGranularity.BLOCKWISE else by_rule

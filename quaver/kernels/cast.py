@@ -51,7 +51,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import ALL, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, make_block_layout
-from quaver.recipes.scale_rules import has_kernel
+from quaver.recipes.scale_rules import has_cast_kernel
 from quaver.runtime.compile_hints import wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
@@ -192,7 +192,7 @@ def _cpu_blockwise(
         return _cpu_by_scales(hp, scales, float8_dtype, layout, mode)
 
     layout = make_block_layout(float8_dtype, dot_products, length)
-    is_supported = cpu.supports(hp, float8_dtype) and has_kernel(mode)
+    is_supported = cpu.supports(hp, float8_dtype) and has_cast_kernel(mode)
     return cast_by_layout(cast, row, column, layout) if is_supported else None
 
 
@@ -270,7 +270,7 @@ def _cpu_by_rule(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, mode: str
 ) -> Operands | None:
     """Compute amaxes and scales in PyTorch, and the codes in C."""
-    if not (cpu.supports(hp, float8_dtype) and has_kernel(mode)):
+    if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(mode)):
         return None
 
     def cast(layout: ScaleLayout) -> Operand:
@@ -430,7 +430,7 @@ def _cpu_with_scale(
     division: str = "",
 ) -> tuple[Tensor | None, ...] | None:
     codes: list[Tensor | None] = []
-    if not has_kernel(division):
+    if not has_cast_kernel(division):
         return None
     for scale in (row_scale, column_scale):
         if scale is not None and not scale.is_contiguous():

@@ -17,30 +17,30 @@ from torch import Tensor
 
 from quaver.kernels.operands import expect
 from quaver.kernels.triton_blocks import (
-    accepts,
-    as_bits,
     choose_tile,
+    get_magnitude_bits,
     jit,
     launch,
-    load_tile,
-    magnitude_bits,
+    load_tile_in_float32,
+    returns_none_unless,
     supports_matrix,
+    view_bits,
 )
 
 with contextlib.suppress(ImportError):  # PyTorch for CPUs lacks it
     import triton.language as tl
 
 
-@accepts(supports_matrix)
+@returns_none_unless(supports_matrix)
 def compute_amax(hp: Tensor, dim: int | None) -> Tensor:
     """Run `recipes.scaling.compute_amax` on `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
     if dim is None:
-        return amax_unless_known(hp, None)[0]
-    row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
+        return compute_amax_unless_known(hp, None)[0]
+    row_amax, column_amax = compute_amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
     return expect(row_amax if dim == 1 else column_amax)
 
 
-def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
+def compute_amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
     """Compute float32 [2]: the amax of `hp`, or 0 if a persistent `quant_scale` () is above 0; and 0.
 
     If the scale is above 0, no program reads `hp`. Only the device can check it, so the kernel is always launched.
@@ -50,7 +50,7 @@ def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
     return observed
 
 
-def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
+def compute_amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
     """Compute the amaxes of rows, float32 [R, 1], and of columns, [1, C]; None if not requested."""
     height, width = hp.shape
     zeros = hp.new_zeros(height * rows + width * columns, dtype=torch.float32)  # one fill kernel for both
@@ -60,7 +60,7 @@ def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None
     return row_amax, column_amax
 
 
-@accepts(supports_matrix)
+@returns_none_unless(supports_matrix)
 def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     """Compute float32 [groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
 
@@ -84,18 +84,18 @@ def _amax(
     columns: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    known = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
-    if not (known > 0):
-        hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
-        bits = magnitude_bits(hp)
+    known_scale = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
+    if not (known_scale > 0):
+        hp, r, c = load_tile_in_float32(hp_ptr, tl.program_id(0), rows, columns, TILE)
+        bits = get_magnitude_bits(hp)
         if amax_ptr is not None:
             largest = tl.max(bits)
             # The amax at amax_ptr only grows. Most programs read a larger value there and need no atomic.
-            tl.atomic_max(as_bits(amax_ptr), largest, mask=largest > tl.load(as_bits(amax_ptr)), sem="relaxed")
+            tl.atomic_max(view_bits(amax_ptr), largest, mask=largest > tl.load(view_bits(amax_ptr)), sem="relaxed")
         if row_amax_ptr is not None:
-            tl.atomic_max(as_bits(row_amax_ptr) + r, tl.max(bits, 1), mask=r < rows, sem="relaxed")
+            tl.atomic_max(view_bits(row_amax_ptr) + r, tl.max(bits, 1), mask=r < rows, sem="relaxed")
         if column_amax_ptr is not None:
-            tl.atomic_max(as_bits(column_amax_ptr) + c, tl.max(bits, 0), mask=c < columns, sem="relaxed")
+            tl.atomic_max(view_bits(column_amax_ptr) + c, tl.max(bits, 0), mask=c < columns, sem="relaxed")
 
 
 @jit
@@ -107,12 +107,12 @@ def _group_amax(
     columns: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
-    bits = magnitude_bits(hp)
+    hp, r, c = load_tile_in_float32(hp_ptr, tl.program_id(0), rows, columns, TILE)
+    bits = get_magnitude_bits(hp)
     group = tl.load(group_ptr + tl.minimum(r, rows - 1))  # rows past the end are masked: their bits are 0
     current, last = tl.min(group), tl.max(group)  # usually equal: one group per tile
     while current <= last:  # not a range, whose bounds the interpreter of Triton 3.6 cannot read with NumPy 2.4
         largest = tl.max(tl.where((group == current)[:, None], bits, 0), 0)
-        amax_of_group = as_bits(amax_ptr) + current * columns + c
+        amax_of_group = view_bits(amax_ptr) + current * columns + c
         tl.atomic_max(amax_of_group, largest, mask=(c < columns) & (largest > 0), sem="relaxed")
         current += 1

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import HP_DTYPES, get_format
-from quaver.recipes.scale_rules import RULES, get_rule, has_kernel, round_to_float32
+from quaver.recipes.scale_rules import RULES, get_rule, has_cast_kernel, round_to_float32
 from quaver.recipes.scaling import EPS, PLAIN_TYPES, get_float32_bits
 from quaver.runtime.devices import compute_capability
 
@@ -63,7 +63,7 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel, do_not_specialize_on_alignment=["quant_scale_ptr"])
 
 
-def accepts(is_supported: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def returns_none_unless(is_supported: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a launcher of a kernel return None if `is_supported`, called with the same arguments, is False.
 
     Kernels differ in the dtypes and layouts that they read. Do not call a launcher while compiling.
@@ -85,15 +85,15 @@ def supports(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
     Under TRITON_INTERPRET the tensor is on the CPU. If the last of `options` is a mode, it must have a kernel.
     """
     mode = options[-1] if options and isinstance(options[-1], str) else ""
-    return float8_dtype in FLOAT8_DTYPES and supports_matrix(hp) and not (mode and not has_kernel(mode))
+    return float8_dtype in FLOAT8_DTYPES and supports_matrix(hp) and not (mode and not has_cast_kernel(mode))
 
 
 def supports_matrix(hp: Tensor, *_: object) -> bool:
     """Return `supports` for a kernel that writes no codes."""
-    return hp.dtype in HP_DTYPES and hp.dim() == 2 and has_kernels(hp)
+    return hp.dtype in HP_DTYPES and hp.dim() == 2 and supports_tensor(hp)
 
 
-def has_kernels(tensor: Tensor) -> bool:
+def supports_tensor(tensor: Tensor) -> bool:
     """Return whether the device, strides and class of `tensor` pass the checks of `supports`."""
     return (
         triton is not None
@@ -222,22 +222,22 @@ def widen(hp: tl.tensor) -> tl.tensor:
 
 
 @jit
-def magnitude_bits(hp: tl.tensor) -> tl.tensor:
+def get_magnitude_bits(hp: tl.tensor) -> tl.tensor:
     """Return the bits of |hp| (float32) as int32, which order like |hp| with NaNs on top."""
     return hp.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
-def largest_magnitude_bits(hp: tl.tensor, axis: tl.constexpr = None) -> tl.tensor:
-    """Compute the maximum of `magnitude_bits(widen(hp))`, of all elements or along an axis, before widening.
+def compute_amax_bits(hp: tl.tensor, axis: tl.constexpr = None) -> tl.tensor:
+    """Compute the maximum of `get_magnitude_bits(widen(hp))`, of all elements or along an axis, before widening.
 
     A GPU compares two 16-bit integers at once, but `tl.max` would widen them.
     """
     if hp.dtype.primitive_bitwidth == 32:
-        bits = tl.max(magnitude_bits(hp), axis)
+        bits = tl.max(get_magnitude_bits(hp), axis)
     else:
         largest = tl.reduce(hp.to(tl.int16, bitcast=True) & 0x7FFF, axis, tl.standard._elementwise_max)
-        bits = magnitude_bits(widen(largest.to(hp.dtype, bitcast=True)))
+        bits = get_magnitude_bits(widen(largest.to(hp.dtype, bitcast=True)))
     return bits
 
 
@@ -255,13 +255,13 @@ def hide_from_cse(hp: tl.tensor) -> tl.tensor:
 
 
 @jit
-def as_bits(amax_ptr: tl.tensor) -> tl.tensor:
+def view_bits(amax_ptr: tl.tensor) -> tl.tensor:
     """Return a pointer to the same float32 numbers as int32, which order like non-negative float32 numbers."""
     return amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @jit
-def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
+def amax_to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
     """Compute `quaver.recipes.scaling.amax_to_quant_scale` of float32 numbers."""
     if CAST.power_of_2:  # see `_compute_power_of_2_scale` in scaling.py
         bits = amax.to(tl.int32, bitcast=True)
@@ -274,7 +274,7 @@ def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """Compute `quaver.recipes.scaling.to_dequant_scale` of the result of `to_quant_scale`.
+    """Compute `quaver.recipes.scaling.to_dequant_scale` of the result of `amax_to_quant_scale`.
 
     An integer subtraction inverts a power of two. 0, which stands for an amax of inf, and NaN are handled separately.
     """
@@ -285,10 +285,10 @@ def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def scales_of_amax(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def compute_scales(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Run `quaver.recipes.scaling.compute_scales` on float32 numbers; without a rule, return the quant_scales twice."""
     if not CAST.by_rule:
-        quant = to_quant_scale(amax, CAST)
+        quant = amax_to_quant_scale(amax, CAST)
         return quant, quant
     known = tl.where(amax < CAST.smallest_amax, CAST.smallest_amax, amax)
     if CAST.form == "reciprocal":
@@ -314,14 +314,14 @@ def scales_of_amax(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.t
 
 @jit
 def apply_scale(hp: tl.tensor, quant: tl.tensor, dequant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """Apply the result of `scales_of_amax`, by multiplication or by division."""
+    """Apply the result of `compute_scales`, by multiplication or by division."""
     if CAST.divides:
         return tl.div_rn(hp, tl.broadcast_to(dequant, hp.shape))
     return hp * quant
 
 
 @jit
-def nan_for_inf(hp: tl.tensor) -> tl.tensor:
+def replace_inf_by_nan(hp: tl.tensor) -> tl.tensor:
     """Replace inf by NaN in hp (float32), for scales that were not computed from hp's amax.
 
     hp * 0 is NaN for inf, otherwise a zero of hp's sign, which changes no bit.
@@ -338,7 +338,7 @@ def store_scales(
     mask: tl.tensor,
     CAST: tl.constexpr,
 ) -> None:
-    """Store the result of `scales_of_amax`; without a rule, compute the dequant_scales first."""
+    """Store the result of `compute_scales`; without a rule, compute the dequant_scales first."""
     tl.store(quant_ptr, quant, mask=mask)
     tl.store(dequant_ptr, dequant if CAST.by_rule else tl.div_rn(1.0, quant), mask=mask)
 
@@ -358,7 +358,7 @@ def to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def spread(hp_ptr: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+def make_column_range(hp_ptr: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """Return 0 to SIZE - 1, with a hint of 16 bytes of hp per thread, so that a warp loads 512 consecutive bytes.
 
     Without the hint the compiler gives each thread 16 codes, for the widest stores, and a warp's loads have gaps.
@@ -367,29 +367,29 @@ def spread(hp_ptr: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def load_tile(
+def load_tile_in_float32(
     hp_ptr: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Load a tile of hp [rows, columns] as float32; also return the indices of its rows and columns."""
-    hp, r, c = load_bits(hp_ptr, tile, rows, columns, TILE)
+    """Run `load_tile`, and convert to float32."""
+    hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
     return widen(hp), r, c
 
 
 @jit
-def load_bits(
+def load_tile(
     hp_ptr: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Run `load_tile` in the dtype of hp."""
-    across = tl.cdiv(columns, TILE.columns)
+    """Load a tile of hp [rows, columns] in its dtype; also return the indices of its rows and columns."""
+    tiles_across = tl.cdiv(columns, TILE.columns)
     order = tl.arange(0, TILE.rows)
     STRIPES: tl.constexpr = TILE.rows // TILE.rows_of_thread
-    r = (tile // across).to(tl.int64) * TILE.rows + (order % STRIPES) * TILE.rows_of_thread + order // STRIPES
-    c = (tile % across).to(tl.int64) * TILE.columns + spread(hp_ptr, TILE.columns)
-    return tl.load(hp_ptr + r[:, None] * columns + c[None, :], mask=inside(r, rows, c, columns), other=0.0), r, c
+    r = (tile // tiles_across).to(tl.int64) * TILE.rows + (order % STRIPES) * TILE.rows_of_thread + order // STRIPES
+    c = (tile % tiles_across).to(tl.int64) * TILE.columns + make_column_range(hp_ptr, TILE.columns)
+    return tl.load(hp_ptr + r[:, None] * columns + c[None, :], mask=make_mask(r, rows, c, columns), other=0.0), r, c
 
 
 @jit
-def inside(i: tl.tensor, i_end: tl.tensor, j: tl.tensor, j_end: tl.tensor) -> tl.tensor:
+def make_mask(i: tl.tensor, i_end: tl.tensor, j: tl.tensor, j_end: tl.tensor) -> tl.tensor:
     """Return the mask of a block: i < i_end and j < j_end."""
     return (i < i_end)[:, None] & (j < j_end)[None, :]
 
@@ -399,7 +399,7 @@ def store_row_codes(
     codes_ptr: tl.tensor, codes: tl.tensor, r: tl.tensor, c: tl.tensor, rows: tl.tensor, columns: tl.tensor
 ) -> None:
     """Store the codes of a tile to row codes [rows, columns]."""
-    tl.store(codes_ptr + r[:, None] * columns + c[None, :], codes, mask=inside(r, rows, c, columns))
+    tl.store(codes_ptr + r[:, None] * columns + c[None, :], codes, mask=make_mask(r, rows, c, columns))
 
 
 @jit
@@ -419,7 +419,7 @@ def store_column_codes(
     CODES_OF_STORE: tl.constexpr = TILE.column_codes_of_store
     order = tl.max_contiguous(tl.arange(0, TILE.rows), [CODES_OF_STORE])  # Triton 3.6 takes a list of constexprs
     r = (tile // tl.cdiv(columns, TILE.columns)).to(tl.int64) * TILE.rows + order
-    tl.store(codes_ptr + c[:, None] * rows + r[None, :], transposed, mask=inside(c, columns, r, rows))
+    tl.store(codes_ptr + c[:, None] * rows + r[None, :], transposed, mask=make_mask(c, columns, r, rows))
 
 
 # Two conversions of Triton's interpreter are wrong (`_convert_float`, Triton 3.6 to 3.9); the functions below replace
@@ -440,7 +440,7 @@ def _round_to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
     MANTISSA_BITS: tl.constexpr = CAST.float8.fp_mantissa_width
     SMALLEST_NORMAL: tl.constexpr = 128 - CAST.float8.exponent_bias  # float8's lowest exponent, as float32 stores it
     bits = clamped.to(tl.int32, bitcast=True)
-    exponent = tl.maximum(magnitude_bits(clamped) >> 23, SMALLEST_NORMAL)
+    exponent = tl.maximum(get_magnitude_bits(clamped) >> 23, SMALLEST_NORMAL)
     power = (exponent + (23 - MANTISSA_BITS)) << 23
     steps = (tl.abs(clamped) + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - power
     code = ((exponent - SMALLEST_NORMAL) << MANTISSA_BITS) + steps

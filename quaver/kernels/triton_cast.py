@@ -29,33 +29,33 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import Operand, Operands, pair_codes, select_directions, unflatten_operands
-from quaver.kernels.triton_amax import amax_by_dim, amax_unless_known, compute_amax, group_amax
+from quaver.kernels.triton_amax import compute_amax, compute_amax_by_dim, compute_amax_unless_known, group_amax
 from quaver.kernels.triton_blocks import (
     CastTarget,
     Codes,
     Tile,
-    accepts,
     apply_scale,
-    as_bits,
     choose_tile,
+    compute_amax_bits,
+    compute_scales,
     empty_codes,
+    get_magnitude_bits,
     hide_from_cse,
-    inside,
     jit,
-    largest_magnitude_bits,
     launch,
-    load_bits,
     load_tile,
-    magnitude_bits,
+    load_tile_in_float32,
     make_cast_target,
-    nan_for_inf,
-    scales_of_amax,
-    spread,
+    make_column_range,
+    make_mask,
+    replace_inf_by_nan,
+    returns_none_unless,
     store_column_codes,
     store_row_codes,
     store_scales,
     supports,
     to_float8,
+    view_bits,
     widen,
 )
 from quaver.kernels.triton_cast_blocks import cast_blockwise
@@ -87,7 +87,7 @@ WIDEST_ROW = 32768
 """The most columns of a row that `_cast_whole_rows` holds in registers."""
 
 
-@accepts(supports)
+@returns_none_unless(supports)
 def cast_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
@@ -97,7 +97,7 @@ def cast_tensorwise(
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
-@accepts(supports)
+@returns_none_unless(supports)
 def cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
@@ -116,7 +116,7 @@ def _cast_with_one_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: CastTarget, quant_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
     """Run `cast_with_persistent_scale`, or with None for quant_scale a dynamic cast, which counts no saturation."""
-    observed = amax_unless_known(hp, quant_scale)
+    observed = compute_amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     tile = choose_tile(hp, column_codes=column)
@@ -125,7 +125,7 @@ def _cast_with_one_scale(
     return row_codes, quant, dequant, column_codes, observed
 
 
-@accepts(supports)
+@returns_none_unless(supports)
 def cast_rowwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
@@ -134,15 +134,15 @@ def cast_rowwise(
     if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
-        launch(_cast_whole_rows, hp, tile_of_whole_rows(hp.shape[1]), codes, quant, dequant, CAST=cast)
+        launch(_cast_whole_rows, hp, choose_whole_row_tile(hp.shape[1]), codes, quant, dequant, CAST=cast)
         return select_directions(Operand(codes, dequant, ROWWISE, quant), row, column)
-    row_amax, column_amax = amax_by_dim(hp, rows=row, columns=column)
+    row_amax, column_amax = compute_amax_by_dim(hp, rows=row, columns=column)
     row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
     row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast)
     return unflatten_operands((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column, ROWWISE)
 
 
-@accepts(supports)
+@returns_none_unless(supports)
 def cast_with_scale(
     hp: Tensor,
     float8_dtype: torch.dtype,
@@ -174,7 +174,7 @@ def _cast_by_dim(
     return codes
 
 
-def tile_of_whole_rows(width: int) -> Tile:
+def choose_whole_row_tile(width: int) -> Tile:
     """Return a tile of 4096 elements, or of one row if a row is wider, with 32 elements per thread."""
     columns = max(triton.next_power_of_2(width), 16)
     rows = max(4096 // columns, 1)
@@ -201,25 +201,25 @@ def _cast_tensorwise(
 ) -> None:
     """Cast with one scale. With a persistent scale, also update `observed`: the amax and the saturated count."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    hp, r, c = load_bits(hp_ptr, tile, rows, columns, TILE)
-    recorded = tl.load(as_bits(observed_ptr))
+    hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
+    recorded = tl.load(view_bits(observed_ptr))
     quant = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
     dequant = quant
     if not (quant > 0):
-        quant, dequant = scales_of_amax(recorded.to(tl.float32, bitcast=True), CAST)
+        quant, dequant = compute_scales(recorded.to(tl.float32, bitcast=True), CAST)
     if tile == 0:
         store_scales(quant_ptr, dequant_ptr, quant, dequant, None, CAST)
     if quant_scale_ptr is None:
         product = apply_scale(widen(hp), quant, dequant, CAST)
     else:
-        bits = largest_magnitude_bits(hp)
-        tl.atomic_max(as_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
+        bits = compute_amax_bits(hp)
+        tl.atomic_max(view_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
         hp = hide_from_cse(hp)
         # Rounding keeps products in the order of the factors: if the largest does not saturate, none does.
         if not (bits.to(tl.float32, bitcast=True) * quant <= CAST.saturates_above):
-            count = tl.sum((tl.abs(nan_for_inf(widen(hp)) * quant) > CAST.saturates_above).to(tl.int32))
+            count = tl.sum((tl.abs(replace_inf_by_nan(widen(hp)) * quant) > CAST.saturates_above).to(tl.int32))
             tl.atomic_add(observed_ptr + 1, count.to(tl.float32), mask=count > 0, sem="relaxed")
-        product = nan_for_inf(widen(hide_from_cse(hp))) * quant
+        product = replace_inf_by_nan(widen(hide_from_cse(hp))) * quant
     codes = to_float8(product, CAST)
     if row_codes_ptr is not None:
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
@@ -246,26 +246,28 @@ def _cast_rowwise(
     CAST: tl.constexpr,
 ) -> None:
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
-    across = tl.cdiv(columns, TILE.columns)
+    hp, r, c = load_tile_in_float32(hp_ptr, tile, rows, columns, TILE)
+    tiles_across = tl.cdiv(columns, TILE.columns)
     if row_quant_ptr is None and column_quant_ptr is None:
-        hp = nan_for_inf(hp)
+        hp = replace_inf_by_nan(hp)
     if row_codes_ptr is not None:
-        quant, dequant = _scales_along(
-            row_scales_ptr, row_quant_ptr, row_dequant_ptr, r, rows, row_stride, tile % across == 0, CAST
+        is_first = tile % tiles_across == 0
+        quant, dequant = _load_or_compute_scales(
+            row_scales_ptr, row_quant_ptr, row_dequant_ptr, r, rows, row_stride, is_first, CAST
         )
         codes = to_float8(apply_scale(hp, quant[:, None], dequant[:, None], CAST), CAST)
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     if column_codes_ptr is not None:
-        quant, dequant = _scales_along(
-            column_scales_ptr, column_quant_ptr, column_dequant_ptr, c, columns, column_stride, tile < across, CAST
+        is_first = tile < tiles_across
+        quant, dequant = _load_or_compute_scales(
+            column_scales_ptr, column_quant_ptr, column_dequant_ptr, c, columns, column_stride, is_first, CAST
         )
         codes = to_float8(apply_scale(hp, quant[None, :], dequant[None, :], CAST), CAST)
         store_column_codes(column_codes_ptr, codes, tile, c, rows, columns, TILE)
 
 
 @jit
-def _scales_along(
+def _load_or_compute_scales(
     scales_ptr: tl.tensor,
     quant_ptr: tl.tensor,
     dequant_ptr: tl.tensor,
@@ -275,11 +277,11 @@ def _scales_along(
     stores: tl.tensor,
     CAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Compute and store `scales_of_amax` for rows or columns i; without quant_ptr, return the given scales twice."""
+    """Compute and store the scales of rows or columns i; without quant_ptr, return the given scales twice."""
     quant = tl.load(scales_ptr + i * stride, mask=i < end, other=1.0)
     dequant = quant
     if quant_ptr is not None:
-        quant, dequant = scales_of_amax(quant, CAST)
+        quant, dequant = compute_scales(quant, CAST)
         if stores:
             store_scales(quant_ptr + i, dequant_ptr + i, quant, dequant, i < end, CAST)
     return quant, dequant
@@ -297,11 +299,11 @@ def _cast_whole_rows(
     CAST: tl.constexpr,
 ) -> None:
     r = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
-    c = spread(hp_ptr, TILE.columns)  # not by load_tile: 64-bit columns spill
-    positions, mask = r[:, None] * columns + c[None, :], inside(r, rows, c, columns)
+    c = make_column_range(hp_ptr, TILE.columns)  # not by load_tile: 64-bit columns spill
+    positions, mask = r[:, None] * columns + c[None, :], make_mask(r, rows, c, columns)
     hp = widen(tl.load(hp_ptr + positions, mask=mask, other=0.0))
-    amax = tl.max(magnitude_bits(hp), 1).to(tl.float32, bitcast=True)
-    quant, dequant = scales_of_amax(amax, CAST)
+    amax = tl.max(get_magnitude_bits(hp), 1).to(tl.float32, bitcast=True)
+    quant, dequant = compute_scales(amax, CAST)
     store_scales(quant_ptr + r, dequant_ptr + r, quant, dequant, r < rows, CAST)
     codes = to_float8(apply_scale(hp, quant[:, None], dequant[:, None], CAST), CAST)
     tl.store(codes_ptr + positions, codes, mask=mask)

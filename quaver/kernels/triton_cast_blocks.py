@@ -19,25 +19,25 @@ from torch import Tensor
 from quaver.kernels.operands import Operands, empty_block_scales, has_scales_by_columns, pair_codes, unflatten_operands
 from quaver.kernels.triton_blocks import (
     Tile,
-    accepts,
+    amax_to_quant_scale,
     apply_scale,
+    compute_amax_bits,
+    compute_scales,
     empty_codes,
+    get_magnitude_bits,
     hide_from_cse,
-    inside,
     jit,
-    largest_magnitude_bits,
     launch,
-    load_bits,
     load_tile,
-    magnitude_bits,
+    load_tile_in_float32,
     make_cast_target,
-    scales_of_amax,
+    make_mask,
+    returns_none_unless,
     store_column_codes,
     store_row_codes,
     supports,
     to_dequant_scale,
     to_float8,
-    to_quant_scale,
     widen,
 )
 from quaver.recipes.scale_layout import ScaleLayout
@@ -60,12 +60,12 @@ class BlockRule(NamedTuple):
     """`scaling.compute_e8m0_offset`, for E8M0 scales."""
 
 
-def _block_rule(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> BlockRule:
+def _make_block_rule(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> BlockRule:
     is_e8m0 = bool(mode) and mode not in RULES
     return BlockRule(rows, columns, is_e8m0, compute_e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
 
 
-@accepts(supports)
+@returns_none_unless(supports)
 def cast_blockwise(
     hp: Tensor,
     float8_dtype: torch.dtype,
@@ -97,7 +97,7 @@ def casts_both_at_once(rows: int, columns: int) -> bool:
     return rows % 16 == columns % 16 == 0
 
 
-def _tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile:
+def _make_tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile:
     return Tile(rows, columns, warps, rows_of_thread, column_codes_of_store=8 if rows == columns else 16)
 
 
@@ -111,9 +111,9 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     layout = ScaleLayout(1, length)
     row_scales, column_scales = empty_block_scales(hp, layout, True), empty_block_scales(hp, layout.t(), False)
     columns = max(length, 128)
-    tile = _tile(length, columns, length * columns // 2048, hp.element_size() * 4)
+    tile = _make_tile(length, columns, length * columns // 2048, hp.element_size() * 4)
     cast = make_cast_target(float8_dtype, power_of_2, mode)
-    blocks = _block_rule(length, length, float8_dtype, mode)
+    blocks = _make_block_rule(length, length, float8_dtype, mode)
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
@@ -135,10 +135,10 @@ def _cast(
     rows, columns = (max(size, 32) for size in layout[:2])
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = (
-        _tile(rows, columns, rows * columns // 1024, rows_of_thread),
+        _make_tile(rows, columns, rows * columns // 1024, rows_of_thread),
         make_cast_target(float8_dtype, power_of_2, mode),
     )
-    blocks = _block_rule(*layout[:2], float8_dtype, mode)
+    blocks = _make_block_rule(*layout[:2], float8_dtype, mode)
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return pair_codes(*codes, quant, dequant, layout)
 
@@ -162,9 +162,9 @@ def _cast_blocks(
     ACROSS: tl.constexpr = TILE.columns // BLOCKS.columns
     tiles_across = tl.cdiv(columns, TILE.columns)
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
-    hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
-    magnitudes = tl.reshape(magnitude_bits(hp), [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
-    quant, dequant = _block_scales(tl.max(tl.max(magnitudes, 3), 1), CAST, BLOCKS)
+    hp, r, c = load_tile_in_float32(hp_ptr, tl.program_id(0), rows, columns, TILE)
+    magnitudes = tl.reshape(get_magnitude_bits(hp), [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
+    quant, dequant = _compute_block_scales(tl.max(tl.max(magnitudes, 3), 1), CAST, BLOCKS)
     factor = dequant if CAST.divides else quant
     element_scales = tl.broadcast_to(factor[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
     element_scales = tl.reshape(element_scales, [TILE.rows, TILE.columns])
@@ -174,9 +174,9 @@ def _cast_blocks(
     if column_codes_ptr is not None:
         store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
     i, j = tile_r * DOWN + tl.arange(0, DOWN), tile_c * ACROSS + tl.arange(0, ACROSS)
-    down, across = tl.cdiv(rows, BLOCKS.rows), tl.cdiv(columns, BLOCKS.columns)
-    mask = inside(i, down, j, across)
-    tl.store(quant_ptr + i[:, None] * across + j[None, :], quant, mask=mask)
+    blocks_down, blocks_across = tl.cdiv(rows, BLOCKS.rows), tl.cdiv(columns, BLOCKS.columns)
+    mask = make_mask(i, blocks_down, j, blocks_across)
+    tl.store(quant_ptr + i[:, None] * blocks_across + j[None, :], quant, mask=mask)
     tl.store(dequant_ptr + i[:, None] * down_stride + j[None, :] * across_stride, dequant, mask=mask)
 
 
@@ -202,12 +202,12 @@ def _cast_rows_and_columns(
     ACROSS: tl.constexpr = TILE.columns // BLOCKS.columns
     tiles_across = tl.cdiv(columns, TILE.columns)
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
-    hp, r, c = load_bits(hp_ptr, tl.program_id(0), rows, columns, TILE)
-    bits = largest_magnitude_bits(tl.reshape(hp, [TILE.rows, ACROSS, BLOCKS.columns]), 2)
-    quant, dequant = _block_scales(bits, CAST, BLOCKS)
-    j, across = tile_c * ACROSS + tl.arange(0, ACROSS), tl.cdiv(columns, BLOCKS.columns)
-    mask = inside(r, rows, j, across)
-    tl.store(row_quant_ptr + r[:, None] * across + j[None, :], quant, mask=mask)
+    hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
+    bits = compute_amax_bits(tl.reshape(hp, [TILE.rows, ACROSS, BLOCKS.columns]), 2)
+    quant, dequant = _compute_block_scales(bits, CAST, BLOCKS)
+    j, blocks_across = tile_c * ACROSS + tl.arange(0, ACROSS), tl.cdiv(columns, BLOCKS.columns)
+    mask = make_mask(r, rows, j, blocks_across)
+    tl.store(row_quant_ptr + r[:, None] * blocks_across + j[None, :], quant, mask=mask)
     tl.store(row_dequant_ptr + j[None, :] * rows + r[:, None], dequant, mask=mask)
     factor = dequant if CAST.divides else quant
     element_scales = tl.broadcast_to(factor[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
@@ -216,7 +216,7 @@ def _cast_rows_and_columns(
     codes = to_float8(apply_scale(widen(hp), element_scales, element_scales, CAST), CAST)
     store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     hp = hide_from_cse(hp)
-    quant, dequant = _block_scales(largest_magnitude_bits(hp, 0), CAST, BLOCKS)
+    quant, dequant = _compute_block_scales(compute_amax_bits(hp, 0), CAST, BLOCKS)
     tl.store(column_quant_ptr + tile_r * columns + c, quant, mask=c < columns)
     tl.store(column_dequant_ptr + tile_r * columns + c, dequant, mask=c < columns)
     codes = to_float8(apply_scale(widen(hide_from_cse(hp)), quant[None, :], dequant[None, :], CAST), CAST)
@@ -224,7 +224,7 @@ def _cast_rows_and_columns(
 
 
 @jit
-def _block_scales(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _compute_block_scales(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Compute the quant_scales and dequant_scales of blocks from the bits of their amaxes."""
     amax = bits.to(tl.float32, bitcast=True)
     if BLOCKS.is_e8m0:
@@ -233,8 +233,8 @@ def _block_scales(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> 
         quant = ((254 << 23) - exponent).to(tl.float32, bitcast=True) + nan_or_0
         dequant = tl.maximum(exponent, 1 << 22).to(tl.float32, bitcast=True) + nan_or_0
     elif CAST.by_rule:
-        quant, dequant = scales_of_amax(amax, CAST)
+        quant, dequant = compute_scales(amax, CAST)
     else:
-        quant = tl.where(bits == 0, 1.0, to_quant_scale(amax, CAST))
+        quant = tl.where(bits == 0, 1.0, amax_to_quant_scale(amax, CAST))
         dequant = to_dequant_scale(quant, CAST)
     return quant, dequant

@@ -16,12 +16,12 @@ from quaver.kernels.triton_blocks import (
     FLOAT8_DTYPES,
     MAX_MATRICES,
     Tile,
-    accepts,
-    has_kernels,
     jit,
     launch,
-    load_bits,
+    load_tile,
+    returns_none_unless,
     store_column_codes,
+    supports_tensor,
 )
 
 try:
@@ -31,12 +31,12 @@ except ImportError:  # PyTorch for CPUs lacks it
 
 
 def supports_codes(codes: Tensor) -> bool:
-    """Return whether the kernel copies `codes` [..., R, C], which must be float8 and pass `has_kernels`."""
+    """Return whether the kernel copies `codes` [..., R, C], which must be float8 and pass `supports_tensor`."""
     is_matrices = codes.dim() >= 2 and math.prod(codes.shape[:-2]) <= MAX_MATRICES
-    return codes.dtype in FLOAT8_DTYPES and is_matrices and has_kernels(codes)
+    return codes.dtype in FLOAT8_DTYPES and is_matrices and supports_tensor(codes)
 
 
-@accepts(supports_codes)
+@returns_none_unless(supports_codes)
 def to_column_major(codes: Tensor) -> Tensor:
     """Copy `codes` [..., R, C] so that each matrix has strides (1, R)."""
     height, width = codes.shape[-2:]
@@ -53,5 +53,5 @@ def _column_major(
 ) -> None:
     tile = tl.program_id(0)
     matrix = tl.program_id(1).to(tl.int64) * rows * columns
-    codes, _, c = load_bits(codes_ptr + matrix, tile, rows, columns, TILE)
+    codes, _, c = load_tile(codes_ptr + matrix, tile, rows, columns, TILE)
     store_column_codes(copy_ptr + matrix, codes, tile, c, rows, columns, TILE)

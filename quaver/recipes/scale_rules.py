@@ -90,7 +90,7 @@ def get_rule(mode: str) -> ScaleRule:
     return ScaleRule(*_get_fields(mode))
 
 
-def has_kernel(mode: str) -> bool:
+def has_cast_kernel(mode: str) -> bool:
     """Return whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
     if mode and get_rule(mode).in_hp_dtype:
         warn_once(
