@@ -180,7 +180,7 @@ def _cast_blockwise(
     return Operands(operands.row, operands.column._replace(data=_convert_to_column_major(operands.column.data)))
 
 
-def _cpu_blockwise(
+def _cast_blockwise_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, *blocks: Any
 ) -> Operands | None:
     """Compute the amaxes and the codes in C, and the scales in between in PyTorch."""
@@ -189,14 +189,14 @@ def _cpu_blockwise(
     def cast(layout: ScaleLayout) -> Operand:
         amax: Any = cpu.compute_block_amax(hp, layout)
         scales = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=True)
-        return _cpu_by_scales(hp, scales, float8_dtype, layout, mode)
+        return _cast_to_operand_cpu(hp, scales, float8_dtype, layout, mode)
 
     layout = make_block_layout(float8_dtype, dot_products, length)
     is_supported = cpu.supports(hp, float8_dtype) and has_cast_kernel(mode)
     return cast_by_layout(cast, row, column, layout) if is_supported else None
 
 
-def _cpu_by_scales(
+def _cast_to_operand_cpu(
     hp: Tensor, scales: scaling.Scales, float8_dtype: torch.dtype, layout: ScaleLayout, mode: str
 ) -> Operand:
     factor, division = scaling.choose_factor(scales, mode)
@@ -204,7 +204,7 @@ def _cpu_by_scales(
     return Operand(codes, scales.dequant, layout, scales.quant)
 
 
-def _fake_blockwise(
+def _cast_blockwise_fake(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, dot_products: int, length: int, __: str
 ) -> Operands:
     """Compute shapes only: the reference branches on whether blocks are cut, which would specialize a dynamic shape."""
@@ -249,15 +249,15 @@ def to_row_major(codes: Tensor) -> Tensor:
     return codes if codes.is_contiguous() else to_column_major(codes.mT).mT
 
 
-def _cpu_tensorwise(
+def _cast_tensorwise_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands | None:
     if mode:
-        return _cpu_by_rule(hp, float8_dtype, row, column, TENSORWISE, mode)
-    return _cpu_dynamic(cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2), TENSORWISE, row, column)
+        return _cast_by_rule_cpu(hp, float8_dtype, row, column, TENSORWISE, mode)
+    return _make_operands_cpu(cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2), TENSORWISE, row, column)
 
 
-def _cpu_dynamic(
+def _make_operands_cpu(
     result: tuple[Tensor, Tensor, Tensor] | None, layout: ScaleLayout, row: bool, column: bool
 ) -> Operands | None:
     if result is None:
@@ -266,7 +266,7 @@ def _cpu_dynamic(
     return select_directions(Operand(codes, dequant, layout, quant), row, column)
 
 
-def _cpu_by_rule(
+def _cast_by_rule_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, mode: str
 ) -> Operands | None:
     """Compute amaxes and scales in PyTorch, and the codes in C."""
@@ -275,35 +275,41 @@ def _cpu_by_rule(
 
     def cast(layout: ScaleLayout) -> Operand:
         amax = _amax(hp, None if layout.is_tensorwise else layout.index(ALL))
-        return _cpu_by_scales(hp, scaling.compute_scales(amax, float8_dtype, False, mode), float8_dtype, layout, mode)
+        return _cast_to_operand_cpu(
+            hp, scaling.compute_scales(amax, float8_dtype, False, mode), float8_dtype, layout, mode
+        )
 
     return cast_by_layout(cast, row, column, row_layout)
 
 
-def _cpu_rowwise(
+def _cast_rowwise_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands | None:
     if mode:
-        return _cpu_by_rule(hp, float8_dtype, row, column, ROWWISE, mode)
+        return _cast_by_rule_cpu(hp, float8_dtype, row, column, ROWWISE, mode)
     if row and column:
         tensors = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
         return None if tensors is None else unflatten_operands(tensors, row, column, ROWWISE)
     result = cpu.dynamic_cast(hp, float8_dtype, 1 if row else 0, power_of_2=power_of_2)
-    return _cpu_dynamic(result, ROWWISE if row else COLUMNWISE, row, column)
+    return _make_operands_cpu(result, ROWWISE if row else COLUMNWISE, row, column)
 
 
-def _fake_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = "") -> Operands:
+def _cast_tensorwise_fake(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = ""
+) -> Operands:
     """Compute shapes only: computing scales on fake tensors took a sixth of the compile time."""
     scaling.check_hp(hp)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     return _make_operands(torch.empty_like(hp, dtype=float8_dtype), quant, dequant, row, column)
 
 
-def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = "") -> Operands:
+def _cast_rowwise_fake(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = ""
+) -> Operands:
     scaling.check_hp(hp)
     rows, columns = hp.shape
 
-    def operand(layout: ScaleLayout) -> Operand:
+    def make_operand(layout: ScaleLayout) -> Operand:
         shape = layout.get_scale_shape(rows, columns)
         quant, dequant = (hp.new_empty(shape, dtype=torch.float32) for _ in range(2))
         codes = torch.empty_like(hp, dtype=float8_dtype)
@@ -311,39 +317,44 @@ def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
             codes = to_column_major(codes) if layout == COLUMNWISE else codes.contiguous()
         return Operand(codes, dequant, layout, quant)
 
-    return Operands(operand(ROWWISE) if row else None, operand(COLUMNWISE) if column else None)
+    return Operands(make_operand(ROWWISE) if row else None, make_operand(COLUMNWISE) if column else None)
 
 
-def _tensorwise_layout(*_: object) -> ScaleLayout:
+def _get_tensorwise_layout(*_: object) -> ScaleLayout:
     return TENSORWISE
 
 
-def _rowwise_layout(*_: object) -> ScaleLayout:
+def _get_rowwise_layout(*_: object) -> ScaleLayout:
     return ROWWISE
 
 
-def _blockwise_layout(*args: Any) -> ScaleLayout:
+def _get_blockwise_layout(*args: Any) -> ScaleLayout:
     return make_block_layout(args[1], args[5], args[6])
 
 
 cast_tensorwise = register_operation(
     _cast_tensorwise,
-    cpu=_cpu_tensorwise,
+    cpu=_cast_tensorwise_cpu,
     gpu="cast_tensorwise",
-    fake=_fake_tensorwise,
+    fake=_cast_tensorwise_fake,
     phase=CAST_PHASE,
-    layout=_tensorwise_layout,
+    layout=_get_tensorwise_layout,
 )
 cast_rowwise = register_operation(
-    _cast_rowwise, cpu=_cpu_rowwise, gpu="cast_rowwise", fake=_fake_rowwise, phase=CAST_PHASE, layout=_rowwise_layout
+    _cast_rowwise,
+    cpu=_cast_rowwise_cpu,
+    gpu="cast_rowwise",
+    fake=_cast_rowwise_fake,
+    phase=CAST_PHASE,
+    layout=_get_rowwise_layout,
 )
 cast_blockwise = register_operation(
     _cast_blockwise,
-    cpu=_cpu_blockwise,
+    cpu=_cast_blockwise_cpu,
     gpu="cast_blockwise",
-    fake=_fake_blockwise,
+    fake=_cast_blockwise_fake,
     phase=CAST_PHASE,
-    layout=_blockwise_layout,
+    layout=_get_blockwise_layout,
 )
 
 CASTS = {
@@ -354,7 +365,8 @@ CASTS = {
 """(hp, float8_dtype, row, column, power_of_2, *`CastConfig.options`) -> `Operands`."""
 
 
-_ROWS_OF_A_RUN = 8  # see `_reduce_runs`
+_ROWS_PER_RUN = 8
+"""Rows that `_reduce_runs` reduces together."""
 
 
 def _cast_materialized_tensorwise(
@@ -371,20 +383,20 @@ def _reduce_runs(hp: Tensor) -> Tensor:
 
     Inductor reduces a matrix in runs whose number of elements is a power of two. It fuses the reduction into the kernel
     that computes the matrix if runs are whole rows, that is, if C is a power of two. For other C, this function reduces
-    runs of `_ROWS_OF_A_RUN` rows first, if R is known to be a multiple.
+    runs of `_ROWS_PER_RUN` rows first, if R is known to be a multiple.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
 
     rows, columns = hp.shape
-    if statically_known_true(columns & (columns - 1) == 0) or not statically_known_true(rows % _ROWS_OF_A_RUN == 0):
+    if statically_known_true(columns & (columns - 1) == 0) or not statically_known_true(rows % _ROWS_PER_RUN == 0):
         return hp
-    return hp.reshape(rows // _ROWS_OF_A_RUN, -1).abs().amax(1)
+    return hp.reshape(rows // _ROWS_PER_RUN, -1).abs().amax(1)
 
 
 MATERIALIZED_CASTS: dict[ScalingGranularity, Any] = {
     ScalingGranularity.TENSORWISE: _cast_materialized_tensorwise,
-    ScalingGranularity.ROWWISE: wrap_registered_cast(torch.ops.quaver.cast_rowwise, _rowwise_layout),
-    ScalingGranularity.BLOCKWISE: wrap_registered_cast(torch.ops.quaver.cast_blockwise, _blockwise_layout),
+    ScalingGranularity.ROWWISE: wrap_registered_cast(torch.ops.quaver.cast_rowwise, _get_rowwise_layout),
+    ScalingGranularity.BLOCKWISE: wrap_registered_cast(torch.ops.quaver.cast_blockwise, _get_blockwise_layout),
 }
 """`CASTS` for a materialized matrix in compiled code, by operations that write both layouts.
 
@@ -422,7 +434,7 @@ def _cast_with_scale(
     return row_codes, column_codes
 
 
-def _cpu_with_scale(
+def _cast_with_scale_cpu(
     hp: Tensor,
     float8_dtype: torch.dtype,
     row_scale: Tensor | None,
@@ -443,7 +455,7 @@ def _cpu_with_scale(
 
 
 cast_with_scale = register_operation(
-    _cast_with_scale, results=2, cpu=_cpu_with_scale, gpu="cast_with_scale", phase=CAST_PHASE
+    _cast_with_scale, results=2, cpu=_cast_with_scale_cpu, gpu="cast_with_scale", phase=CAST_PHASE
 )
 
 

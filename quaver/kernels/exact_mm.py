@@ -44,7 +44,7 @@ from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import compute_capability, is_cpu, is_cuda, is_cuda_device
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
-UNITS_PAY_FROM = 8192
+BFLOAT16_UNITS_PAY_FROM = 8192
 """A CPU's bfloat16 units beat float32 if the largest matrix has this many elements: they take microseconds to start."""
 
 CALLS_WEIGH_BELOW = 4096
@@ -96,7 +96,7 @@ def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, scales_are_powers_o
     """Write `exact_float8_mm` to contiguous rows [M, N]. For plain tensors inside another operation only."""
     tensors = a.data, b.data, expect(a.dequant_scale), expect(b.dequant_scale)
     options = None, out.dtype, scales_are_powers_of_2
-    result = _cpu_mm(*tensors, *options, a.layout, b.layout) if is_cpu(a.data) else None
+    result = _mm_cpu(*tensors, *options, a.layout, b.layout) if is_cpu(a.data) else None
     if result is None:
         _multiply_wide(a, b, *options, out)
     else:
@@ -125,7 +125,7 @@ def _multiply_wide(
     tensorwise = layouts[0].is_tensorwise and layouts[1].is_tensorwise
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
     wide = torch.bfloat16 if bfloat16 else torch.float32
-    multiply = _bfloat16_mm if bfloat16 else _float32_mm
+    mm = _bfloat16_mm if bfloat16 else _float32_mm
     dim = 0 if a.numel() >= b.numel() else 1  # the dim of the larger operand and of the result that panels divide
     larger, smaller = (b_operand, a_operand) if dim else (a_operand, b_operand)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
@@ -134,7 +134,7 @@ def _multiply_wide(
         panel = _widen_operand(larger.part(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (widened, panel) if dim else (panel, widened)
-        multiply(*operands, panel_bias, out.narrow(dim, start, length))
+        mm(*operands, panel_bias, out.narrow(dim, start, length))
         del panel, operands  # free the panel before the next one is widened
     return out
 
@@ -148,7 +148,7 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Return whether bfloat16 operands give a result in `out_dtype`, and do so faster than float32 operands."""
     if not has_bfloat16_units(a.device):
         return False
-    return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_largest(a, b) >= UNITS_PAY_FROM)
+    return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_largest(a, b) >= BFLOAT16_UNITS_PAY_FROM)
 
 
 def unpack_codes(operand: Operand) -> Operand:
@@ -161,19 +161,19 @@ def unpack_codes(operand: Operand) -> Operand:
     return Operand(codes, scale, ScaleLayout(layout.rows, layout.columns), None, outer_scale)
 
 
-class _Wide(NamedTuple):
+class _WideOperand(NamedTuple):
     """An operand in bfloat16 or float32, and the scale to apply to the result."""
 
     data: Tensor
     result_scale: Tensor | None
 
 
-def _widen_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool) -> _Wide:
+def _widen_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool) -> _WideOperand:
     """Widen the codes, and fold in scales that vary along the contracted dim, or whose products are exact."""
     codes, dequant_scale, layout, _, outer_scale = operand
     if varies or (scales_are_powers_of_2 and not layout.is_tensorwise):
-        return _Wide(widen(codes, dtype, dequant_scale, layout), outer_scale)
-    return _Wide(widen(codes, dtype), dequant_scale)
+        return _WideOperand(widen(codes, dtype, dequant_scale, layout), outer_scale)
+    return _WideOperand(widen(codes, dtype), dequant_scale)
 
 
 def split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
@@ -187,7 +187,7 @@ def split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, 
     return [(start, stop - start) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def _scales_of_sums(a_scale: Tensor | None, b_scale: Tensor | None) -> list[Tensor]:
+def _list_factors_of_sums(a_scale: Tensor | None, b_scale: Tensor | None) -> list[Tensor]:
     """Return the factors of the sums: the product of two tensorwise scales, else each scale.
 
     A sum times one tensorwise scale may overflow although the result is finite, for example with an amax of 1e36.
@@ -204,7 +204,7 @@ def _multiply_scales(first: Tensor | None, second: Tensor | None) -> Tensor | No
 
 
 # The matmuls below write to `out`, because autocast would cast the operands of a plain torch.mm.
-def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
+def _bfloat16_mm(a: _WideOperand, b: _WideOperand, bias: Tensor | None, out: Tensor) -> Tensor:
     """Compute RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha: product of result_scales."""
     alpha = _multiply_scales(a.result_scale, b.result_scale)
     if is_cpu(out):  # out is bfloat16 (`_bfloat16_pays`), and oneDNN applies alpha to its float32 sums
@@ -217,11 +217,11 @@ def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor
     return out if bias is None else out.add_(bias)
 
 
-def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
+def _float32_mm(a: _WideOperand, b: _WideOperand, bias: Tensor | None, out: Tensor) -> Tensor:
     """Compute out = RN(scales * (a @ b) + bias), in float32 up to the last rounding."""
     sums = out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty_like(out, dtype=torch.float32)
     torch.mm(a.data, b.data, out=sums)
-    for scale in _scales_of_sums(a.result_scale, b.result_scale):
+    for scale in _list_factors_of_sums(a.result_scale, b.result_scale):
         sums.mul_(scale)
     if bias is not None:
         sums.add_(bias)
@@ -243,14 +243,14 @@ def _small_mm(
     result_scales = (
         operand.outer_scale if fold else operand.dequant_scale for operand, fold in zip(operands, folded, strict=True)
     )
-    for scale in _scales_of_sums(*result_scales):
+    for scale in _list_factors_of_sums(*result_scales):
         sums.mul_(scale)
     if bias is not None:
         sums.add_(bias)
     return sums.to(out_dtype)
 
 
-def _cpu_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, *rest: Any) -> Tensor | None:
+def _mm_cpu(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, *rest: Any) -> Tensor | None:
     bias, out_dtype, _, a_layout, b_layout, *_ = rest
     if E2M1.dtype in (a.dtype, b.dtype):
         return None
@@ -259,13 +259,13 @@ def _cpu_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tens
     return cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
 
 
-def _fake_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+def _mm_fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     _, _, _, out_dtype, _, a_layout, b_layout, *_ = rest
     rows, columns = ScaleLayout(*a_layout).get_matrix_size(a)[0], ScaleLayout(*b_layout).get_matrix_size(b)[1]
     return a.new_empty(rows, columns, dtype=out_dtype)
 
 
-exact_float8_mm = register_operation(_exact_float8_mm, results=1, cpu=_cpu_mm, fake=_fake_mm, in_graphs=True)
+exact_float8_mm = register_operation(_exact_float8_mm, results=1, cpu=_mm_cpu, fake=_mm_fake, in_graphs=True)
 
 
 @register_flop_formula(torch.ops.quaver.exact_float8_mm)

@@ -38,14 +38,14 @@ def _native_block_mm(
     cuBLAS reads each column of 1 x 128 scales at a multiple of 16 bytes, so rows are padded too.
     """
     (m, k), n = a.shape, b.shape[1]
-    rows, columns = -m % ALIGNMENT, -n % (length if is_square else ALIGNMENT)
-    a = to_row_major(pad_codes(a, rows, -k % length))
-    b = to_row_major(pad_codes(b, -k % length, columns).t()).t()
+    missing_rows, missing_columns = -m % ALIGNMENT, -n % (length if is_square else ALIGNMENT)
+    a = to_row_major(pad_codes(a, missing_rows, -k % length))
+    b = to_row_major(pad_codes(b, -k % length, missing_columns).t()).t()
     if length == 128:
         # Square blocks: scales have a row per block of K, padded to a multiple of 4. Others: a row per column of b.
-        more = -b_dequant_scale.shape[0] % 4 if is_square else columns
+        missing_scales = -b_dequant_scale.shape[0] % 4 if is_square else missing_columns
         b_scale = b_dequant_scale if is_square else b_dequant_scale.t()
-        scales = _pad_to_column_major(a_dequant_scale, rows), _pad_to_column_major(b_scale, more)
+        scales = _pad_to_column_major(a_dequant_scale, missing_rows), _pad_to_column_major(b_scale, missing_scales)
         recipes = (
             TorchScalingType.BlockWise1x128,
             TorchScalingType.BlockWise128x128 if is_square else TorchScalingType.BlockWise1x128,
@@ -68,8 +68,9 @@ def _pad_to_column_major(scale: Tensor, rows: int) -> Tensor:
 
 def _tile_scales(scale: Tensor) -> Tensor:
     """Convert float32 powers of two [rows, blocks] to a flat tensor of E8M0 tiles."""
-    rows, blocks = -scale.shape[0] % _ROWS_OF_TILE, -scale.shape[1] % _BLOCKS_OF_TILE
-    padded = F.pad(scale, (0, blocks, 0, rows), value=1.0) if rows or blocks else scale
+    missing_rows, missing_blocks = -scale.shape[0] % _ROWS_OF_TILE, -scale.shape[1] % _BLOCKS_OF_TILE
+    padding = 0, missing_blocks, 0, missing_rows
+    padded = F.pad(scale, padding, value=1.0) if any(padding) else scale
     tiles = padded.reshape(-1, 4, 32, padded.shape[1] // _BLOCKS_OF_TILE, _BLOCKS_OF_TILE).permute(0, 3, 2, 1, 4)
     return tiles.to(torch.float8_e8m0fnu, memory_format=torch.contiguous_format).view(-1)
 
@@ -83,9 +84,9 @@ def pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
 
-def _fake_mm(a: Tensor, b: Tensor, *_: object) -> Tensor:
+def _mm_fake(a: Tensor, b: Tensor, *_: object) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
 
 
-native_block_mm = register_operation(_native_block_mm, results=1, fake=_fake_mm, in_graphs=True)
+native_block_mm = register_operation(_native_block_mm, results=1, fake=_mm_fake, in_graphs=True)
 register_flop_formula(torch.ops.quaver.native_block_mm)(count_flops)

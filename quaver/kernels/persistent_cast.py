@@ -46,7 +46,7 @@ def _cast_with_persistent_scale(
     return row_codes, quant, dequant, column_codes, observed
 
 
-def _cpu_with_persistent_scale(
+def _cast_with_persistent_scale_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     observed = hp.new_zeros(2, dtype=torch.float32)
@@ -54,7 +54,7 @@ def _cpu_with_persistent_scale(
     return None if result is None else (*result, None, observed)
 
 
-def _fake_with_persistent_scale(
+def _cast_with_persistent_scale_fake(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...]:
     scaling.check_hp(hp)
@@ -66,11 +66,11 @@ def _fake_with_persistent_scale(
     return row_codes, quant, dequant, column_codes, observed
 
 
-_persistent = register_operation(
+_run_persistent_cast = register_operation(
     _cast_with_persistent_scale,
     results=5,
-    cpu=_cpu_with_persistent_scale,
-    fake=_fake_with_persistent_scale,
+    cpu=_cast_with_persistent_scale_cpu,
+    fake=_cast_with_persistent_scale_fake,
     gpu="cast_with_persistent_scale",
 )
 
@@ -97,13 +97,13 @@ def cast_with_persistent_scale(
     if hp.is_meta:  # a model on the meta device has scales on another device
         return cast_tensorwise(hp, float8_dtype, row, column, power_of_2)
     if torch.compiler.is_dynamo_compiling() and not is_cpu(hp):
-        return _traced_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2, is_materialized)
+        return _trace_persistent_cast(hp, scale, float8_dtype, row, column, power_of_2, is_materialized)
     if is_cpu(hp) and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
         result = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
         if result is not None:  # C updated the buffer
             codes, quant, dequant = result
             return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)
-    row_codes, quant, dequant, column_codes, observed = _persistent(
+    row_codes, quant, dequant, column_codes, observed = _run_persistent_cast(
         hp, float8_dtype, row, column, power_of_2, scale.quant_scale
     )
     record_observed(scale, observed)
@@ -112,7 +112,7 @@ def cast_with_persistent_scale(
     return pair_codes(row_codes if row else None, column_codes if column else None, quant, dequant)
 
 
-def _traced_with_persistent_scale(
+def _trace_persistent_cast(
     hp: Tensor,
     scale: PersistentScale,
     float8_dtype: torch.dtype,
@@ -128,15 +128,12 @@ def _traced_with_persistent_scale(
     """
     cpu.check_memory(hp, scale.quant_scale)
     given = scale.quant_scale
-    largest, saturated = _observe(hp, given if scale.is_known else given.clamp(min=0), float8_dtype)
+    amax, saturated = _observe(hp, given if scale.is_known else given.clamp(min=0), float8_dtype)
     if scale.amax_buffer is not None:
         elements = scale.elements or scale.amax_buffer.unbind()
-        for element, observed in zip(elements, (largest, saturated), strict=True):
+        for element, observed in zip(elements, (amax, saturated), strict=True):
             element.copy_(torch.maximum(element, observed.detach()))
-    if scale.is_known:
-        own = largest - largest
-    else:
-        own = scaling.amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2)
+    own = amax - amax if scale.is_known else scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     used = torch.where(given > 0, given, own)
     quant, dequant, _ = realize_scales(scaling.Scales(used, scaling.to_dequant_scale(used)))
     known = given if scale.is_known else quant
@@ -152,7 +149,7 @@ def _traced_with_persistent_scale(
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
-_ROWS_AT_ONCE = 4
+_ROWS_PER_RUN = 4
 
 
 def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -169,8 +166,8 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
     counts = (scaling.apply_quant_scale(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
     counts = torch.where(amaxes * quant_scale <= above, 0.0, counts)
     rows = hp.shape[0]
-    if statically_known_true(rows % _ROWS_AT_ONCE == 0):
-        by_rows = (rows // _ROWS_AT_ONCE, _ROWS_AT_ONCE)
+    if statically_known_true(rows % _ROWS_PER_RUN == 0):
+        by_rows = (rows // _ROWS_PER_RUN, _ROWS_PER_RUN)
         amaxes, counts = scaling.compute_amax(amaxes.view(by_rows), 1), counts.view(by_rows).sum(1)
     return scaling.compute_amax(amaxes), counts.sum()
 

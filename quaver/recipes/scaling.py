@@ -163,8 +163,8 @@ def _compute_power_of_2_scale(amax: Tensor, float8_dtype: torch.dtype) -> Tensor
     2^k <= largest / amax where the bits of 2^k * amax are at most the bits of `largest`. Rounding the quotient to
     float32 first gives the same power of two, because `largest` has a mantissa of 1.75.
     """
-    largest_bits, most = _get_power_of_2_constants(float8_dtype)
-    exponent = ((largest_bits - amax.view(torch.int32)) >> 23).clamp(max=most)
+    largest_bits, largest_exponent = _get_power_of_2_constants(float8_dtype)
+    exponent = ((largest_bits - amax.view(torch.int32)) >> 23).clamp(max=largest_exponent)
     scale = ((exponent + 127) << 23).view(torch.float32)
     return torch.where(amax < torch.inf, scale, torch.where(amax == torch.inf, 0.0, amax))
 
@@ -322,12 +322,12 @@ def cast_with_persistent_scale(
         error exceeds the largest rounding error.
     """
     fmt = FLOAT8_FORMATS[float8_dtype]
-    largest_seen = compute_amax(hp).float()
-    own = amax_to_quant_scale(largest_seen, float8_dtype, power_of_2=power_of_2)
+    amax = compute_amax(hp).float()
+    own = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     quant = torch.where(quant_scale > 0, quant_scale, own)
     scaled = apply_quant_scale(hp, quant)
     saturated = (scaled.abs() > fmt.saturates_above).sum(dtype=torch.float32)
-    return _saturate_(scaled, float8_dtype), quant, to_dequant_scale(quant), torch.stack([largest_seen, saturated])
+    return _saturate_(scaled, float8_dtype), quant, to_dequant_scale(quant), torch.stack([amax, saturated])
 
 
 def dynamic_cast(
