@@ -98,11 +98,11 @@ class Float8AdamW(Float8Optimizer):
         for group in groups:
             _check_pair(group)
 
-    def _step_group(self, group: dict[str, Any], stepped: Sequence[ParameterStep]) -> None:
+    def _step_group(self, group: dict[str, Any], steps: Sequence[ParameterStep]) -> None:
         uncut: dict[int, list[Update]] = defaultdict(list)
         cut: dict[int, list[tuple[Tensor, Update, list[Tensor | None]]]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
-        for parameter, step, key in stepped:
+        for parameter, step, key in steps:
             update = self._make_update(parameter, group, key, copies)
             if has_cut_blocks(parameter, group):
                 cut[step].append((parameter, update, get_row_scales(parameter, self.state[parameter], group)))

@@ -24,7 +24,15 @@ from quaver.optim.blocks import find_block_obstacle
 from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import make_step_key
-from quaver.optim.state import get_layout, is_small, make_state, read_moments, write_moments
+from quaver.optim.state import (
+    check_state,
+    convert_torch_state,
+    get_layout,
+    is_small,
+    make_state,
+    move_state,
+    read_moments,
+)
 from quaver.runtime.devices import is_capturing
 from quaver.runtime.process_group import has_process_group
 from quaver.runtime.slow_paths import warn_once
@@ -61,14 +69,16 @@ class Float8Optimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
+        """The number of skipped parts by device, which the kernels of a step increment."""
         self._warned = 0
+        """How many skipped parts of a CPU the log has reported."""
         super().__init__(params, {**defaults, "state_version": STATE_VERSION})
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for invalid options or parameters."""
         raise NotImplementedError
 
-    def _step_group(self, group: dict[str, Any], stepped: Sequence[ParameterStep]) -> None:
+    def _step_group(self, group: dict[str, Any], steps: Sequence[ParameterStep]) -> None:
         """Make a step of the parameters of a group. Their states exist."""
         raise NotImplementedError
 
@@ -103,16 +113,16 @@ class Float8Optimizer(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 check_gradient(parameter)  # before any step is counted
-        position = 0
+        position = 0  # counts parameters without a gradient, so that random bits do not depend on them
         for group in self.param_groups:
-            stepped = []
+            steps = []
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    step = self._advance(parameter, group)
-                    stepped.append(ParameterStep(parameter, step, make_step_key(group["seed"], step, position)))
+                    step = self._count_step(parameter, group)
+                    steps.append(ParameterStep(parameter, step, make_step_key(group["seed"], step, position)))
                 position += 1
-            self._step_group(group, stepped)
-            for parameter, _, _ in stepped:
+            self._step_group(group, steps)
+            for parameter, _, _ in steps:
                 _write_to_empty_shard(parameter)
         self._report_skipped()
         return loss
@@ -121,7 +131,7 @@ class Float8Optimizer(Optimizer):
         """Name parameters in the log as in `model`. As with AdamW, state dicts have no names."""
         self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    def _advance(self, parameter: Tensor, group: dict[str, Any]) -> int:
+    def _count_step(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """Count a step of a parameter and return its number. The first step creates the parameter's state."""
         if not self.state[parameter]:
             if "float8" in [group[moment] for moment in get_layout(parameter, group).moments]:
@@ -149,8 +159,6 @@ class Float8Optimizer(Optimizer):
             "gradients are not finite in %d %s: their parameters and moments are unchanged", count, self.skipped_noun
         )
 
-    # ---- state dicts -------------------------------------------------------------------------------------------------
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer bit-exactly, or one of torch's optimizer with its moments rounded.
 
@@ -164,30 +172,34 @@ class Float8Optimizer(Optimizer):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        if not any("state_version" in group for group in state_dict["param_groups"]):
-            torch_name = self.torch_optimizer.__name__
-            shared = self.defaults.keys() & self._get_torch_defaults().keys() - {"differentiable"}
-            if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
-                expected = f"a state dict of {type(self).__name__} or of torch.optim.{torch_name}"
-                raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
-            self._load_torch_state_dict(state_dict)
-            logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", torch_name)
+        if any("state_version" in group for group in state_dict["param_groups"]):
+            self._load_own_state_dict(state_dict)
             return
+        torch_name = self.torch_optimizer.__name__
+        shared = self.defaults.keys() & self._get_torch_defaults().keys() - {"differentiable"}
+        if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
+            expected = f"a state dict of {type(self).__name__} or of torch.optim.{torch_name}"
+            raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
+        self._load_torch_state_dict(state_dict)
+        logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", torch_name)
+
+    def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer bit-exactly: check everything, then replace states and param groups."""
         groups = fill_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
         own_counts, loaded_counts = ([len(group["params"]) for group in sides] for sides in (self.param_groups, groups))
         if own_counts != loaded_counts:
             raise ValueError(f"expected a state dict with param groups of {own_counts} parameters, got {loaded_counts}")
-        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        loaded = []
+        states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        loaded_groups = []
         for own_group, group in zip(self.param_groups, groups, strict=True):
             for parameter, index in zip(own_group["params"], group["params"], strict=True):
                 if state_dict["state"].get(index):  # torch.distributed.checkpoint has {} for a parameter without state
-                    _check_state(parameter, state_dict["state"][index], group)
-                    state[parameter] = _move_state(state_dict["state"][index], parameter.device)
+                    check_state(parameter, state_dict["state"][index], group)
+                    states[parameter] = move_state(state_dict["state"][index], parameter.device)
             names = {name: own_group[name] for name in ("param_names",) if name in own_group}
-            loaded.append({**names, **copy.deepcopy(group), "params": own_group["params"]})
-        self.__setstate__({"state": state, "param_groups": loaded})
+            loaded_groups.append({**names, **copy.deepcopy(group), "params": own_group["params"]})
+        self.__setstate__({"state": states, "param_groups": loaded_groups})
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         torch_name, name = self.torch_optimizer.__name__, type(self).__name__
@@ -240,7 +252,7 @@ class Float8Optimizer(Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], loaded["params"], strict=True):
                 if state_dict["state"].get(index):
-                    states[parameter] = _convert_state(parameter, group, state_dict["state"][index], position)
+                    states[parameter] = convert_torch_state(parameter, group, state_dict["state"][index], position)
                 position += 1
         self.state = states
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -278,25 +290,6 @@ def check_gradient(parameter: Tensor) -> None:
         )
 
 
-def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    expected = get_layout(parameter, group).tensors
-    for name, (shape, dtype) in expected.items():
-        value = state.get(name)
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
-            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
-            raise ValueError(
-                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {given}; "
-                "make the optimizer with the options and the parameters that saved it"
-            )
-
-
-def _move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move a loaded state to the parameter's device. Its dtypes stay; torch would cast them to the parameter's."""
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
-    # The saved optimizer may keep counting in the tensor of its state dict.
-    return {**moved, "step": state["step"].to("cpu", copy=True)}
-
-
 def _warn_of_float32(name: str, parameter: Tensor) -> None:
     """Warn why requested float8 moments are float32, unless float8 would save little."""
     if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
@@ -309,25 +302,3 @@ def _warn_of_float32(name: str, parameter: Tensor) -> None:
         if has_process_group() and dist.get_rank():
             return  # the first rank says it for all
         logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
-
-
-def _convert_state(
-    parameter: Tensor, group: dict[str, Any], torch_state: dict[str, Any], position: int
-) -> dict[str, Tensor]:
-    """Convert a parameter's state from torch's optimizer. torch's Muon counts no steps."""
-    for name in get_layout(parameter, group).moments:
-        _check_moment(parameter, name, torch_state.get(name))
-    state = make_state(parameter, group)
-    state["step"].fill_(float(torch_state.get("step", 0)))
-    write_moments(parameter, state, group, torch_state, make_step_key(group["seed"], int(state["step"]), position))
-    return state
-
-
-def _check_moment(parameter: Tensor, name: str, moment: Any) -> None:
-    if (
-        not isinstance(moment, Tensor)
-        or moment.shape != parameter.shape
-        or isinstance(moment, DTensor) != isinstance(parameter, DTensor)
-    ):
-        actual = f"{type(moment).__name__} {list(moment.shape)}" if isinstance(moment, Tensor) else "none"
-        raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {actual}")

@@ -26,11 +26,11 @@ from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
 from quaver.optim.rounding import make_block_keys
 from quaver.optim.update import ParameterBlocks, Scalars, compute_amaxes, update_blocks
 
-BUCKET = 1 << 22
+BUCKET_ELEMENTS = 1 << 22
 """The most elements of a bucket. An update in PyTorch temporarily takes about 60 bytes per element."""
 
-SHARE = 4
-"""A bucket has at most 1 / `SHARE` of all elements, so that the step of a small model is not its memory peak."""
+MIN_BUCKETS = 4
+"""A step has at least this many buckets, so that the step of a small model is not its memory peak."""
 
 
 class Update(NamedTuple):
@@ -47,12 +47,12 @@ class Update(NamedTuple):
 
 
 def run_updates(
-    updates: Sequence[Update], scalars: Scalars, skipped: Callable[[torch.device], Tensor], compile: bool
+    updates: Sequence[Update], scalars: Scalars, get_counter: Callable[[torch.device], Tensor], compile: bool
 ) -> None:
     """Make a step of parameters with the same `scalars`.
 
     Args:
-        skipped: returns the int64 () counter of a device, to which the number of skipped blocks is added.
+        get_counter: returns the int64 () counter of a device, to which the number of skipped blocks is added.
         compile: compile the arithmetic of parameters that the C extension does not support.
     """
     values = torch.tensor(scalars, dtype=torch.float32)
@@ -62,13 +62,13 @@ def run_updates(
             in_buckets.append(update)
             continue
         cpu_adamw.adamw_(
-            update.tensors.param, update.grad, *update.tensors[1:], values, skipped(update.grad.device),
+            update.tensors.param, update.grad, *update.tensors[1:], values, get_counter(update.grad.device),
             update.grid, update.key,
         )  # fmt: skip
-    function = compile_update() if compile and in_buckets else update_blocks
+    update_function = compile_update() if compile and in_buckets else update_blocks
     for bucket in _fill_buckets(in_buckets):
         device = bucket[0][0].grad.device
-        skipped(device).add_(_update_bucket(bucket, values.to(device), function))
+        get_counter(device).add_(_update_bucket(bucket, values.to(device), update_function))
 
 
 @functools.cache
@@ -86,15 +86,15 @@ def compile_update() -> Callable[..., Any]:
 
 
 def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowSpan]:
-    """Split the rows of a shard into spans of at most `elements` (`BUCKET`) elements, or of one row."""
-    rows = max((elements or BUCKET) // max(grid.blocks * BLOCK, 1), 1)
+    """Split the rows of a shard into spans of at most `elements` (`BUCKET_ELEMENTS`) elements, or of one row."""
+    rows = max((elements or BUCKET_ELEMENTS) // max(grid.blocks * BLOCK, 1), 1)
     return [RowSpan(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
 def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowSpan]]]:
-    """Yield buckets of spans with the same device and dtypes, of at most `BUCKET` elements or one row."""
+    """Yield buckets of spans with the same device and dtypes, of at most `BUCKET_ELEMENTS` elements or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
-    capacity = min(BUCKET, max(numel // SHARE, BLOCK))
+    capacity = min(BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, BLOCK))
     by_kind: dict[Any, list[tuple[Update, RowSpan]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
@@ -130,10 +130,10 @@ def _gather(bucket: list[tuple[Update, RowSpan]]) -> tuple[ParameterBlocks, Tens
     return ParameterBlocks(**old), grad, rows_by_name
 
 
-def _update_bucket(bucket: list[tuple[Update, RowSpan]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
+def _update_bucket(bucket: list[tuple[Update, RowSpan]], scalars: Tensor, update: Callable[..., Any]) -> Tensor:
     old, grad, rows_by_name = _gather(bucket)
     spans = [span for _, span in bucket]
-    updated, skipped = function(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
+    updated, skipped = update(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
     for name, rows in rows_by_name.items():
         blocks = zip(getattr(updated, name).split([span.blocks for span in spans]), rows, spans, strict=True)
         new = [part.view_as(row) if _is_scale(name) else from_blocks(part, span.grid) for part, row, span in blocks]
@@ -144,7 +144,7 @@ def _update_bucket(bucket: list[tuple[Update, RowSpan]], scalars: Tensor, functi
 def run_cut_updates(
     updates: Sequence[tuple[Tensor, Update, Sequence[Tensor | None]]],
     scalars: Scalars,
-    skipped: Callable[[torch.device], Tensor],
+    get_counter: Callable[[torch.device], Tensor],
 ) -> None:
     """Make a step of parameters whose blocks several ranks share. A collective; see cut_blocks.py.
 
@@ -163,8 +163,8 @@ def run_cut_updates(
         device = update.grad.device
         for span in _split_shard(update):
             mean, root = (local[span.begin : span.end].reshape(-1) for local in part.local)
-            function = functools.partial(update_blocks, amaxes=(mean, root))
-            skipped(device).add_(_update_bucket([(update, span)], values.to(device), function))
+            update_function = functools.partial(update_blocks, amaxes=(mean, root))
+            get_counter(device).add_(_update_bucket([(update, span)], values.to(device), update_function))
         store_scales(part, scales, part.amaxes.isfinite().all(0))
 
 

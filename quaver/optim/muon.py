@@ -113,8 +113,8 @@ class Float8Muon(Float8Optimizer):
             if parameter.dim() != 2:
                 raise ValueError(f"expected matrices, got a parameter {list(parameter.shape)}; use Float8AdamW for it")
 
-    def _step_group(self, group: dict[str, Any], stepped: Sequence[ParameterStep]) -> None:
-        for parameter, _, key in stepped:
+    def _step_group(self, group: dict[str, Any], steps: Sequence[ParameterStep]) -> None:
+        for parameter, _, key in steps:
             self._step_matrix(parameter, group, key)
 
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any], key: int) -> None:

@@ -36,6 +36,7 @@ from quaver.optim.rounding import (
     dequantize_moment,
     draw_random_bits,
     make_block_keys,
+    make_step_key,
     quantize_moment,
     take_high16,
     take_low16,
@@ -218,3 +219,49 @@ def get_row_scales(parameter: Tensor, state: dict[str, Tensor], group: dict[str,
     """Return this rank's scales of whole rows for each moment, or None for a moment without scales."""
     moments = get_layout(parameter, group).moments.values()
     return [None if keys.scale is None else get_local_tensor(state[keys.scale]) for keys in moments]
+
+
+def check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Raise ValueError unless a saved state has the tensors that a param group's options ask for."""
+    expected = get_layout(parameter, group).tensors
+    for name, (shape, dtype) in expected.items():
+        value = state.get(name)
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
+            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
+            raise ValueError(
+                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {given}; "
+                "make the optimizer with the options and the parameters that saved it"
+            )
+
+
+def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move a loaded state to the parameter's device. Its dtypes stay; torch would cast them to the parameter's."""
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
+    # The saved optimizer may keep counting in the tensor of its state dict.
+    return {**moved, "step": state["step"].to("cpu", copy=True)}
+
+
+def convert_torch_state(
+    parameter: Tensor, group: dict[str, Any], torch_state: dict[str, Any], position: int
+) -> dict[str, Tensor]:
+    """Convert a parameter's state from torch's optimizer. torch's Muon counts no steps.
+
+    Raises:
+        ValueError: a moment is missing, or its shape differs from its parameter's.
+    """
+    for name in get_layout(parameter, group).moments:
+        _check_moment(parameter, name, torch_state.get(name))
+    state = make_state(parameter, group)
+    state["step"].fill_(float(torch_state.get("step", 0)))
+    write_moments(parameter, state, group, torch_state, make_step_key(group["seed"], int(state["step"]), position))
+    return state
+
+
+def _check_moment(parameter: Tensor, name: str, moment: Any) -> None:
+    if (
+        not isinstance(moment, Tensor)
+        or moment.shape != parameter.shape
+        or isinstance(moment, DTensor) != isinstance(parameter, DTensor)
+    ):
+        actual = f"{type(moment).__name__} {list(moment.shape)}" if isinstance(moment, Tensor) else "none"
+        raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {actual}")

@@ -74,7 +74,7 @@ class ParameterBlocks(NamedTuple):
     exp_avg_sq_scale: Tensor | None
 
 
-def _advance(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _update_moments(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the new moments in float32: the mean, the square and its root."""
     _, beta1, one_minus_beta1, beta2, one_minus_beta2, *_ = scalars.unbind()
     gradient = grad.float()
@@ -88,7 +88,7 @@ def _advance(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Te
 
 def compute_amaxes(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the amaxes of the mean and of the root after a step, float32 [B]. Takes `update_blocks`' arguments."""
-    mean, _, root = _advance(blocks, grad, scalars)
+    mean, _, root = _update_moments(blocks, grad, scalars)
     return mean.abs().amax(1), root.amax(1)
 
 
@@ -107,7 +107,7 @@ def update_blocks(
         The new blocks in the same dtypes, and the number of skipped blocks, int64 ().
     """
     decay, _, _, _, _, step_size, correction, eps = scalars.unbind()
-    mean, square, root = _advance(blocks, grad, scalars)
+    mean, square, root = _update_moments(blocks, grad, scalars)
     mean_amax, root_amax = amaxes or (mean.abs().amax(1), root.amax(1))
     is_finite = mean_amax.isfinite() & root_amax.isfinite()
 

@@ -86,7 +86,7 @@ def test_c_and_pytorch_agree_in_every_bit(use_pytorch, monkeypatch, dtype, stora
 
     expected = train_with_nan()
     use_pytorch()
-    monkeypatch.setattr(buckets, "BUCKET", 5000)  # parameters in parts
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)  # parameters in parts
     assert_same_states(train_with_nan(), expected)
     assert expected[1].skipped_blocks == 2
 
