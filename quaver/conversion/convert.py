@@ -28,12 +28,8 @@ from quaver.experts.module import (
     to_plain_experts,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
-from quaver.fsdp.gathered import (
-    Float8AllGatherWeight,
-    is_all_gather_weight,
-    make_all_gather_weights,
-    restore_plain_weights,
-)
+from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
+from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
 from quaver.linear.class_change import change_class, get_class_parts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear

@@ -43,18 +43,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quaver.experts.cast import expand_quant_scales
 from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import ModuleWeight, weights_of_module
+from quaver.experts.module_weight import ModuleWeight
 from quaver.fsdp.scales import WholeScales, list_layouts
 from quaver.fsdp.shard import WeightShard
 from quaver.fsdp.siblings import (
-    AllGatherState,
-    NamedWeights,
-    Siblings,
     get_all_gather_state,
     get_current_shard,
     get_whole_scales,
@@ -62,7 +59,6 @@ from quaver.fsdp.siblings import (
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, matrix_amax
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
-from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
@@ -70,7 +66,7 @@ from quaver.recipes.parts import select_part_scales
 from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
 from quaver.recipes.scaling import Scales
 from quaver.torch_private.dispatch import OpOverload
-from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, set_local_tensor
+from quaver.torch_private.dtensor import get_local_tensor
 from quaver.torch_private.fsdp import hide_from_policies
 from quaver.torch_private.versions import get_version, keep_versions
 
@@ -159,7 +155,8 @@ class Float8AllGatherWeight(WrapperWeight):
         if shard_state.scales is not None and shard_state.computed_from is not None:
             # A write to a DTensor that shares the shard moves the version of the parameter, not of the shard.
             tensor, version, parameter_version = shard_state.computed_from
-            if tensor is not self.wrapped and parameter_version == get_version(parameter):  # FSDP2 padded the shard
+            if tensor is not self.wrapped and parameter_version == get_version(parameter):
+                # FSDP2 copied the shard into a padded tensor: the same values, so the scales hold for that tensor.
                 shard_state.computed_from = self.wrapped, get_version(self.wrapped), parameter_version
             elif (version, parameter_version) != (get_version(tensor), get_version(parameter)):
                 raise RuntimeError(
@@ -168,8 +165,6 @@ class Float8AllGatherWeight(WrapperWeight):
                     "precompute_float8_dynamic_scale_for_fsdp(model), on every rank"
                 )
         return shard_state.scales
-
-    # ---- the hooks of FSDP2 --------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(
         self,
@@ -194,6 +189,10 @@ class Float8AllGatherWeight(WrapperWeight):
         return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, weight))
 
     def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
+        """Quantize the shard: with the persistent scale of the weight if it is initialized, else with dynamic scales.
+
+        Only dynamic scales need a collective. A persistent scale is equal on every rank.
+        """
         config, scale = weight.config, None
         # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
         shard = get_current_shard(weight)._replace(local=self.wrapped)
@@ -202,7 +201,7 @@ class Float8AllGatherWeight(WrapperWeight):
             self.shard_state.observed = weight.module.scaling.weight_observed
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: WholeScales
-        if scale is not None and scale.is_initialized:  # a persistent scale is equal on every rank: no collective
+        if scale is not None and scale.is_initialized:
             power_of_2 = config.round_scales_to_power_of_2
             cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
             operand = expect(cast.row)
@@ -214,7 +213,7 @@ class Float8AllGatherWeight(WrapperWeight):
                 _quantize_shard(shard, cast_scales.quant, float8_dtype, layout)
                 for cast_scales, layout in zip(scales, layouts, strict=True)
             ]
-            if scale is not None:
+            if scale is not None:  # so that the next sync initializes it
                 record_amax(scale, matrix_amax(shard.local, None))
         payloads = [
             _pad_to_chunk(shard, code.contiguous().view(torch.uint8), layout)
@@ -265,8 +264,6 @@ class Float8AllGatherWeight(WrapperWeight):
             return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (vector,)
         unsharded.set_operands(operands[0], operands[-1])
         return None
-
-    # ---- the tensor ----------------------------------------------------------------------------------------------
 
     def assign(self, new: Tensor) -> None:
         """Raise RuntimeError: the assignment would not reach `wrapped`."""
@@ -320,6 +317,12 @@ class Float8AllGatherWeight(WrapperWeight):
 torch.serialization.add_safe_globals([Float8AllGatherWeight])
 
 
+def is_all_gather_weight(weight: ModuleWeight) -> bool:
+    """Return whether `weight` was prepared for a float8 all-gather: sharded, unsharded or not wrapped by FSDP2 yet."""
+    local = weight.local
+    return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
+
+
 def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Return whether this op copies a shard into its padded buffer, which happens once; see [Note: padding]."""
     if func is not aten.copy_.default:
@@ -360,85 +363,3 @@ def _quantize_shard(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch
     by_column = layout == COLUMNWISE
     codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)
     return typing.cast(Tensor, codes[by_column])
-
-
-# ---- conversion: state dicts hold plain tensors ----------------------------------------------------------------------
-
-
-def make_all_gather_weights(named: NamedWeights) -> None:
-    """Have FSDP2 all-gather all weights of these modules in float8.
-
-    Each weight becomes a `Float8AllGatherWeight` over the same storage. It is a new parameter, so construct optimizers
-    after this call.
-    """
-    siblings = Siblings(named)
-    for module in dict.fromkeys(weight.module for _, weight in named):
-        for weight in weights_of_module(module):
-            _wrap(weight)
-        if isinstance(module, Float8Linear) and module.scaling is not None:
-            module.scaling.let_host_decide()
-        hooks = (
-            module.register_state_dict_post_hook(_unwrap_in_state_dict),
-            module.register_load_state_dict_post_hook(_wrap_after_load),
-        )
-        module.gathering = AllGatherState(siblings, hooks)
-
-
-def is_all_gather_weight(weight: ModuleWeight) -> bool:
-    """Return whether `weight` was prepared for a float8 all-gather: sharded, unsharded or not wrapped by FSDP2 yet."""
-    local = weight.local
-    return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
-
-
-def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
-    """Undo `make_all_gather_weights` for one module, and dequantize a frozen weight.
-
-    Raises:
-        RuntimeError: `fully_shard` has sharded the weight.
-    """
-    for weight in weights_of_module(module):
-        parameter: Tensor = weight.parameter
-        if isinstance(parameter, FrozenFloat8Weight):
-            setattr(module, weight.name, nn.Parameter(parameter.to_high_precision(), requires_grad=False))
-        if is_dtensor(parameter) and isinstance(weight.local, Float8AllGatherWeight):
-            raise RuntimeError(
-                "a weight that fully_shard all-gathers in float8 cannot be converted back; convert before"
-            )
-        if isinstance(parameter, Float8AllGatherWeight):
-            setattr(module, weight.name, nn.Parameter(parameter.wrapped, requires_grad=parameter.requires_grad))
-    if module.gathering is not None:
-        for hook in typing.cast(AllGatherState, module.gathering).hooks:
-            hook.remove()
-        module.gathering = None
-
-
-def _wrap(weight: ModuleWeight) -> None:
-    parameter, local = weight.parameter, weight.local
-    if isinstance(local, Float8AllGatherWeight):
-        return
-    wrapped = Float8AllGatherWeight(local.detach(), ShardState(weight.name))
-    if is_dtensor(parameter):
-        set_local_tensor(parameter, wrapped)
-    else:
-        setattr(weight.module, weight.name, nn.Parameter(wrapped, requires_grad=parameter.requires_grad))
-
-
-def _wrap_after_load(module: nn.Module, incompatible_keys: object) -> None:
-    """Wrap the plain tensors that `load_state_dict(assign=True)` assigned."""
-    for weight in weights_of_module(module):
-        if not isinstance(weight.parameter, Float8Tensor):
-            _wrap(weight)
-
-
-def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """Replace the weights in a state dict by plain tensors that share their memory."""
-    for weight in weights_of_module(module):
-        value = state_dict.get(prefix + weight.name)
-        if isinstance(value, nn.Parameter):  # keep_vars=True returns the parameters themselves
-            continue
-        if isinstance(value, Float8AllGatherWeight):
-            state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
-        elif is_dtensor(value) and isinstance(get_local_tensor(value), Float8AllGatherWeight):
-            # Detached from the weight itself, because writes to an alias would not move its version counter. The
-            # DTensor stays, since it shares its counter with the parameter.
-            set_local_tensor(value, typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach())

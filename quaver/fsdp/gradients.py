@@ -81,9 +81,6 @@ def _check_elements(elements: int, ranks: int, owner: str) -> None:
         )
 
 
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
-
-
 def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module in sharded:
@@ -119,9 +116,6 @@ class Float8ReduceScatter:
         ranks = group.size()
         total = sum_over_ranks(input_tensor.view(ranks, -1), group)
         output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
-
-
-# ---- DDP -------------------------------------------------------------------------------------------------------------
 
 
 def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
@@ -166,9 +160,6 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
     parts = gathered.split(_DEQUANTIZED_ROWS)
     flat = torch.cat([dequantize_gradients(part, rows.shape[1]).to(buffer.dtype) for part in parts])
     buffer.copy_(flat.view(-1)[:elements])
-
-
-# ---- codes -----------------------------------------------------------------------------------------------------------
 
 
 def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
