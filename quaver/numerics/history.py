@@ -106,8 +106,8 @@ class Sample:
             layers[tensor.key.layer][tensor.key.operand].append(tensor)
         return {layer: dict(operands) for layer, operands in layers.items()}
 
-    def list_earlier(self, now: TensorStatistics) -> Sequence[TensorStatistics]:
-        return list(self.past.get(now.key, ()))
+    def list_earlier(self, tensor: TensorStatistics) -> Sequence[TensorStatistics]:
+        return list(self.past.get(tensor.key, ()))
 
 
 class History:

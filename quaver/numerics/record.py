@@ -52,9 +52,6 @@ class TensorKey(NamedTuple):
         return cls(tensor["layer"], tensor["operand"], tensor["cast"])
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 class Sink(Protocol):
     """A destination of the lines of a record."""
 
@@ -128,9 +125,6 @@ def _encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _encode(item) for name, item in value.items()}
     return [_encode(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -96,104 +96,101 @@ class Rule:
         return self.suggest is suggest_recipes
 
 
-# ---- one tensor ------------------------------------------------------------------------------------------------------
-
-
-def _measure_nonfinite(now: TensorStatistics, sample: Sample) -> Measure | None:
-    count = now.nonfinite
+def _measure_nonfinite(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+    count = tensor.nonfinite
     return None if count is None else Measure(math.inf if math.isnan(count) else count, 0, 0)
 
 
-def _measure_ranks(now: TensorStatistics, sample: Sample) -> Measure | None:
-    return Measure(float(now.position in sample.ranks), 0, 0) if now.key.operand == "weight" else None
+def _measure_ranks(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+    return Measure(float(tensor.position in sample.ranks), 0, 0) if tensor.key.operand == "weight" else None
 
 
-def _get_cast(now: TensorStatistics) -> tuple[Float8Format, float] | None:
+def _get_cast(tensor: TensorStatistics) -> tuple[Float8Format, float] | None:
     """Return the format and SQNR of a cast, or None if the tensor has no cast or only zeros."""
-    fmt = parse_format(now.about.get("dtype"))
-    if fmt is None or now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
+    fmt = parse_format(tensor.about.get("dtype"))
+    if fmt is None or tensor.is_result or tensor.sqnr_db is None or not tensor.rms or tensor.nonfinite:
         return None
-    return fmt, now.sqnr_db
+    return fmt, tensor.sqnr_db
 
 
-def _measure_codes(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_codes(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the SQNR, which is bad below the bound for rounding at the recorded scale."""
-    cast = _get_cast(now)
-    if cast is None or now.saturated or now.scale_max is None or not now.rms:
+    cast = _get_cast(tensor)
+    if cast is None or tensor.saturated or tensor.scale_max is None or not tensor.rms:
         return None
-    bound = compute_cast_bound_db(cast[0], now.rms, now.scale_max) - 0.1  # sums in float32
+    bound = compute_cast_bound_db(cast[0], tensor.rms, tensor.scale_max) - 0.1  # sums in float32
     return Measure(cast[1], bound, bound, above=False)
 
 
-def _measure_saturation(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_saturation(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the saturated share. A dynamic scale clips nothing."""
-    if _get_cast(now) is None or now.saturated is None or _is_persistent(now):
+    if _get_cast(tensor) is None or tensor.saturated is None or _is_persistent(tensor):
         return None
-    return Measure(now.saturated, 0, 0)
+    return Measure(tensor.saturated, 0, 0)
 
 
-def _measure_clipping(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_clipping(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the saturated share under a persistent scale, which is bad if it costs more than rounding can."""
-    cast = _get_cast(now)
-    if cast is None or now.saturated is None or not _is_persistent(now):
+    cast = _get_cast(tensor)
+    if cast is None or tensor.saturated is None or not _is_persistent(tensor):
         return None
     harms = cast[1] < compute_rounding_bound_db(cast[0])
-    return Measure(now.saturated if harms else 0.0, 0, 0)
+    return Measure(tensor.saturated if harms else 0.0, 0, 0)
 
 
-def _is_persistent(now: TensorStatistics) -> bool:
-    scaling = now.about.get("scaling")
+def _is_persistent(tensor: TensorStatistics) -> bool:
+    scaling = tensor.about.get("scaling")
     return str(scaling or "delayed").startswith(PERSISTENT)
 
 
-def _measure_underflow(now: TensorStatistics, sample: Sample) -> Measure | None:
-    cast = _get_cast(now)
-    if cast is None or now.underflow is None:
+def _measure_underflow(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+    cast = _get_cast(tensor)
+    if cast is None or tensor.underflow is None:
         return None
     # Gradients are judged by e5m2's bound, which recipes accept for them: they are distributed wider than a Gaussian.
-    fmt = E5M2 if now.key.operand == "grad_output" else cast[0]
-    at = compute_underflow(compute_rounding_bound_db(fmt))
-    return Measure(now.underflow, at, at / 2)
+    fmt = E5M2 if tensor.key.operand == "grad_output" else cast[0]
+    raise_at = compute_underflow(compute_rounding_bound_db(fmt))
+    return Measure(tensor.underflow, raise_at, raise_at / 2)
 
 
-def _measure_sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
-    cast = _get_cast(now)
-    if cast is None or now.saturated:
+def _measure_sqnr(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+    cast = _get_cast(tensor)
+    if cast is None or tensor.saturated:
         return None
     bound = compute_rounding_bound_db(cast[0])
     return Measure(cast[1], bound - 0.1, bound + BIT_DB / 2, above=False)
 
 
-def _measure_zero(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_zero(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure whether all elements are zero. Gradients may be zero at first, if weights are initialized to zero."""
-    if now.amax is None or now.nonfinite or not now.numel:
+    if tensor.amax is None or tensor.nonfinite or not tensor.numel:
         return None
-    return Measure(float(now.amax == 0), 0, 0)
+    return Measure(float(tensor.amax == 0), 0, 0)
 
 
 DEAD = 1 / 64
 """The share of one of 64 experts."""
 
 
-def _measure_dead(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_dead(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure how much more of a weight's gradient is zero than before: rows, columns or experts that no token uses.
 
     Linears whose operands usually have exact zeros, as after ReLU or dropout, are not judged, because their units idle
     by chance.
     """
-    zeros, before = now.zeros, sample.list_earlier(now)
-    if now.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
+    zeros, before = tensor.zeros, sample.list_earlier(tensor)
+    if tensor.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
         return None
-    if not now.about.get("experts") and any(
-        _get_usual_zeros(operand, sample) > DEAD for operand in _list_operands(now, sample)
+    if not tensor.about.get("experts") and any(
+        _get_usual_zeros(operand, sample) > DEAD for operand in _list_operands(tensor, sample)
     ):
         return None
-    return Measure(zeros - _get_usual_zeros(now, sample), DEAD, DEAD / 2)
+    return Measure(zeros - _get_usual_zeros(tensor, sample), DEAD, DEAD / 2)
 
 
-def _get_usual_zeros(now: TensorStatistics, sample: Sample) -> float:
+def _get_usual_zeros(tensor: TensorStatistics, sample: Sample) -> float:
     """Return the largest share of zeros in the older half of the earlier samples."""
-    before = sample.list_earlier(now)
+    before = sample.list_earlier(tensor)
     return max((earlier.zeros or 0.0 for earlier in before[: len(before) // 2 + 1]), default=0.0)
 
 
@@ -203,7 +200,7 @@ def _list_operands(result: TensorStatistics, sample: Sample) -> list[TensorStati
     return [cast for name, _ in MATMULS[result.key.operand] for cast in operands.get(name, [])]
 
 
-def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_jump(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the powers of two between a level and all of its last four.
 
     They are bad beyond `JUMP_BITS` and beyond six standard deviations of the level's changes. The level of a weight or
@@ -211,33 +208,33 @@ def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
     have jumped too, because gradients depend on the batch. A weight with fewer than three earlier samples is compared
     with those and jumps by `GROWTH_BITS`: a learning rate that is far too high acts in the first step.
     """
-    is_gradient = now.key.operand.startswith("grad")
-    before = sample.list_earlier(now)
-    levels = [tensor.get_log2("rms" if is_gradient else "amax") for tensor in [*before[-8:], now]]
+    is_gradient = tensor.key.operand.startswith("grad")
+    before = sample.list_earlier(tensor)
+    levels = [sampled.get_log2("rms" if is_gradient else "amax") for sampled in [*before[-8:], tensor]]
     recent, past = (levels[-2:], levels[:-2]) if is_gradient else (levels[-1:], levels[:-1])
     usual = [level for level in past if level is not None]
     is_early = len(usual) < 3
-    if None in recent or now.nonfinite or not usual or (is_early and now.key.operand != "weight"):
+    if None in recent or tensor.nonfinite or not usual or (is_early and tensor.key.operand != "weight"):
         return None
-    at = GROWTH_BITS
+    raise_at = GROWTH_BITS
     if not is_early:
         steps = [abs(b - a) for a, b in zip(usual, usual[1:], strict=False)]
-        at = max(GRADIENT_JUMP_BITS if is_gradient else JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
+        raise_at = max(GRADIENT_JUMP_BITS if is_gradient else JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
     low, high = min(usual[-4:]), max(usual[-4:])
     reached = [level for level in recent if level is not None]
     value = max(min(reached) - high, low - max(reached), 0.0)
-    since = before[-1].step if is_gradient else now.step
-    return Measure(value, at, at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:]))
+    since = before[-1].step if is_gradient else tensor.step
+    return Measure(value, raise_at, raise_at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:]))
 
 
-def _measure_growth(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_growth(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the powers of two that an rms grew by in the last 8 or 16 samples, if the growth does not slow down.
 
     Gradients are not judged: they may recover from small values.
     """
-    if now.key.operand not in ("weight", "input") or now.nonfinite:
+    if tensor.key.operand not in ("weight", "input") or tensor.nonfinite:
         return None
-    levels = [tensor.get_log2("rms") for tensor in [*sample.list_earlier(now), now]]
+    levels = [sampled.get_log2("rms") for sampled in [*sample.list_earlier(tensor), tensor]]
     grown = max((_sum_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
     return None if grown is None else Measure(grown, GROWTH_BITS, GROWTH_BITS / 2)
 
@@ -253,81 +250,79 @@ def _sum_steady_growth(levels: list[float | None]) -> float:
     return early + late if early > 0 and late >= 0.75 * early and rises >= len(known) - 2 else 0.0
 
 
-# ---- several tensors -------------------------------------------------------------------------------------------------
-
-
-def _measure_peers(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_peers(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the powers of two between an rms and the median rms of the same tensor in other blocks."""
-    at, level = PEER_BITS.get(now.key.operand), now.get_log2("rms")
-    levels = [peer.get_log2("rms") for peer in sample.by_peers[now.peers] if peer is not now]
+    raise_at, level = PEER_BITS.get(tensor.key.operand), tensor.get_log2("rms")
+    levels = [peer.get_log2("rms") for peer in sample.by_peers[tensor.peers] if peer is not tensor]
     known = [peer_level for peer_level in levels if peer_level is not None]
-    if at is None or level is None or now.nonfinite or len(known) < 3:
+    if raise_at is None or level is None or tensor.nonfinite or len(known) < 3:
         return None
-    return Measure(abs(level - statistics.median(known)), at, at / 2)
+    return Measure(abs(level - statistics.median(known)), raise_at, raise_at / 2)
 
 
-def _measure_result(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_result(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure a result's SQNR over some rows, which is bad three bits below what its operands' errors explain."""
-    if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
+    if not tensor.is_result or tensor.sqnr_db is None or not tensor.rms or tensor.nonfinite:
         return None
-    left, right = (_find_worst_cast(sample, now.key.layer, name) for name, _ in MATMULS[now.key.operand])
-    if left is None or right is None or not (now.numel and left.numel and right.numel and left.rms and right.rms):
+    left, right = (_find_worst_cast(sample, tensor.key.layer, name) for name, _ in MATMULS[tensor.key.operand])
+    if left is None or right is None or not (tensor.numel and left.numel and right.numel and left.rms and right.rms):
         return None
-    contracted = math.sqrt(left.numel * right.numel / now.numel)
-    cancelled = min(now.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
-    expected = compute_result_db(_get_db(left), _get_db(right), cancelled)
-    at = min(expected, 40.0) - 3 * BIT_DB
-    return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
+    contracted = math.sqrt(left.numel * right.numel / tensor.numel)
+    cancelled = min(tensor.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
+    expected = compute_result_db(_get_sqnr_db(left), _get_sqnr_db(right), cancelled)
+    raise_at = min(expected, 40.0) - 3 * BIT_DB
+    return Measure(tensor.sqnr_db, raise_at, raise_at + BIT_DB, above=False)
 
 
-def _measure_sums(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_sums(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the SQNR of a GPU's sums, with the setting in use, against the casts and rounding to bfloat16."""
-    sums = sample.sums.get(now.position)
+    sums = sample.sums.get(tensor.position)
     if sums is None:
         return None
     bound = sums.compute_bound()
-    return Measure(sums.get_used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
+    return Measure(sums.get_used(bool(tensor.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
 
 
 def _find_worst_cast(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
-    return min(sample.by_layer[layer].get(name, []), key=_get_db, default=None)
+    return min(sample.by_layer[layer].get(name, []), key=_get_sqnr_db, default=None)
 
 
-def _get_db(operand: TensorStatistics) -> float:
+def _get_sqnr_db(operand: TensorStatistics) -> float:
     return math.inf if operand.sqnr_db is None else operand.sqnr_db
 
 
-def _measure_vanishing(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_vanishing(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure the rms of a weight's gradient, if it is the largest of all weights."""
-    if now.key.operand != "grad_weight" or not now.rms:
+    if tensor.key.operand != "grad_weight" or not tensor.rms:
         return None
-    rms = [tensor.rms or 0.0 for tensor in sample.tensors if tensor.key.operand == "grad_weight"]
-    return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if now.rms == max(rms) else None
+    rms = [grad.rms or 0.0 for grad in sample.tensors if grad.key.operand == "grad_weight"]
+    return Measure(tensor.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if tensor.rms == max(rms) else None
 
 
-def _measure_unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_unchanged(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     """Measure whether a weight with a gradient stays bit-identical while others change: no optimizer holds it."""
-    before = sample.list_earlier(now)
-    if now.key.operand != "weight" or not before or not _has_gradient(now, sample):
+    before = sample.list_earlier(tensor)
+    if tensor.key.operand != "weight" or not before or not _has_gradient(tensor, sample):
         return None
-    weights = [
-        tensor for tensor in sample.tensors if tensor.key.operand == "weight" and tensor.key.layer != now.key.layer
-    ]
-    others_moved = any(_has_gradient(weight, sample) and not _is_same(weight, sample) for weight in weights)
-    return Measure(float(others_moved and _is_same(now, sample)), 0, 0)
+    layer, candidates = tensor.key.layer, sample.tensors
+    weights = [weight for weight in candidates if weight.key.operand == "weight" and weight.key.layer != layer]
+    any_changed = any(_has_gradient(weight, sample) and not _is_unchanged(weight, sample) for weight in weights)
+    return Measure(float(any_changed and _is_unchanged(tensor, sample)), 0, 0)
 
 
-def _is_same(now: TensorStatistics, sample: Sample) -> bool:
-    before = sample.list_earlier(now)
-    return bool(before) and all(getattr(before[-1], name) == getattr(now, name) for name in ("amax", "rms", "smallest"))
+def _is_unchanged(tensor: TensorStatistics, sample: Sample) -> bool:
+    before = sample.list_earlier(tensor)
+    return bool(before) and all(
+        getattr(before[-1], name) == getattr(tensor, name) for name in ("amax", "rms", "smallest")
+    )
 
 
 def _has_gradient(weight: TensorStatistics, sample: Sample) -> bool:
     return any(grad.amax for grad in sample.by_layer[weight.key.layer].get("grad_weight", []))
 
 
-def _measure_mismatch(now: TensorStatistics, sample: Sample) -> Measure | None:
-    error = now.token_mult_prob_error
+def _measure_mismatch(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+    error = tensor.token_mult_prob_error
     return None if error is None else Measure(error, HEALTHY[1], HEALTHY[0])
 
 

@@ -65,24 +65,28 @@ class SlotIndex(enum.IntEnum):
     """The sum of hp^4 over finite hp."""
 
 
-_COUNTED = slice(6, 12)
-"""The counts and extremes that `kernels.cpu.observe` returns before the sum of fourth powers, in its order."""
+_COUNTS_AND_EXTREMES = slice(6, 12)
+"""The entries that `kernels.cpu.observe` returns before the sum of fourth powers, in its order."""
 _SUMS, _MAXIMA, _MINIMA, _WORST = slice(0, 10), slice(10, 14, 3), slice(11, 13), slice(14, 16)
-_FIXED = len(SlotIndex)
+_NAMED = len(SlotIndex)
+"""The entries of a slot before its counts of exponents."""
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
-EXPONENTS = slice(_FIXED, _FIXED + _EXPONENTS)
-WIDTH = _FIXED + _EXPONENTS
+EXPONENTS = slice(_NAMED, _NAMED + _EXPONENTS)
+WIDTH = _NAMED + _EXPONENTS
 
 STATISTICS: tuple[str, ...] = ("numel", "amax", "rms", "smallest", "underflow", "saturated", "sqnr_db", "scale_min")
 STATISTICS += ("scale_median", "scale_max", "scale_worst", "scale_worst_sqnr_db", "nonfinite", "zeros", "kurtosis")
 """The statistics of a slot, in the order of a record; docs/monitor.md defines them."""
 
-DIGITS = {"rms": 7, "underflow": 6, "saturated": 6, "sqnr_db": 6, "scale_worst_sqnr_db": 6, "zeros": 6, "kurtosis": 6}
-"""Significant digits of the statistics that are quotients. The other statistics are exact."""
+SIGNIFICANT_DIGITS = {"rms": 7} | dict.fromkeys(
+    ("underflow", "saturated", "sqnr_db", "scale_worst_sqnr_db", "zeros", "kurtosis"), 6
+)
+"""The significant digits of the statistics that are quotients. The other statistics are exact."""
 
 _ONE = torch.ones((), dtype=torch.float64, device="cpu")
 
-COUNTS = ("numel", "nonfinite", "scale_worst")
+INTEGERS = ("numel", "nonfinite", "scale_worst")
+"""The statistics that a record writes as integers."""
 
 _CHUNK = 1 << 16
 """Elements that the oracle widens to float64 at a time."""
@@ -115,9 +119,6 @@ def merge_slots(slots: Tensor, observed: Tensor) -> None:
     slots[..., _WORST] = worst
 
 
-# ---- one matrix ------------------------------------------------------------------------------------------------------
-
-
 def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     """Return the slot of one matrix [R, C] and of its cast.
 
@@ -137,7 +138,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     if sums is None:
         sums = observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
     signal, noise, counts = sums
-    slot[_COUNTED], slot[SlotIndex.FOURTH] = counts[:-1], counts[-1]
+    slot[_COUNTS_AND_EXTREMES], slot[SlotIndex.FOURTH] = counts[:-1], counts[-1]
     slot[SlotIndex.SIGNAL] = signal.sum()
     if cast is not None:
         slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
@@ -155,7 +156,7 @@ def observe_in_pytorch(
     counts[5] = math.inf
     scales = [-(-elements // length) for elements, length in zip(hp.shape, blocks, strict=True)]
     sums = hp.new_zeros((2, *scales), dtype=torch.float64)
-    for rows in _iter_chunks(hp.shape, blocks[0]):
+    for rows in _iter_row_chunks(hp.shape, blocks[0]):
         wide = hp[rows].double()
         finite = wide.isfinite()
         magnitude = wide.abs().masked_fill_(~finite, 0)
@@ -170,9 +171,9 @@ def observe_in_pytorch(
         if codes is not None:
             values = codes[rows].double()
             counts[2] += ((values == 0) & (magnitude != 0)).sum()
-            scaled = wide * _expand(quant, blocks, rows, hp.shape)
+            scaled = wide * _expand_scales(quant, blocks, rows, hp.shape)
             counts[3] += (scaled.abs() > get_format(codes.dtype).saturates_above).sum()
-            noise = (wide - values * _expand(dequant, blocks, rows, hp.shape)).square_()
+            noise = (wide - values * _expand_scales(dequant, blocks, rows, hp.shape)).square_()
             noise = noise.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(~finite, 0)
             _add_blocks(sums[1], first, noise, blocks)
     return sums[0], sums[1], counts
@@ -183,7 +184,7 @@ def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, in
     sums[first : first + block_sums.shape[0]] += block_sums
 
 
-def _iter_chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
+def _iter_row_chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
     """Yield slices of rows with about `_CHUNK` elements, cut between blocks unless one block has all rows."""
     step = max(_CHUNK // max(shape[1], 1), 1)
     if block_rows < shape[0]:
@@ -192,7 +193,7 @@ def _iter_chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + step, shape[0]))
 
 
-def _expand(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: torch.Size) -> Tensor:
+def _expand_scales(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: torch.Size) -> Tensor:
     """Expand the scales of some rows until they broadcast to the elements."""
     if scale.dim() == 0:
         return scale
@@ -267,57 +268,54 @@ def normalize_slot(slot: Tensor) -> Values | None:
 
     Returns None for a slot without scales.
     """
-    values = slot[:_FIXED].cpu().numpy()
+    values = slot[:_NAMED].cpu().numpy()
     scales = values[SlotIndex.SCALES]
     return np.concatenate([values[_SUMS] / scales, values[SlotIndex.AMAX : SlotIndex.FOURTH]]) if scales else None
 
 
-# ---- the end of a step -----------------------------------------------------------------------------------------------
-
-
 def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
-    """Compute the statistics of slots [rows, WIDTH] on a CPU: a value per row, or None where one does not apply.
+    """Compute the statistics of slots [tensors, WIDTH] on a CPU: a value per tensor, or None if it does not apply.
 
-    `weight_numel` has the size of the whole weight for each row of a weight's cast, else None. Every rank and
+    `weight_numel` has the size of the whole weight for each cast of a weight, else None. Every rank and
     micro-batch casts the weight again, but its elements count once.
     """
     table = slots.numpy().copy()
-    at = {index.name: table[:, index] for index in SlotIndex}
-    for row, numel in enumerate(weight_numel):
-        if numel and at["NUMEL"][row]:
-            share = numel / at["NUMEL"][row]
-            table[row, _SUMS] *= share
-            at["FOURTH"][row] *= share
+    entry = {index.name: table[:, index] for index in SlotIndex}
+    for position, numel in enumerate(weight_numel):
+        if numel and entry["NUMEL"][position]:
+            share = numel / entry["NUMEL"][position]
+            table[position, _SUMS] *= share
+            entry["FOURTH"][position] *= share
     with np.errstate(all="ignore"):
-        has_elements, has_codes, has_scales = (at[name] > 0 for name in ("NUMEL", "CAST", "SCALES"))
-        finite = at["NUMEL"] - at["NONFINITE"]
-        nonzero, has_worst = finite - at["ZEROS"], has_scales & (at["WORST"] >= 0)
-        has_sqnr = (at["REFERENCE"] > 0) | (at["NOISE"] > 0)
+        has_elements, has_codes, has_scales = (entry[name] > 0 for name in ("NUMEL", "CAST", "SCALES"))
+        finite = entry["NUMEL"] - entry["NONFINITE"]
+        nonzero, has_worst = finite - entry["ZEROS"], has_scales & (entry["WORST"] >= 0)
+        has_sqnr = (entry["REFERENCE"] > 0) | (entry["NOISE"] > 0)
         values = {
-            "numel": (at["NUMEL"], has_elements),
-            "amax": (at["AMAX"], finite > 0),
-            "rms": (np.sqrt(at["SIGNAL"] / finite), finite > 0),
-            "smallest": (at["SMALLEST"], nonzero > 0),
-            "underflow": (np.where(nonzero > 0, at["UNDERFLOW"] / nonzero, 0), has_codes),
-            "saturated": (at["SATURATED"] / at["CAST"], has_codes),
-            "sqnr_db": (compute_ratio_db(at["REFERENCE"], at["NOISE"]), has_sqnr),
-            "scale_min": (at["SCALE_MIN"], has_scales),
-            "scale_median": (_find_medians(table[:, EXPONENTS], at["SCALE_MIN"], at["SCALE_MAX"]), has_scales),
-            "scale_max": (at["SCALE_MAX"], has_scales),
-            "scale_worst": (at["WORST_INDEX"], has_worst),
-            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), at["WORST"]), has_worst),
-            "nonfinite": (at["NONFINITE"], has_elements),
-            "zeros": (at["ZEROS"] / at["NUMEL"], has_elements),
-            "kurtosis": (at["FOURTH"] * finite / at["SIGNAL"] ** 2, nonzero > 0),
+            "numel": (entry["NUMEL"], has_elements),
+            "amax": (entry["AMAX"], finite > 0),
+            "rms": (np.sqrt(entry["SIGNAL"] / finite), finite > 0),
+            "smallest": (entry["SMALLEST"], nonzero > 0),
+            "underflow": (np.where(nonzero > 0, entry["UNDERFLOW"] / nonzero, 0), has_codes),
+            "saturated": (entry["SATURATED"] / entry["CAST"], has_codes),
+            "sqnr_db": (compute_ratio_db(entry["REFERENCE"], entry["NOISE"]), has_sqnr),
+            "scale_min": (entry["SCALE_MIN"], has_scales),
+            "scale_median": (_find_medians(table[:, EXPONENTS], entry["SCALE_MIN"], entry["SCALE_MAX"]), has_scales),
+            "scale_max": (entry["SCALE_MAX"], has_scales),
+            "scale_worst": (entry["WORST_INDEX"], has_worst),
+            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), entry["WORST"]), has_worst),
+            "nonfinite": (entry["NONFINITE"], has_elements),
+            "zeros": (entry["ZEROS"] / entry["NUMEL"], has_elements),
+            "kurtosis": (entry["FOURTH"] * finite / entry["SIGNAL"] ** 2, nonzero > 0),
         }
     return {name: _round_column(name, *values[name]) for name in STATISTICS}
 
 
 def _round_column(name: str, values: Values, applies: NDArray[np.bool_]) -> list[float | None]:
     column: list[float] = values.tolist()
-    if name in DIGITS:
-        column = [float(f"{value:.{DIGITS[name]}g}") for value in column]
-    elif name in COUNTS:
+    if name in SIGNIFICANT_DIGITS:
+        column = [float(f"{value:.{SIGNIFICANT_DIGITS[name]}g}") for value in column]
+    elif name in INTEGERS:
         column = [int(value) for value in column]
     return [value if is_valid else None for value, is_valid in zip(column, applies.tolist(), strict=True)]
 
