@@ -296,7 +296,7 @@ def list_other_names(name: str) -> list[str]:
 
 
 _ROWS = 4
-"""Rows of an expert in the probe stack of `_Conversions.find_parts`: two each for gate and up."""
+"""Rows of an expert in the stack that `_Conversions.find_parts` converts: two each for gate and up."""
 
 
 def _find_first_row(part: Tensor | list[Tensor]) -> int | None:

@@ -83,7 +83,7 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
         weight = model.get_parameter(name)
         stored.store(model, name, weight.dtype, torch.device("cpu") if weight.is_meta else weight.device)
     share_inputs(model, Float8Linear)
-    _load_others(model, tensors, loaded, [name for name in loaded if name not in stored.frozen])
+    _load_high_precision_tensors(model, tensors, loaded, [name for name in loaded if name not in stored.frozen])
     return model
 
 
@@ -220,8 +220,8 @@ def _read_whole_stack(
     codes = torch.empty((stored.mT if swapped else stored).shape, dtype=E4M3.dtype, device=device)
     has_inputs_first, values_of_matrices = is_transposed(experts), []
     for matrix_codes, matrix, scale in zip(codes, stored, scales * (len(stored) // len(scales)), strict=True):
-        live, scale = _replace_zero_scales(matrix, scale)
-        matrix_codes.copy_(live.t() if swapped else live)
+        matrix, scale = _replace_zero_scales(matrix, scale)
+        matrix_codes.copy_(matrix.t() if swapped else matrix)
         rows, columns = reversed(matrix_codes.shape) if has_inputs_first else matrix_codes.shape
         if swapped != has_inputs_first and scale.values.dim():
             scale = scale._replace(values=scale.values.t())
@@ -361,7 +361,9 @@ def find_frozen_obstacle(module: nn.Module, include_subclasses: bool = False) ->
 
 
 @torch.no_grad()
-def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: Mapping[str, Tensor], names: list[str]) -> None:
+def _load_high_precision_tensors(
+    model: nn.Module, tensors: dict[str, Tensor], loaded: Mapping[str, Tensor], names: list[str]
+) -> None:
     """Copy the tensors `names` into parameters and buffers. Replaces those on the meta device, tied ones everywhere."""
     replaced: dict[int, Any] = {}
     for name in names:
@@ -372,5 +374,5 @@ def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: Mapping[s
         new = tensor.to(old.dtype, copy=True)
         replaced[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            held.update({leaf: replaced[id(old)] for leaf, old in held.items() if id(old) in replaced})
+        for owned in (module._parameters, module._buffers):
+            owned.update({leaf: replaced[id(old)] for leaf, old in owned.items() if id(old) in replaced})

@@ -144,7 +144,7 @@ def _choose_common_format(format: str, float8: Mapping[str, ModuleWeight]) -> tu
     if not configs:
         raise InputError("expected a model with float8 linears, got none; convert it, or give a recipe")
     formats = [make_weight_format(format, config) for config in configs.values()]
-    if any(other != formats[0] for other in formats):
+    if any(weight_format != formats[0] for weight_format in formats):
         raise NotImplementedError(
             f"expected one recipe for all float8 linears, got {'; '.join(configs)}; export the layers of each "
             "recipe separately"

@@ -130,8 +130,8 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> TensorRoles
     if lost:
         raise InputError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_KNOWN}")
     cache_scales = find_kv_scale_names(unused, quantized)
-    others = [name for name in unused if name not in cache_scales]
-    left_out = [name for name in others if _is_other_scale(name, scale_of, quantized)]
+    remaining = [name for name in unused if name not in cache_scales]
+    left_out = [name for name in remaining if _is_other_scale(name, scale_of, quantized)]
     model_tensors = [name for name in dtypes if name not in used.union(left_out, cache_scales)]
     return TensorRoles(scale_of, model_tensors, cache_scales, left_out)
 

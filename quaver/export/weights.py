@@ -50,8 +50,11 @@ from quaver.runtime.errors import InputError
 from quaver.runtime.names import strip_wrappers
 from quaver.torch_private.dtensor import get_local_tensor
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Sibling linears that servers fuse into one. With scales per tensor the fused linear has one scale."""
+FUSED_BY_SERVERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears that servers fuse into one, by the names of checkpoints. With scales per tensor the fused linear has one
+scale. These groups are among `SHARED_INPUTS`, which is longer: linears of one input share a cast without any change to
+their codes, but one scale for several weights quantizes some of them again, so only what servers fuse gets it.
+"""
 
 
 _Matrix = tuple[PartNames, Tensor | None, Operand]
@@ -172,13 +175,14 @@ class Float8Weights:
         kv_scales = {} if is_file else get_kv_scales(model)
         self.kv_scales = {self.plan.checkpoint.get_stored_name(name): scale for name, scale in kv_scales.items()}
         self._fsdp_modules = {} if forward_dtype or weights is not None else _find_fsdp_modules(model, self.plan)
-        self._streamed: dict[str, DTensor] = {}
+        self._gathered_as_codes: dict[str, DTensor] = {}
         """The sharded weights whose codes and scales the checkpoint holds: ranks gather no high-precision values."""
         for name in self.plan.float8 if has_recipe else ():
-            held = self._weights.get(name)
-            if isinstance(held, DTensor) and self._is_streamed(name, held.shape[-2]):
-                self._streamed[name] = held
-        self._gathered: dict[str, Tensor] = {}
+            sharded = self._weights.get(name)
+            if isinstance(sharded, DTensor) and self._can_gather_codes(name, sharded.shape[-2]):
+                self._gathered_as_codes[name] = sharded
+        self._unsharded: dict[str, Tensor] = {}
+        """The weights of an FSDPModule that `_unshard_weight` gathered and did not return yet."""
         self._tensors = self._generate()
 
     def __repr__(self) -> str:
@@ -194,7 +198,7 @@ class Float8Weights:
         self.bytes_yielded += tensor.nbytes
         return name, tensor
 
-    def _is_streamed(self, name: str, rows: int) -> bool:
+    def _can_gather_codes(self, name: str, rows: int) -> bool:
         """Return whether ranks gather only codes and scales of a weight. No block may have rows of two parts."""
         if name in self._frozen or name in self.plan.checkpoint.transposed:
             return False
@@ -208,16 +212,16 @@ class Float8Weights:
         return self._view.forward_dtypes.get(id(self.plan.float8[name].parameter))
 
     def _generate(self) -> Iterator[tuple[str, Tensor]]:
-        done: set[str] = set()
+        yielded: set[str] = set()
         for name in self.plan.names:
             if name not in self.plan.float8:
                 for parts, matrix in self._iter_matrices(name):
                     rows_of_parts = matrix.chunk(len(parts)) if len(parts) > 1 else [matrix]
                     for part, rows in zip(parts, rows_of_parts, strict=True):
                         yield part, self._cast_high_precision(part, rows)
-            elif name not in done:
+            elif name not in yielded:
                 fused = self._list_fused_weights(name) if self._shares else [name]
-                done.update(fused)
+                yielded.update(fused)
                 yield from self._quantize_fused(fused)
         for name, scale in self.kv_scales.items():
             yield name, torch.tensor([scale])
@@ -228,18 +232,18 @@ class Float8Weights:
 
     def _list_fused_weights(self, name: str) -> list[str]:
         parent, dot, leaf = get_linear_name(name).rpartition(".")
-        group = next((names for names in FUSED if leaf in names), (leaf,))
-        siblings = [f"{parent}{dot}{sibling}.weight" for sibling in group]
-        return [sibling for sibling in siblings if sibling in self.plan.float8] or [name]
+        group = next((leaves for leaves in FUSED_BY_SERVERS if leaf in leaves), (leaf,))
+        fused = [f"{parent}{dot}{leaf}.weight" for leaf in group]
+        return [weight for weight in fused if weight in self.plan.float8] or [name]
 
     def _quantize_fused(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the codes and scales of each matrix of a weight, or of linears that share a scale."""
         format, shared, amaxes = self.plan.format, None, None
-        are_streamed = self._streamed.keys() >= set(names)
-        if len(names) > 1 and are_streamed:
+        gathers_codes = self._gathered_as_codes.keys() >= set(names)
+        if len(names) > 1 and gathers_codes:
             amaxes = torch.stack([self._compute_amaxes(name) for name in names]).amax(0)
         matrices: list[Iterable[_Matrix]] = [self.forward_operands(name, amaxes) for name in names]
-        if len(names) > 1 and not are_streamed:
+        if len(names) > 1 and not gathers_codes:
             matrices = [*map(list, matrices)]
             scales = [_get_scales(operand) for linear in matrices for _, _, operand in linear]
             shared = min(scales, key=lambda scale: scale.quant.item())
@@ -256,9 +260,8 @@ class Float8Weights:
                         _compute_sqnr_db(expect(matrix), operand), _compute_sqnr_db(expect(matrix), *stored)
                     )
                     known = self.requantized.get(get_linear_name(name), cost)
-                    self.requantized[get_linear_name(name)] = min(
-                        known, cost, key=lambda requantized: requantized.stored_db
-                    )
+                    worst = min(known, cost, key=lambda requantized: requantized.stored_db)
+                    self.requantized[get_linear_name(name)] = worst
                 for part, stored_operand in zip(parts, stored, strict=True):
                     yield from format.iter_tensors(part, stored_operand)
             if format.is_static and isinstance(weight.module, Float8Linear):
@@ -273,7 +276,8 @@ class Float8Weights:
         return local if dtype is None else local.to(dtype)
 
     def _compute_amaxes(self, name: str) -> Tensor:
-        amaxes = compute_whole_amaxes(self._streamed[name], self._get_local_shard(name), self.plan.float8[name].config)
+        sharded, config = self._gathered_as_codes[name], self.plan.float8[name].config
+        amaxes = compute_whole_amaxes(sharded, self._get_local_shard(name), config)
         if not amaxes.isfinite().all():
             raise _make_diverged_error(name)
         return amaxes
@@ -283,17 +287,17 @@ class Float8Weights:
 
         `amaxes`: of the linears that share a scale, if only codes and scales are gathered.
         """
-        held, transposed = self.plan.float8[name], name in self.plan.checkpoint.transposed
-        if name in self._streamed:
-            weight, amaxes = self._streamed[name], self._compute_amaxes(name) if amaxes is None else amaxes
-            operands = gather_whole_operands(weight, self._get_local_shard(name), held.config, amaxes)
+        weight, transposed = self.plan.float8[name], name in self.plan.checkpoint.transposed
+        if name in self._gathered_as_codes:
+            sharded, amaxes = self._gathered_as_codes[name], self._compute_amaxes(name) if amaxes is None else amaxes
+            operands = gather_whole_operands(sharded, self._get_local_shard(name), weight.config, amaxes)
             self.bytes_moved += sum(operand.data.nbytes for operand in operands)
             for parts, operand in zip(self.plan.checkpoint.get_parts(name), operands, strict=True):
                 yield parts, None, operand
             return
         if name not in self._frozen or (name in self.plan.checkpoint.stacks and name not in self._weights):
             for parts, matrix in self._iter_matrices(name, self._find_read_dtype(name)):
-                yield parts, matrix, _quantize_matrix(held, matrix)
+                yield parts, matrix, _quantize_matrix(weight, matrix)
             return
         frozen = self._gather_frozen(name)
         for parts, stored in zip(self.plan.checkpoint.get_parts(name), frozen.matrices(), strict=True):
@@ -303,20 +307,18 @@ class Float8Weights:
     def _iter_matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[PartNames, Tensor]]:
         """Yield a tensor, or each matrix [N, K] of a stack, in `dtype`, with the stored names of its parts."""
         checkpoint, is_stack = self.plan.checkpoint, name in self.plan.checkpoint.stacks
-        held: Iterable[Tensor]
+        matrices: Iterable[Tensor]
         if not is_stack:
-            held = [self._read(name)]
+            matrices = [self._read(name)]
         elif name in self._fsdp_modules or name in self._weights:
             transposed = name in checkpoint.transposed
-            held = (matrix.t().contiguous() if transposed else matrix for matrix in self._read(name))
+            matrices = (matrix.t().contiguous() if transposed else matrix for matrix in self._read(name))
         else:
-            held = (torch.cat([self._gather_whole(part) for part in parts]) for parts in checkpoint.stacks[name])
-        for index, (parts, stored) in enumerate(zip(checkpoint.get_parts(name), held, strict=True)):
-            matrix = stored if dtype is None else stored.to(dtype)
-            is_infinite_buffer = (
-                name in self._buffers and not matrix.isnan().any()
-            )  # limits of Gemma 4's clipped linears
-            if matrix.is_floating_point() and not (is_infinite_buffer or matrix.isfinite().all()):
+            matrices = (torch.cat([self._gather_whole(part) for part in parts]) for parts in checkpoint.stacks[name])
+        for index, (parts, matrix) in enumerate(zip(checkpoint.get_parts(name), matrices, strict=True)):
+            matrix = matrix if dtype is None else matrix.to(dtype)
+            may_be_infinite = name in self._buffers and not matrix.isnan().any()  # limits of Gemma 4's clipped linears
+            if matrix.is_floating_point() and not (may_be_infinite or matrix.isfinite().all()):
                 raise _make_diverged_error(f"expert {index} of {name}" if is_stack else name)
             yield parts, matrix
 
@@ -326,7 +328,7 @@ class Float8Weights:
         FSDP2 has no public reader of this dtype, so `unshard` gathers the weights. The first float8 weight of an
         FSDPModule gathers all of its weights; each call removes one from the cache.
         """
-        if name not in self._gathered:
+        if name not in self._unsharded:
             module = self._fsdp_modules[name]
             parameters = typing.cast(nn.Module, module).parameters
             sharded = list(parameters())
@@ -334,16 +336,16 @@ class Float8Weights:
             try:
                 gathered = [new for old, new in zip(sharded, parameters(), strict=True) if new is not old]
                 self.bytes_moved += sum(weight.nbytes for weight in gathered)
-                for sibling in (sibling for sibling, owner in self._fsdp_modules.items() if owner is module):
-                    weight = self.plan.float8[sibling].parameter.detach()  # still a DTensor under tensor parallelism
-                    self._gathered[sibling] = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
+                for key in (key for key, owner in self._fsdp_modules.items() if owner is module):
+                    weight = self.plan.float8[key].parameter.detach()  # still a DTensor under tensor parallelism
+                    self._unsharded[key] = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
             finally:
                 module.reshard()
-        return self._gathered.pop(name)
+        return self._unsharded.pop(name)
 
     def _gather_frozen(self, name: str) -> FrozenFloat8Weight:
-        held, local = self._get_tensor(name).detach(), self._frozen[name]
-        codes = held.data_fp8 if isinstance(held, FrozenFloat8Weight) else held
+        weight, local = self._get_tensor(name).detach(), self._frozen[name]
+        codes = weight.data_fp8 if isinstance(weight, FrozenFloat8Weight) else weight
         if isinstance(codes, DTensor):  # gathered as bytes, which every backend supports
             shard, mesh, placements = local.data_fp8.view(torch.uint8), codes.device_mesh, codes.placements
             gathered = DTensor.from_local(
@@ -402,13 +404,13 @@ def store_matrix(
     Returns:
         The parts, and whether their codes or scales differ from the forward's.
     """
-    held, rows = format.convert_operand(forward_operand, casts.row), forward_operand.data.shape[0] // parts
-    if held is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
-        power_of_2 = held is not None and casts.power_of_2
+    converted, rows = format.convert_operand(forward_operand, casts.row), forward_operand.data.shape[0] // parts
+    if converted is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
+        power_of_2 = converted is not None and casts.power_of_2
         return [format.quantize(part, power_of_2=power_of_2) for part in expect(weight).chunk(parts)], True
-    scale = expect(held.dequant_scale)
+    scale = expect(converted.dequant_scale)
     scales = scale.chunk(parts) if scale.dim() else [scale] * parts
-    return [Operand(*part, held.layout) for part in zip(held.data.chunk(parts), scales, strict=True)], False
+    return [Operand(*part, converted.layout) for part in zip(converted.data.chunk(parts), scales, strict=True)], False
 
 
 def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: Scales | None = None) -> Operand:
