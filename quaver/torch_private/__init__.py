@@ -32,6 +32,8 @@ Used outside of this package:
 - Attributes of objects: `OpOverload._schema`, `Tensor._make_wrapper_subclass`, `Parameter._is_param`, `_orig_mod` of a
   compiled module, `_forward_pre_hooks`, `_forward_hooks` and `_forward_hooks_always_called` of a module, and
   `_wrapped_by_lr_sched` of an optimizer's `step`.
+- Methods of torch's parallel styles that quaver/parallel/tensor_parallel.py overrides or calls: `_apply`,
+  `_prepare_input_fn`, `_prepare_input_arg` and `_prepare_input_kwarg_fn`.
 - `_is_profiler_enabled` of torch.autograd.profiler, which quaver/runtime/phases.py and quaver/kernels/operation.py read
   without a call.
 - Parts of fake tensors and of Inductor, which the folders devices, compiling and faking of quaver/lab/memory replace.
