@@ -62,7 +62,7 @@ class LayerReport:
         """FLOPs of the three matmuls of each [out_features, in_features] matrix; a multiply-add counts as two."""
         return 6 * self.in_features * self.out_features * self.matrices_per_token
 
-    def row(self, width: int) -> str:
+    def format_line(self, width: int) -> str:
         """Return the layer as a line, with `width` characters for the name."""
         shape = f"{self.in_features:>6} -> {self.out_features:<6}"
         matrices = "" if self.matrices_per_token == 1 else f"{self.matrices_per_token:g} a token  "
@@ -123,8 +123,8 @@ class ConversionReport:
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=4)
-        rows = [layer.row(width) for layer in self.layers]
-        return "\n".join([self.summary(), self.config, *self.notes, *rows])
+        lines = [layer.format_line(width) for layer in self.layers]
+        return "\n".join([self.summary(), self.config, *self.notes, *lines])
 
 
 def conversion_report(module: nn.Module) -> ConversionReport:
