@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import Any
 
 import torch
 
 from quaver.recipes.cast_checks import check_casts, has_powers_of_2
 from quaver.recipes.cast_config import CastConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
 from quaver.recipes.delayed_config import DelayedScalingConfig
+from quaver.recipes.derived_fields import hide_derived_fields
 from quaver.recipes.field_checks import check_field, convert_field
 from quaver.recipes.formats import E4M3, E5M2, get_format
 from quaver.recipes.linear_casts import (
@@ -71,6 +71,7 @@ class Float8GemmConfig:
         convert_field(self, "use_fast_accum", bool)
 
 
+@hide_derived_fields
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """How a `Float8Linear` computes its three matmuls:
@@ -143,7 +144,7 @@ class Float8LinearConfig:
     force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
 
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
-    """The names of the fields that the constructor filled in; see `_ExplicitFields`."""
+    """The names of the fields that the constructor filled in; see derived_fields.py."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
     """The casts by operand and direction, with `backward` and `high_precision_matmuls` applied."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
@@ -196,13 +197,13 @@ class Float8LinearConfig:
             object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
 
     def _resolve_matmuls(self, casts: LinearCasts) -> LinearMatmuls:
-        def options(gemm: Float8GemmConfig, operands: Iterable[tuple[str, str]]) -> MatmulOptions:
+        def make_options(gemm: Float8GemmConfig, operands: Iterable[tuple[str, str]]) -> MatmulOptions:
             power_of_2 = self.round_scales_to_power_of_2
             powers_of_2 = all(has_powers_of_2(casts.get_source(*operand), power_of_2) for operand in operands)
             return MatmulOptions(gemm.use_fast_accum, powers_of_2, self.emulate, self.pad_inner_dim)
 
         gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
-        return LinearMatmuls(*map(options, gemms, MATMULS.values()))
+        return LinearMatmuls(*map(make_options, gemms, MATMULS.values()))
 
     def _resolve_casts(self) -> LinearCasts:
         """Fill in the `cast_config_*` fields, and return the casts of the operands."""
@@ -211,7 +212,7 @@ class Float8LinearConfig:
         for operand, default_dtype in zip(LinearCasts._fields, (E4M3.dtype, E4M3.dtype, E5M2.dtype), strict=True):
             row_name, column_name = (f"cast_config_{name_cast(operand, direction)}" for direction in ("row", "column"))
             given: CastConfig | None = getattr(self, column_name)
-            row, column = _resolve(operand, getattr(self, row_name), given, default_dtype)
+            row, column = _resolve_operand(operand, getattr(self, row_name), given, default_dtype)
             object.__setattr__(self, row_name, row)
             object.__setattr__(self, column_name, column)
             casts.append(OperandCasts(row, column, self.round_scales_to_power_of_2, row == column))
@@ -273,36 +274,16 @@ class Float8LinearConfig:
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
 
-class _ExplicitFields:
-    """Replaces `__dataclass_fields__`: the class lists all fields, an instance only those that its caller passed.
-
-    `dataclasses.replace` and `asdict` read the fields of an instance here, and have no other hook. A config that they
-    make therefore derives a cast again instead of keeping the cast that was derived for the first config.
-    """
-
-    def __init__(self, all_fields: dict[str, Any]) -> None:
-        self.all_fields = all_fields
-
-    def __get__(self, config: Any, kind: type) -> dict[str, Any]:
-        if config is None:
-            return self.all_fields
-        derived = getattr(config, "_derived", ())
-        return {name: option for name, option in self.all_fields.items() if option.init and name not in derived}
-
-
-Float8LinearConfig.__dataclass_fields__ = _ExplicitFields(Float8LinearConfig.__dataclass_fields__)  # type: ignore
-
-
 def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
     tensor = CastConfig(target_dtype=E4M3.dtype)
     row = CastConfig(scaling_granularity=ScalingGranularity.ROWWISE, target_dtype=E4M3.dtype)
     hp = CastConfig(scaling_type=ScalingType.DISABLED)
     from_history = CastConfig(scaling_type=ScalingType.DELAYED)
 
-    def all_operands(cast: CastConfig) -> Float8LinearConfig:
+    def cast_all(cast: CastConfig) -> Float8LinearConfig:
         return Float8LinearConfig(cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast)
 
-    rowwise, delayed = replace(all_operands(row), round_scales_to_power_of_2=True), all_operands(from_history)
+    rowwise, delayed = replace(cast_all(row), round_scales_to_power_of_2=True), cast_all(from_history)
     return {
         Float8LinearRecipeName.TENSORWISE: Float8LinearConfig(),
         Float8LinearRecipeName.ROWWISE: rowwise,
@@ -379,7 +360,7 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     )
 
 
-def _resolve(
+def _resolve_operand(
     operand: str, row: CastConfig, column: CastConfig | None, default_dtype: torch.dtype
 ) -> tuple[CastConfig, CastConfig]:
     column = column or row

@@ -86,7 +86,7 @@ class LinearCasts(NamedTuple):
             return self
         off = {operand for matmul in matmuls for operand in MATMULS[matmul]}
 
-        def operand(name: str, casts: OperandCasts) -> OperandCasts:
+        def disable_operand(name: str, casts: OperandCasts) -> OperandCasts:
             row, column = (
                 disable(cast) if (name, direction) in off else cast
                 for direction, cast in (("row", casts.row), ("column", casts.column))
@@ -94,7 +94,7 @@ class LinearCasts(NamedTuple):
             reads_row = casts.is_dequantized or (dequantized and name != "grad_output")
             return OperandCasts(row, column, casts.power_of_2, row == column and not reads_row, reads_row)
 
-        return LinearCasts(*(operand(name, casts) for name, casts in zip(self._fields, self, strict=True)))
+        return LinearCasts(*(disable_operand(name, casts) for name, casts in zip(self._fields, self, strict=True)))
 
     def list_casts(self) -> tuple[CastConfig, ...]:
         """Return the six casts, by operand, row before column."""

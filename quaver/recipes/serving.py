@@ -103,7 +103,7 @@ def serving_config(
             f"{_describe(base)}"
         )
 
-    def column_cast(served_cast: CastConfig, base_cast: CastConfig) -> CastConfig:
+    def choose_column_cast(served_cast: CastConfig, base_cast: CastConfig) -> CastConfig:
         is_shared = served_cast.is_blockwise or served_cast.granularity == base_cast.granularity
         serves_both = is_shared and not served_cast.depends_on_direction and not base_cast.is_disabled
         return served_cast if serves_both else base_cast
@@ -111,9 +111,9 @@ def serving_config(
     return replace(
         base,
         cast_config_input=served.input,
-        cast_config_input_for_grad_weight=column_cast(served.input, casts.input.column),
+        cast_config_input_for_grad_weight=choose_column_cast(served.input, casts.input.column),
         cast_config_weight=served.weight,
-        cast_config_weight_for_grad_input=column_cast(served.weight, casts.weight.column),
+        cast_config_weight_for_grad_input=choose_column_cast(served.weight, casts.weight.column),
     )
 
 
