@@ -62,9 +62,9 @@ HP_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT8_KIND = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
 _TENSORWISE, _BLOCKS = -1, 2
 
-_WIDER = (torch.bfloat16, torch.float32)
+_WIDE_DTYPES = (torch.bfloat16, torch.float32)
 _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
-    (float8, wide) for float8 in FLOAT8_KIND for wide in _WIDER
+    (float8, wide) for float8 in FLOAT8_KIND for wide in _WIDE_DTYPES
 }
 # Below, starting threads takes longer than they save.
 THREADS_PAY_FROM = 1 << 17  # elements of a cast
@@ -130,7 +130,7 @@ def check_memory(*tensors: Tensor | None) -> None:
         )
 
 
-def say_unavailable() -> None:
+def warn_unavailable() -> None:
     """Report once that casts on this CPU run in PyTorch, unless QUAVER_PURE_PYTORCH is set."""
     if not PURE_PYTORCH:
         warn_once(
@@ -147,19 +147,21 @@ def supports(matrix: Tensor, dtype: torch.dtype) -> bool:
     if not (runs_directly() and is_plain(matrix) and (matrix.dtype, dtype) in _CONVERSIONS):
         return False
     if not AVAILABLE:
-        say_unavailable()
+        warn_unavailable()
         return False
     if matrix.dim() != 2 or matrix.is_contiguous():
         return matrix.dim() == 2
-    return dtype in _WIDER and matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    return dtype in _WIDE_DTYPES and matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
 
 
-def _make_error(tensor: Tensor, wanted: str) -> ValueError:
-    return ValueError(f"{wanted}; got {type(tensor).__name__} {tensor.dtype} of {list(tensor.shape)}, {tensor.layout}")
+def _make_error(tensor: Tensor, expected: str) -> ValueError:
+    return ValueError(
+        f"{expected}; got {type(tensor).__name__} {tensor.dtype} of {list(tensor.shape)}, {tensor.layout}"
+    )
 
 
 def _call(
-    entry: Any,
+    function: Any,
     hp_dtype: torch.dtype,
     codes: Tensor,
     *addresses: int,
@@ -168,7 +170,7 @@ def _call(
     block_size: Sequence[int] = (0, 0),
 ) -> None:
     rows, columns = codes.shape
-    entry(
+    function(
         *(addresses + (0,) * (7 - len(addresses))),
         rows,
         columns,
@@ -182,17 +184,17 @@ def _call(
     )
 
 
-def _new_codes(hp: Tensor, float8_dtype: torch.dtype) -> Tensor | None:
+def _empty_codes(hp: Tensor, float8_dtype: torch.dtype) -> Tensor | None:
     """Allocate the codes of `hp`; None if the extension does not support it."""
     return empty_like(hp, dtype=float8_dtype) if hp.dtype in HP_KIND and supports(hp, float8_dtype) else None
 
 
-def _new_scales(*shape: int) -> tuple[Tensor, Tensor]:
+def _empty_scales(*shape: int) -> tuple[Tensor, Tensor]:
     quant_scale = _SCALAR.new_empty(shape) if shape else empty_like(_SCALAR)
     return quant_scale, empty_like(quant_scale)
 
 
-def _granularity_of(scale: Tensor, layout: ScaleLayout, rows: int, columns: int) -> dict[str, Any]:
+def _describe_granularity(scale: Tensor, layout: ScaleLayout, rows: int, columns: int) -> dict[str, Any]:
     """Return the arguments `dim` and `block_size` of `_call` for a scale."""
     if is_plain(scale) and scale.dtype is torch.float32 and scale.is_contiguous():
         if scale.numel() == 1:
@@ -221,10 +223,10 @@ def dynamic_cast(
     """
     if dim not in (None, 0, 1):
         raise ValueError(f"expected dim None, 0 or 1, got {dim}")
-    codes = _new_codes(hp, float8_dtype) if codes is None else codes
+    codes = _empty_codes(hp, float8_dtype) if codes is None else codes
     if codes is None:
         return None
-    quant, dequant = _new_scales(*(() if dim is None else (hp.shape[0], 1) if dim else (1, hp.shape[1])))
+    quant, dequant = _empty_scales(*(() if dim is None else (hp.shape[0], 1) if dim else (1, hp.shape[1])))
     addresses = hp.data_ptr(), codes.data_ptr(), quant.data_ptr(), dequant.data_ptr()
     dim = _TENSORWISE if dim is None else dim
     _call(extension.dynamic_cast, hp.dtype, codes, *addresses, dim=dim, power_of_2=power_of_2)
@@ -238,12 +240,12 @@ def dynamic_cast_axes(
 
     Returns float8 [rows, columns], quant_scale and dequant_scale [rows, 1]; then the same with scales [1, columns].
     """
-    row_codes = _new_codes(hp, float8_dtype)
+    row_codes = _empty_codes(hp, float8_dtype)
     if row_codes is None:
         return None
     column_codes = empty_like(row_codes)
-    by_rows = row_codes, *_new_scales(hp.shape[0], 1)
-    by_columns = column_codes, *_new_scales(1, hp.shape[1])
+    by_rows = row_codes, *_empty_scales(hp.shape[0], 1)
+    by_columns = column_codes, *_empty_scales(1, hp.shape[1])
     addresses = [tensor.data_ptr() for tensor in (hp, *by_rows, *by_columns)]
     _call(extension.cast_axes, hp.dtype, row_codes, *addresses, power_of_2=power_of_2)
     return *by_rows, *by_columns
@@ -262,13 +264,13 @@ def cast_with_scale(
     `factor`: one number, one per row, one per column, or the shape that `layout` gives. `divides`: whether to divide by
     `factor`, a dequant_scale, instead of multiplying.
     """
-    codes = _new_codes(hp, float8_dtype)
+    codes = _empty_codes(hp, float8_dtype)
     if codes is None:
         return None
-    granularity = _granularity_of(factor, layout, *hp.shape)
+    granularity = _describe_granularity(factor, layout, *hp.shape)
     addresses = hp.data_ptr(), codes.data_ptr(), factor.data_ptr()
-    entry = extension.cast_by_divisor if divides else extension.cast_with_scale
-    _call(entry, hp.dtype, codes, *addresses, **granularity)
+    function = extension.cast_by_divisor if divides else extension.cast_with_scale
+    _call(function, hp.dtype, codes, *addresses, **granularity)
     return codes
 
 
@@ -293,7 +295,7 @@ def cast_and_observe(
     Returns:
         float8 [rows, columns], and the quant_scale and dequant_scale () that were used.
     """
-    codes = _new_codes(hp, float8_dtype)
+    codes = _empty_codes(hp, float8_dtype)
     if codes is None:
         return None
     for tensor, elements in ((quant_scale, 1), (observed, 2)):
@@ -301,7 +303,7 @@ def cast_and_observe(
             raise _make_error(tensor, "expected contiguous float32 on the CPU")
         if tensor.numel() != elements:
             raise _make_error(tensor, f"expected {elements} elements")
-    scales = _new_scales()
+    scales = _empty_scales()
     addresses = [tensor.data_ptr() for tensor in (hp, codes, *scales, quant_scale, observed)]
     _call(extension.cast_and_observe, hp.dtype, codes, *addresses, power_of_2=power_of_2)
     return codes, *scales
@@ -326,9 +328,9 @@ def widen(
     powers of two of at least 2^-110 (or 0, inf, NaN), so that products are exact. For float32 any values are allowed,
     and products are rounded once.
     """
-    if dtype not in _WIDER or not supports(codes, dtype):
+    if dtype not in _WIDE_DTYPES or not supports(codes, dtype):
         return None
-    granularity = {} if scale is None else _granularity_of(scale, layout, *codes.shape)
+    granularity = {} if scale is None else _describe_granularity(scale, layout, *codes.shape)
     out = codes.new_empty(codes.shape, dtype=dtype)
     scale_address = 0 if scale is None else scale.data_ptr()
     _call(extension.widen, dtype, codes, out.data_ptr(), codes.data_ptr(), scale_address, **granularity)

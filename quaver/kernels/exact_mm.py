@@ -131,7 +131,7 @@ def _multiply_wide(
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     widened = _widen_operand(smaller, wide, scales_are_powers_of_2, varies[1 - dim])
     for start, length in split_panels(larger.data, dim, larger.layout[dim] or 1):
-        panel = _widen_operand(larger.part(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
+        panel = _widen_operand(larger.narrow(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (widened, panel) if dim else (panel, widened)
         mm(*operands, panel_bias, out.narrow(dim, start, length))

@@ -45,14 +45,14 @@ class Operand(NamedTuple):
         outer = None if self.outer_scale is None else self.outer_scale.to(device)
         return Operand(self.data.to(device), None if scale is None else scale.to(device), self.layout, None, outer)
 
-    def part(self, dim: int, start: int, length: int) -> Operand:
+    def narrow(self, dim: int, start: int, length: int) -> Operand:
         """Return a view of `length` rows (dim 0) or columns (dim 1). `start` is the beginning of a block."""
         scale, block = self.dequant_scale, self.layout[dim]
         if scale is not None and block != ALL:
             scale = scale.narrow(dim, start // block, -(-length // block))
         return Operand(self.data.narrow(dim, start, length), scale, self.layout, None, self.outer_scale)
 
-    def rows(self, indices: Tensor) -> Operand:
+    def select_rows(self, indices: Tensor) -> Operand:
         """Copy some rows, each with its own scales unless all rows share one."""
         scale, layout = self.dequant_scale, self.layout
         if scale is not None and layout.rows != ALL:

@@ -74,8 +74,8 @@ def register_operation(
     name = reference.__name__.removeprefix("_")
     run = _with_kernels(reference, cpu, gpu)
     library.define(f"{name}({format_arguments(reference)}) -> {_format_results(results)}")
-    library.impl(name, _implementation(run, results), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{name}", _implementation(fake or reference, results), lib=library)
+    library.impl(name, _make_implementation(run, results), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{name}", _make_implementation(fake or reference, results), lib=library)
     registered = getattr(torch.ops.quaver, name)
     if layout is not None:
         registered = wrap_registered_cast(registered, layout)
@@ -105,8 +105,8 @@ def _with_kernels(reference: Callable[..., Any], cpu: Callable[..., Any] | None,
     return run
 
 
-def _implementation(function: Callable[..., Any], results: int | None) -> Callable[..., Any]:
-    """Convert the results of `function` to those of the operation's schema, which has neither `Operands` nor None."""
+def _make_implementation(function: Callable[..., Any], results: int | None) -> Callable[..., Any]:
+    """Return `function` with results that the operation's schema can express: tensors, neither `Operands` nor None."""
 
     @torch.no_grad()
     def implementation(first: Tensor, *args: Any) -> Any:

@@ -183,7 +183,7 @@ class Alarms:
             return None
         state.good = 0 if finding.measure.is_near else state.good + 1
         is_cause = state.cause == key
-        followers = [other for other, follower in self._states.items() if follower.cause == key and other != key]
+        followers = [name for name, follower in self._states.items() if follower.cause == key != name]
         if state.good < finding.rule.samples or (is_cause and any(name[1:] == key[1:] for name in followers)):
             return None
         self._states[key] = _State()

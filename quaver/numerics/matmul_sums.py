@@ -58,7 +58,7 @@ def sample_rows(hp: Tensor, cast: Operand, direction: str) -> Rows:
     if direction == "column":
         hp, cast = hp.t(), cast.t()
     rows = spread_indices(len(hp), SAMPLED, hp.device)
-    return Rows(hp[rows], cast.rows(rows))
+    return Rows(hp[rows], cast.select_rows(rows))
 
 
 class Sums(NamedTuple):

@@ -61,37 +61,39 @@ def policy_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
     write, and the recomputation writes to the copy.
     """
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    forward.__class__ = _Copying
+    forward.__class__ = _CopyOnWriteMode
     return forward, recomputation
 
 
-class _Copying(_CachingTorchDispatchMode):
+class _CopyOnWriteMode(_CachingTorchDispatchMode):
+    """Copies a saved result before an op writes to its storage."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)  # operators that take functions have none
         traces = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
         if schema is not None and schema.is_mutable and not traces:
-            self._copy(self._written_to(schema, args, kwargs or {}))
+            self._copy_saved_results(self._find_written_storages(schema, args, kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _copy(self, storages: set[Any]) -> None:
+    def _copy_saved_results(self, storages: set[Any]) -> None:
         for entries in self.storage.values():
             for entry in entries.values() if isinstance(entries, dict) else entries:
                 if type(entry) is object:  # a result that is recomputed
                     continue
                 for saved in tree_leaves(entry):
                     is_tensor = isinstance(saved, _VersionWrapper) and isinstance(saved.val, Tensor)
-                    if is_tensor and storages & self._storages_of(saved.val):
+                    if is_tensor and storages & self._list_storages(saved.val):
                         saved.val = saved.val.clone()
                         saved.version = saved.val._version
 
-    def _written_to(self, schema: Any, args: Any, kwargs: dict[str, Any]) -> set[Any]:
+    def _find_written_storages(self, schema: Any, args: Any, kwargs: dict[str, Any]) -> set[Any]:
         named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         names = [argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
         written = [leaf for leaf in tree_leaves([named.get(name) for name in names]) if isinstance(leaf, Tensor)]
-        return {storage for tensor in written for storage in self._storages_of(tensor)}
+        return {storage for tensor in written for storage in self._list_storages(tensor)}
 
-    def _storages_of(self, tensor: Tensor) -> set[Any]:
+    def _list_storages(self, tensor: Tensor) -> set[Any]:
         if is_traceable_wrapper_subclass(tensor):
             parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor also has a mesh
-            return {storage for part in parts if isinstance(part, Tensor) for storage in self._storages_of(part)}
+            return {storage for part in parts if isinstance(part, Tensor) for storage in self._list_storages(part)}
         return {storage_key(tensor.untyped_storage())}
