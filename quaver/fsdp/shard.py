@@ -67,8 +67,8 @@ class WeightShard(NamedTuple):
     def find_scale_rows(self, layout: ScaleLayout) -> Tensor:
         """Return the index of each row of a shard of experts among the whole weight's rows of scales, int64."""
         experts, rows, _ = self.size
-        whole = find_scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
-        return whole.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
+        scale_rows = find_scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
+        return scale_rows.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 
 def locate_shard(weight: Tensor, local: Tensor) -> WeightShard:

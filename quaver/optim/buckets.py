@@ -152,20 +152,20 @@ def run_cut_updates(
         updates: (parameter, update, scales of whole rows of both moments or None), in the same order on all ranks,
             including parameters whose shard on this rank is empty.
     """
-    values, parts = torch.tensor(scalars, dtype=torch.float32), []
+    values, unreduced = torch.tensor(scalars, dtype=torch.float32), []
     for parameter, update, _ in updates:
-        parts.append(part := BlockAmaxes.zeros(parameter, 2))
+        unreduced.append(block_amaxes := BlockAmaxes.zeros(parameter, 2))
         for span in _split_shard(update):
             old, grad, _ = _gather([(update, span)])
-            for local, amax in zip(part.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
+            for local, amax in zip(block_amaxes.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
                 local[span.begin : span.end].copy_(amax.view(-1, span.grid.blocks))
-    for part, (_, update, scales) in zip(reduce_amaxes(parts), updates, strict=True):
+    for block_amaxes, (_, update, scales) in zip(reduce_amaxes(unreduced), updates, strict=True):
         device = update.grad.device
         for span in _split_shard(update):
-            mean, root = (local[span.begin : span.end].reshape(-1) for local in part.local)
+            mean, root = (local[span.begin : span.end].reshape(-1) for local in block_amaxes.local)
             update_function = functools.partial(update_blocks, amaxes=(mean, root))
             get_counter(device).add_(_update_bucket([(update, span)], values.to(device), update_function))
-        store_scales(part, scales, part.amaxes.isfinite().all(0))
+        store_scales(block_amaxes, scales, block_amaxes.amaxes.isfinite().all(0))
 
 
 def _split_shard(update: Update) -> list[RowSpan]:

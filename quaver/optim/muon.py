@@ -125,9 +125,9 @@ class Float8Muon(Float8Optimizer):
         old = [get_local_tensor(state[keys.values]), scale]
         new = [None if tensor is None else torch.empty_like(tensor) for tensor in old]
         update = torch.empty(grad.shape, dtype=torch.bfloat16, device=grad.device)
-        part = _compute_amaxes(parameter, spans, grad, old, group) if has_cut_blocks(parameter, group) else None
+        block_amaxes = _compute_amaxes(parameter, spans, grad, old, group) if has_cut_blocks(parameter, group) else None
         for span in spans:
-            _advance_momentum(span, grad, old, new, update, group, part)
+            _advance_momentum(span, grad, old, new, update, group, block_amaxes)
 
         whole_update = _gather_whole(wrap_local(parameter, update, tuple(parameter.shape)))
         is_finite = whole_update.isfinite().all()
@@ -135,8 +135,8 @@ class Float8Muon(Float8Optimizer):
         for target, updated in zip(old, new, strict=True):
             if target is not None and updated is not None:
                 target.copy_(torch.where(is_finite, updated, target))
-        if part is not None:
-            store_scales(part, get_row_scales(parameter, state, group), is_finite)
+        if block_amaxes is not None:
+            store_scales(block_amaxes, get_row_scales(parameter, state, group), is_finite)
         change = zeropower_via_newtonschulz(whole_update, group["ns_coefficients"], group["ns_steps"], group["eps"])
         change = torch.where(is_finite, _take_shard(change, parameter), 0)
         lr = float(group["lr"])
@@ -151,7 +151,7 @@ def _advance_momentum(
     new: Sequence[Tensor | None],
     update: Tensor,
     group: dict[str, Any],
-    part: BlockAmaxes | None,
+    block_amaxes: BlockAmaxes | None,
 ) -> None:
     """Write a span of the bfloat16 `update`, and of the `new` momentum from `old`, each (values, scales or None)."""
     grid, values = span.grid, _slice_rows(old[0], span)
@@ -159,7 +159,7 @@ def _advance_momentum(
     direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
     select_rows(update, span).copy_(from_blocks(direction, grid))
     noise = take_low16(_draw_bits(span, grad.device))
-    amax = momentum.abs().amax(1) if part is None else _slice_rows(part.local[0], span).reshape(-1)
+    amax = momentum.abs().amax(1) if block_amaxes is None else _slice_rows(block_amaxes.local[0], span).reshape(-1)
     codes, scales = store_moment(momentum, amax, noise, values.dtype, is_root=False)
     _slice_rows(new[0], span).copy_(from_blocks(codes, grid))
     if scales is not None:
@@ -180,11 +180,11 @@ def _compute_amaxes(
     parameter: Tensor, spans: Sequence[RowSpan], grad: Tensor, old: Sequence[Tensor | None], group: dict[str, Any]
 ) -> BlockAmaxes:
     """Compute the amaxes of the momentum's blocks over the ranks that share them. A collective."""
-    part = BlockAmaxes.zeros(parameter, 1)
+    block_amaxes = BlockAmaxes.zeros(parameter, 1)
     for span in spans:
         amax = _compute_momentum(span, grad, old, group)[1].abs().amax(1)
-        _slice_rows(part.local[0], span).copy_(amax.view(-1, span.grid.blocks))
-    return reduce_amaxes([part])[0]
+        _slice_rows(block_amaxes.local[0], span).copy_(amax.view(-1, span.grid.blocks))
+    return reduce_amaxes([block_amaxes])[0]
 
 
 def _slice_rows(tensor: Tensor | None, span: RowSpan) -> Any:
