@@ -242,6 +242,10 @@ class Monitor:
             self._ends.note_end()
             self._end(1)
 
+    def is_sampled(self, step: int) -> bool:
+        """Return whether step `step`, from 1, is sampled."""
+        return step == 1 or step % self.every == 0
+
     def mismatch(self, measured: Mismatch) -> None:
         """Record how far the trainer of this step is from its rollout (logprob_mismatch.py).
 
@@ -292,7 +296,7 @@ class Monitor:
     def _plan_next(self) -> None:
         """Decide whether to sample the next step, and which layers get extras in it."""
         step = self.completed_steps + 1
-        is_sampled = step == 1 or step % self.every == 0
+        is_sampled = self.is_sampled(step)
         names = list(self._weights) if is_sampled and self.extras_every else []
         # All layers in the first step; then each layer in one of `extras_every` samples, in turn.
         turn = step // self.every

@@ -45,7 +45,7 @@ def drawn_curves() -> None:
 def undrawn_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves curves.png empty elsewhere: drawing takes two thirds of a tiny run."""
     if "drawn_curves" not in request.fixturenames:
-        monkeypatch.setattr("quaver.lab.trainer.train.draw_curves", lambda metrics, image, title: image.touch())
+        monkeypatch.setattr("quaver.lab.trainer.run_end.draw_curves", lambda metrics, image, title: image.touch())
 
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "float8 has four bits of exponent", "0123456789"]

@@ -42,6 +42,8 @@ class RunAlarms:
     """The first alarm that stops the run."""
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
+    sink: AlarmSink | None = None
+    """The sink of the monitor, on the first rank."""
 
     def make_sink(self, sink: Sink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
         """Return a sink that passes lines on to `sink` and raises alarms.

@@ -1,4 +1,5 @@
-"""Process-wide behavior during a run: signals, a watchdog for steps that hang, deterministic algorithms."""
+"""Process-wide behavior during a run: signals, a watchdog for steps that hang, deterministic algorithms,
+and the compiler's limit."""
 
 import ctypes
 import faulthandler
@@ -8,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,18 @@ from types import FrameType
 
 import torch
 
+from quaver.lab.settings import TrainConfig
+from quaver.lab.trainer.model import Llama
+from quaver.recipes.linear_casts import MATMULS
+
 CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """cuBLAS reads it at start and needs it for reproducible results (its documentation, "Results Reproducibility")."""
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent ends."""
+
+VARIANTS_OF_A_BLOCK = 8
+"""The compiled variants of a block: training or validation, float8 or high precision, with or without a monitor."""
 
 
 @contextmanager
@@ -180,3 +188,18 @@ def use_determinism(enabled: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = before[2]
+
+
+@contextmanager
+def raise_recompile_limit(config: TrainConfig, models: Iterable[Llama]) -> Iterator[None]:
+    """Raise Dynamo's recompile limit in the block, if the run compiles: blocks with different recipes share no code."""
+    if not config.training.compile:
+        yield
+        return
+    from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
+
+    torch.compiler.reset()  # code of an earlier run in this process would be reused, and not be counted
+    phases_of_block = 2 ** len(MATMULS) if config.float8.high_precision_schedule else 1
+    blocks = sum(len(list(model.iter_blocks())) for model in models)
+    with recompile_limit(VARIANTS_OF_A_BLOCK * phases_of_block * blocks):
+        yield

@@ -1,5 +1,6 @@
 """A run that is ready to train: its parallelized models with their weights, its data, folder and checkpoints."""
 
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
 from quaver.lab.trainer.alarms import fall_back
 from quaver.lab.trainer.parallelize import make_mesh
+from quaver.lab.trainer.process import Watchdog
 from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import get_peak_flops
 from quaver.runtime.errors import InputError
+
+SLOW_PHASE_PATIENCE = 10
+"""The watchdog's factor for the first step and the first validation, which may compile, and for checkpoints."""
 
 
 class TrainingRun:
@@ -37,6 +42,17 @@ class TrainingRun:
         self.began_at_step = progress.step
         self.peak = get_peak_flops(setup.device)
         self.flops_per_token = {model.name: model.count_flops_per_token() for model in models}
+
+    def watch(self, phase: str, *, is_slow: bool = False) -> AbstractContextManager[None]:
+        """Write the stacks of this process if the block takes longer than comm.watchdog_seconds.
+
+        Args:
+            phase: what the block does, for the line on stderr.
+            is_slow: whether it may take `SLOW_PHASE_PATIENCE` times as long.
+        """
+        watchdog = Watchdog(self.folder.get_stacks_path(self.ranks.rank))
+        seconds = self.config.comm.watchdog_seconds * (SLOW_PHASE_PATIENCE if is_slow else 1)
+        return watchdog.watch(seconds, f"{phase} on rank {self.ranks.rank}")
 
 
 def prepare(config: TrainConfig) -> TrainingRun:

@@ -55,7 +55,7 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
         stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
         stack.enter_context(patch.object(Block, "compile", compile_quickly))
         # Drawing takes as long as three steps.
-        stack.enter_context(patch("quaver.lab.trainer.train.draw_curves", lambda *paths, **_: paths[-1].touch()))
+        stack.enter_context(patch("quaver.lab.trainer.run_end.draw_curves", lambda *paths, **_: paths[-1].touch()))
         stack.callback(read_ranks.cache_clear)
         stack.enter_context(redirect_stdout(output))
         stack.enter_context(redirect_stderr(error))

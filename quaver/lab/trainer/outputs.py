@@ -1,0 +1,141 @@
+"""Writes and shows the numbers of a run: metrics.jsonl, loggers, float8 scales, profiles, the terminal."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quaver.conversion.report import conversion_report
+from quaver.lab.runs.errors import OutputFailures
+from quaver.lab.runs.json_lines import JsonLines
+from quaver.lab.terminal.console import make_stdout_console
+from quaver.lab.trainer.alarms import RunAlarms
+from quaver.lab.trainer.display import Display
+from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
+from quaver.lab.trainer.flops import compute_utilization
+from quaver.lab.trainer.memory import read_device_memory
+from quaver.lab.trainer.metrics import Logger, is_spike, list_scalars, open_loggers, remember
+from quaver.lab.trainer.numerics import NumericsLog
+from quaver.lab.trainer.profiling import Profiler
+from quaver.lab.trainer.run_monitor import close_monitor, open_monitor
+from quaver.lab.trainer.trained_model import StepResult, TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun
+
+
+@dataclass
+class Outputs:
+    """The destinations of a run's numbers. Only the first rank has loggers and a visible display."""
+
+    run: TrainingRun
+    metrics: JsonLines | None
+    loggers: list[Logger]
+    scales: JsonLines | None
+    """float8_scales.jsonl, for recipes with persistent scales."""
+    display: Display
+    profiling: Profiler
+    alarms: RunAlarms
+    failures: OutputFailures
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append the record of a step or a validation to metrics.jsonl, and log its numbers."""
+        if self.metrics is not None:
+            with self.failures.catch():
+                self.metrics.write(record)
+        for logger in self.loggers:
+            with self.failures.catch():
+                logger.log(record["step"], list_scalars(record))
+
+    def record_step(self, model: TrainedModel, step: int, result: StepResult) -> None:
+        """Write and show one step of `model`."""
+        progress = self.run.progress
+        if result.nonfinite:
+            progress.skipped_steps[model.name] = progress.skipped_steps.get(model.name, 0) + 1
+            self.write({"step": step, "run": model.name, "skipped": result.nonfinite})
+            self.display.print_skipped_step(step, model.name, result.nonfinite)
+            return
+        metrics = self.run.config.metrics
+        scaling = model.scaling.report() if self.run.ranks.is_first and model.precision == model.name else []
+        record = _make_step_record(self.run, model, step, result) | summarize_saturation(scaling)
+        recent = progress.recent_losses.setdefault(model.name, [])
+        record["loss_spike"] = is_spike(result.loss, recent, metrics.loss_spike_deviations)
+        remember(result.loss, recent)
+        self.write(record)
+        self.display.print_step(record)
+        if self.scales and scaling and step % metrics.float8_scales_freq == 0:
+            with self.failures.catch():
+                self.scales.write(make_scales_record(step, model.name, scaling))
+
+    def record_validation(self, model: TrainedModel, loss: float) -> None:
+        """Write and show a validation of `model` after the last step."""
+        record = {"step": self.run.progress.step, "run": model.name, "validation_loss": loss}
+        record["precision"] = model.precision
+        if model.expert_load is not None:
+            record["expert_load"] = model.expert_load.tolist()
+        if self.run.config.validation.high_precision_too:
+            record["validation_loss_hp"] = model.validation_loss_hp
+        self.write(record)
+        self.display.print_validation(record)
+
+    def check_folder(self) -> None:
+        """Note a removed run folder. After the first step, write the conversion report with the backends that ran."""
+        run = self.run
+        if not run.ranks.is_first:
+            return
+        with self.failures.catch():
+            run.folder.check_exists()
+            if run.progress.step == run.began_at_step + 1 and run.config.float8.enable_float8_linear:
+                run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
+
+
+@contextmanager
+def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs]:
+    """Open the files, loggers and monitor of `run` for the block. A collective.
+
+    Raises OutputError on every rank if one cannot be opened.
+    """
+    folder, config, is_first = run.folder, run.config.metrics, run.ranks.is_first
+    with ExitStack() as stack:
+        loggers: list[Logger] = []
+        metrics = scales = None
+        if is_first:
+            with failures.catch():
+                metrics = stack.enter_context(closing(JsonLines(folder.metrics)))
+                loggers = stack.enter_context(open_loggers(config, folder, asdict(run.config), failures))
+                if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
+                    scales = stack.enter_context(closing(JsonLines(folder.float8_scales)))
+        display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak.source)
+        alarms = RunAlarms(run.config.numerics, display, run.models[0].model, run.progress.fallbacks)
+        if run.config.numerics.every:
+            if is_first:
+                alarms.sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)
+            stack.callback(close_monitor, run)
+            open_monitor(run, alarms)
+        failures.raise_on_all_ranks()
+        profiler = Profiler(run.config, folder.path, run.ranks.rank, run.device, failures)
+        yield Outputs(run, metrics, loggers, scales, display, stack.enter_context(profiler), alarms, failures)
+
+
+def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
+    tokens_per_s = run.config.training.step_tokens / result.seconds
+    flops = run.flops_per_token[model.name]
+    if model.precision != model.name:  # float8.high_precision_schedule
+        flops = model.count_flops_per_token()
+    return {
+        "step": step,
+        "run": model.name,
+        "precision": model.precision,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "step_seconds": result.seconds,
+        "tokens_per_s": tokens_per_s,
+        **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
+        **read_device_memory(run.device),
+        **_find_fullest_expert(model),
+    }
+
+
+def _find_fullest_expert(model: TrainedModel) -> dict[str, float]:
+    """Return the load of the fullest expert of any layer, relative to the mean."""
+    load = model.expert_load
+    return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}

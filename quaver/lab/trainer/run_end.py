@@ -1,0 +1,99 @@
+"""The end of a run: its status, the summary and the curves, and the last lines on the terminal."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures
+from quaver.lab.runs.run_folder import replace_file
+from quaver.lab.terminal.console import say
+from quaver.lab.trainer.display import print_results
+from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.plot import draw_curves
+from quaver.lab.trainer.summary import summarize
+from quaver.lab.trainer.training_run import TrainingRun
+
+
+class RunEnd:
+    """How a run ended. `summary` is set after the block of `conclude`."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self.status = "failed"
+        self.error: str | None = None
+        self.summary: dict[str, Any] = {}
+
+    def note_last_step(self, alarm: str) -> None:
+        """Set the status of a run whose loop ended without an error; `alarm` is the one that stopped it, or ""."""
+        is_done = self._run.progress.step >= self._run.config.training.steps
+        self.status = "finished" if is_done else "alarm" if alarm else "interrupted"
+        self.error = alarm or None
+
+    def note_error(self, error: Exception) -> None:
+        """Set the status of a run that `error` ended."""
+        statuses: dict[type, str] = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}
+        self.status = statuses.get(type(error), "failed")
+        is_one_line = isinstance(error, (NonFiniteError, CheckpointError, OutputError))
+        text = next(iter(str(error).splitlines()), "")
+        self.error = str(error) if is_one_line else f"{type(error).__name__}: {text}"
+
+    def close_checkpoints(self, *, waits: bool) -> None:
+        """Finish the save in progress, or with `waits` false abandon it. Prints its error and appends it."""
+        with self._run.watch("the end of the last checkpoint", is_slow=True):
+            unsaved = self._run.checkpoints.close(waits=waits)
+        if unsaved:
+            self.error = f"{self.error}; {unsaved}" if self.error else unsaved
+            if self._run.ranks.is_first:
+                say(unsaved)
+
+    def write(self) -> None:
+        """Write the summary and the curves, on the first rank, unless there was nothing to do. Raises OutputError."""
+        run = self._run
+        did_something = run.progress.step > run.began_at_step or self.status != "finished"
+        if run.ranks.is_first and did_something:
+            run.folder.write_json("summary.json", self.summary)
+            with replace_file(run.folder.curves) as image:
+                draw_curves(run.folder.metrics, image, title=run.folder.path.name)
+
+    def print(self) -> None:
+        """Print the summary and how to resume, on the first rank."""
+        run = self._run
+        if not run.ranks.is_first:
+            return
+        if run.progress.step == run.began_at_step and self.status == "finished":
+            say(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")
+        else:
+            print_results(self.summary)
+        say(f"run folder: {run.folder.path}")
+        if self.status in ("interrupted", "alarm") and run.checkpoints.folder.list_steps():
+            say(f"resume with: quaver train --resume {run.folder.path}")
+
+
+@contextmanager
+def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
+    """Write the summary and the curves after the block, which trains, however it ends; print them if it did not raise.
+
+    A KeyboardInterrupt, the second Ctrl-C, ends a single process like the first one, without waiting for a checkpoint.
+
+    Raises:
+        OutputError: on every rank, if a file could not be written on any rank.
+    """
+    end, waits, is_writable = RunEnd(run), True, True
+    try:
+        yield end
+    except KeyboardInterrupt:
+        end.status, waits = "interrupted", False
+        if not run.ranks.is_alone:
+            raise
+    except Exception as error:
+        end.note_error(error)
+        is_writable = not isinstance(error, OutputError)
+        raise
+    finally:
+        end.close_checkpoints(waits=waits)
+        end.summary = summarize(run, status=end.status, error=end.error)
+        if is_writable:
+            with failures.catch():  # an error that ended the run has priority
+                end.write()
+    failures.raise_on_all_ranks()
+    end.print()

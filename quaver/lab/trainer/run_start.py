@@ -1,0 +1,36 @@
+"""Prints what a run trains, on what data and devices, before its first step."""
+
+from quaver.lab.trainer.display import Display
+from quaver.lab.trainer.training_run import TrainingRun
+
+
+def introduce(run: TrainingRun, display: Display) -> None:
+    """Print the run folder, model, data, step, ranks and peak FLOPs of `run`, on the first rank."""
+    if not run.ranks.is_first:
+        return
+    config, origin = run.config, run.data.origin
+    parameters = sum(parameter.numel() for parameter in run.models[0].model.parameters())
+    display.print_line(f"run folder   {run.folder.path}")
+    if run.folder.resume_step is not None:
+        changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changes.items())
+        display.print_line(
+            f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else "")
+        )
+    precisions = " and ".join(model.name for model in run.models)
+    display.print_line(f"model        {parameters:,} parameters, trained in {precisions}")
+    display.print_line(
+        f"data         {origin['path']}: {origin['files']:,} files ({origin['corrupt']:,} corrupt items left out), "
+        f"{origin['train_tokens']:,} tokens to train, {origin['validation_tokens']:,} to validate"
+    )
+    display.print_line(
+        f"step         {config.training.step_tokens:,} tokens; {config.training.steps} steps on {run.device}"
+    )
+    if not run.ranks.is_alone:
+        display.print_line(f"ranks        {run.dims}")
+        for note in dict.fromkeys(note for model in run.models for note in model.notes):
+            display.print_line(f"{'':<12} {note}")
+    peaks = {"bfloat16": run.peak.flops_per_s}
+    if run.peak.float32_flops_per_s and any("float32" in flops for flops in run.flops_per_token.values()):
+        peaks["float32"] = run.peak.float32_flops_per_s
+    for name, flops_per_s in peaks.items():
+        display.print_line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
