@@ -7,15 +7,16 @@ random number generators, which the trainer itself does not use while it trains.
 [Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
 copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
 group, whose collectives do not interleave with the collectives of training. Each phase ends with an exchange of
-errors: a save fails on every rank or on none. `failed` polls it, `wait` raises it.
+errors: a save fails on every rank or on none. `failed` polls it, `wait` raises it. The caller of `save` runs in a block
+of `ignore_single_process_warning`.
 """
 
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -98,7 +99,6 @@ class Checkpointer:
         """
         self.folder, self.config, self.ranks, self.description = folder, config, ranks, description
         self._device = device
-        ignore_single_process_warning()
         self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
         self._pending: Future[None] | None = None
         self._saved_step = -1
@@ -258,9 +258,9 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
 def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
     """Fill the tensors of `state`, on all ranks together. Raises CheckpointError on every rank if that fails."""
     read_metadata(reader)
-    ignore_single_process_warning()
     try:
-        load(state, storage_reader=reader, planner=CheckpointPlanner())
+        with ignore_single_process_warning():
+            load(state, storage_reader=reader, planner=CheckpointPlanner())
     except (Exception, CheckpointException) as error:
         raise _make_read_error("load", reader, error) from error
 
@@ -296,9 +296,15 @@ def find_innermost_cause(error: BaseException) -> str:
     return describe_error(error).splitlines()[0].strip()
 
 
-def ignore_single_process_warning() -> None:
-    """Silence DCP's warning that it saves or loads in a single process, which is intended here."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+@contextmanager
+def ignore_single_process_warning() -> Iterator[None]:
+    """Silence, in the block, DCP's warning that it saves or loads in a single process, which is intended here.
+
+    The filters belong to the process, so a thread must not enter the block: see [Note: background writes].
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _start_thread(write: Callable[..., None], *args: Any) -> "Future[None]":

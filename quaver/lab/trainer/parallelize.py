@@ -82,7 +82,6 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
     dims = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and "tp" in dims:
         _split_linears(model, mesh["tp"])
-        _ignore_view_warning()
     degree = config.parallelism.expert_parallel_degree
     mesh_of_experts = _split_experts(model, config, mesh) if mesh is not None and degree > 1 else None
     if config.activation_checkpoint.store_in_float8:
@@ -167,13 +166,16 @@ def _finish_collective(module: nn.Module, inputs: Any, output: Tensor) -> Tensor
     return output.clone()
 
 
-def _ignore_view_warning() -> None:
-    """Silence FSDP2's warning that a module returns a view, whose hooks an in-place operation would remove.
+@contextmanager
+def ignore_view_warning() -> Iterator[None]:
+    """Silence, in the block, FSDP2's warning that a module returns a view: an in-place operation would drop its hooks.
 
     A tensor parallel module returns the local tensor of a DTensor, which is a view; no code here writes into one.
     Remove this when torch no longer warns about `to_local`, as 2.13 does.
     """
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
+        yield
 
 
 def _split_linears(model: Llama, mesh: DeviceMesh) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from quaver.lab.data import Batch
+from quaver.lab.runs.checkpoint import ignore_single_process_warning
 from quaver.lab.runs.errors import CheckpointError, OutputFailures
 from quaver.lab.trainer.memory import reset_device_peaks
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.outputs import Outputs, open_outputs
+from quaver.lab.trainer.parallelize import ignore_view_warning
 from quaver.lab.trainer.process import (
     Requests,
     catch_stop_signals,
@@ -52,6 +54,8 @@ def train(run: TrainingRun) -> dict[str, Any]:
     try:
         with (
             silence_other_ranks(run.ranks.is_first),
+            ignore_view_warning(),
+            ignore_single_process_warning(),
             conclude(run, failures) as end,
             use_determinism(run.config.training.deterministic),
             raise_recompile_limit(run.config, [model.model for model in run.models]),

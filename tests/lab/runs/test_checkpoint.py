@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +93,16 @@ def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     assert_same(collect_tensors(resumed), expected)
     assert resumed.progress == whole.progress
     assert resumed.checkpoints.folder.list_steps() == [2, 3]
+
+
+def test_a_run_and_its_resume_leave_the_warning_filters_of_the_process(tiny_config):
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        before = [*warnings.filters]
+        run_to_end(set_steps(tiny_config, 1))
+        run_to_end(set_steps(tiny_config, 2, resume="must"))
+        assert warnings.filters == before
+    assert not [warning for warning in shown if "torch.distributed is disabled" in str(warning.message)]
 
 
 def test_a_label_with_a_colon_is_no_name_of_a_file(config):

@@ -26,7 +26,7 @@ from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.lab.trainer.parallelize import make_mesh
+from quaver.lab.trainer.parallelize import ignore_view_warning, make_mesh
 from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -107,7 +107,8 @@ def _measure_rank(rank: int, config: TrainConfig, ranks: int, folder: str) -> No
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
         resolved, dims = resolve(config, rank=rank, world_size=ranks)
-        measured = measure_rank(resolved, dims, Ranks(rank, rank, ranks), torch.device("cpu"))
+        with ignore_view_warning():
+            measured = measure_rank(resolved, dims, Ranks(rank, rank, ranks), torch.device("cpu"))
         if rank == 0:
             torch.save(measured, Path(folder) / "measured")
         dist.barrier()

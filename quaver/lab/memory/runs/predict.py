@@ -25,7 +25,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.initialize import allocate
-from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
+from quaver.lab.trainer.parallelize import ignore_view_warning, parallelize, pretend_mesh
 from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -121,7 +121,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
     """
     device = torch.device("cpu")
     config, dims = resolve(config, rank=0, world_size=ranks)
-    with pretend_mesh(dims) as mesh:
+    with pretend_mesh(dims) as mesh, ignore_view_warning():
         name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors

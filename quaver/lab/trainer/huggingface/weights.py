@@ -106,11 +106,11 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dty
 
     Raises NotWrittenError.
     """
-    ignore_single_process_warning()
     # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
     writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
     try:
-        save({"model": make_meta_state(model, dtype)}, storage_writer=writer, planner=_LazyPlanner(weights, model))
+        with ignore_single_process_warning():
+            save({"model": make_meta_state(model, dtype)}, storage_writer=writer, planner=_LazyPlanner(weights, model))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         if not isinstance(cause, Exception):  # Ctrl-C
