@@ -59,7 +59,7 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
 
     Raises:
         InputError: the degrees do not multiply to `world_size`, expert parallel ranks or the batch do not divide, or a
-            float8 all-gather is enabled although no weight is sharded.
+            setting of a collective is set that these ranks do not have.
     """
     dims = _make_parallel_dims(config, rank, world_size)
     training, groups = config.training, dims.data_parallel_degree
@@ -88,6 +88,12 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
         "comm.float8_gradients",
         "false where no gradient is reduce-scattered (a data_parallel_shard_degree of 1)",
         True,
+    )
+    require(
+        groups > 1 or config.parallelism.fsdp_reshard_after_forward == "default",
+        "parallelism.fsdp_reshard_after_forward",
+        "default where FSDP2 gathers no weight (one data-parallel rank)",
+        config.parallelism.fsdp_reshard_after_forward,
     )
     batch = share if training.global_batch_size == -1 else training.global_batch_size
     return replace(config, training=replace(training, global_batch_size=batch)), dims

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from quaver.lab.runs import ranks as ranks_module
 from quaver.lab.runs.ranks import Ranks, read_ranks
-from quaver.lab.settings import Float8, Parallelism, TrainConfig, Training
+from quaver.lab.settings import Comm, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.runtime.devices import MissingDeviceError
 
@@ -63,9 +63,21 @@ def test_the_global_batch_is_filled_in_and_divides():
         fill_in(3, global_batch_size=8)
 
 
-def test_a_float8_all_gather_needs_sharded_weights():
-    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be false where no weight is sharded"):
-        resolve(make_config(2, 1, float8=Float8(enable_fsdp_float8_all_gather=True)), world_size=2)
+@pytest.mark.parametrize(
+    ("degrees", "sections", "refusal"),
+    [
+        ((2, 1), {"float8": Float8(enable_fsdp_float8_all_gather=True)}, "all_gather must be false where no weight is"),
+        ((2, 1), {"comm": Comm(float8_gradients=True)}, "float8_gradients must be false where no gradient is reduce-"),
+        ((1, 2), {"training": Training(reduce="last_all_reduce")}, "reduce must be every or last without replicas"),
+        ((1, 1, 2), {}, "fsdp_reshard_after_forward must be default where FSDP2 gathers no weight"),
+    ],
+)
+def test_a_setting_of_a_collective_is_refused_on_ranks_without_it(degrees, sections, refusal):
+    config = make_config(*degrees, **sections)
+    if not sections:
+        config = replace(config, parallelism=replace(config.parallelism, fsdp_reshard_after_forward="never"))
+    with pytest.raises(ValueError, match=refusal):
+        resolve(config, world_size=2)
 
 
 @pytest.fixture
