@@ -52,10 +52,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
+def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[bool]:
     """Remove the records after `step`, and an incomplete last line, from files of JSON lines, after the block.
 
-    Memory is bounded by the longest line. An error, in a file or in the block, leaves every file as it was.
+    Yields whether there are any. Memory is bounded by the longest line. An error, in a file or in the block, leaves
+    every file as it was.
 
     Raises:
         CheckpointError: a line is not a record.
@@ -65,13 +66,16 @@ def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
     for path in partials:
         if not path.is_file():  # reading a FIFO would block
             raise CheckpointError(f"{str(path)!r} is not a file; remove it")
+    has_later = False
     try:
         for path, partial in partials.items():
             with path.open("rb") as file, partial.open("wb") as rewound:
                 for number, line in enumerate(file, start=1):
                     if line.endswith(b"\n") and _parse_record(line, path, number)["step"] <= step:
                         rewound.write(line)
-        yield
+                    else:
+                        has_later = True
+        yield has_later
         for path, partial in partials.items():
             partial.replace(path)
     finally:

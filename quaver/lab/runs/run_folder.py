@@ -101,12 +101,17 @@ class RunFolder:
     def begin(self, config: TrainConfig) -> None:
         """Write the resolved config, and remove the records of metrics after the step that the run resumes from.
 
+        If there are such records, the id of the run at Weights & Biases is removed too, where they stay.
+
         Raises:
             CheckpointError: the metrics are damaged; nothing was written.
             OutputError: a file cannot be written.
         """
         try:
-            with rewind_metrics([self.metrics, self.float8_scales, self.numerics], self.resume_step or 0):
+            files = [self.metrics, self.float8_scales, self.numerics]
+            with rewind_metrics(files, self.resume_step or 0) as has_later:
+                if has_later:
+                    (self.path / WANDB_ID).unlink(missing_ok=True)
                 write_config(_without_resume(config), self.path / CONFIG_TOML)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error

@@ -12,6 +12,7 @@ from uuid import uuid4
 from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
 from quaver.lab.settings import Metrics, require
+from quaver.lab.terminal.console import say
 
 WARMUP_STEPS = 3
 """The first steps, which medians leave out: they compile, allocate and measure memory."""
@@ -27,12 +28,12 @@ MIN_RELATIVE_STD = 1e-3
 class _TensorBoard:
     """Its methods raise OutputError for any error. A thread writes: a record may raise the error of an earlier one."""
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
+    def __init__(self, folder: Path, completed_steps: int) -> None:
+        """Hide the records that an earlier start of the run has after `completed_steps`."""
         self._name = f"TensorBoard in {str(folder)!r}"
-        purge_step = None if resume_step is None else resume_step + 1  # hides the records that are taken again
         with _convert_errors(self._name):
             tensorboard = importlib.import_module("torch.utils.tensorboard")
-            self._writer = tensorboard.SummaryWriter(log_dir=str(folder), purge_step=purge_step)
+            self._writer = tensorboard.SummaryWriter(log_dir=str(folder), purge_step=completed_steps + 1)
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         with _convert_errors(self._name):
@@ -48,14 +49,22 @@ _WANDB = "Weights & Biases"
 
 
 class _Wandb:
-    """Its methods raise OutputError for any error of the service."""
+    """Its methods raise OutputError for any error of the service.
 
-    def __init__(self, project: str, folder: Path, settings: dict[str, Any], *, resumes: bool) -> None:
-        identity = _choose_wandb_id(folder, resumes=resumes)
+    It cannot remove records. `RunFolder.begin` removes the id of a run with records that the resumed run takes again,
+    which then begins a new run there.
+    """
+
+    def __init__(self, project: str, folder: Path, settings: dict[str, Any], resume_step: int | None) -> None:
+        is_new = not (folder / WANDB_ID).exists()
+        identity = _choose_wandb_id(folder)
         with _convert_errors(_WANDB):
             self._run = importlib.import_module("wandb").init(
                 project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
             )
+            self._run.define_metric("*", step_metric="step")  # its own step counts the calls of log
+        if is_new and resume_step is not None:
+            say(f"{_WANDB}: a new run, {identity}, begins after step {resume_step}")
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         with _convert_errors(_WANDB):
@@ -66,14 +75,14 @@ class _Wandb:
             self._run.finish()
 
 
-def _choose_wandb_id(folder: Path, *, resumes: bool) -> str:
-    """Return the id under which a resumed run continues its curves, or a new id for a new run.
+def _choose_wandb_id(folder: Path) -> str:
+    """Return the id under which a resumed run continues its curves; if the folder has none, store a new id.
 
     It is stored in the run folder, because runs in different folders may have the same name. Raises OutputError.
     """
     path = folder / WANDB_ID
     with convert_to_output_error(path):
-        if not (resumes and path.exists()):
+        if not path.exists():
             path.write_text(uuid4().hex[:16] + "\n", encoding="utf-8")
         return path.read_text(encoding="utf-8").strip()
 
@@ -123,10 +132,9 @@ def open_loggers(
     loggers: list[Logger] = []
     try:
         if config.enable_tensorboard:
-            loggers.append(_TensorBoard(folder.path / config.save_tb_folder, folder.resume_step))
+            loggers.append(_TensorBoard(folder.path / config.save_tb_folder, folder.resume_step or 0))
         if config.enable_wandb:
-            resumes = folder.resume_step is not None
-            loggers.append(_Wandb(config.wandb_project, folder.path, settings, resumes=resumes))
+            loggers.append(_Wandb(config.wandb_project, folder.path, settings, folder.resume_step))
         yield loggers
     finally:
         for logger in loggers:

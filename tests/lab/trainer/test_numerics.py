@@ -91,10 +91,14 @@ def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
+    """Return a stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
     wandb: Any = types.ModuleType("wandb")
-    wandb.logged, wandb.options, wandb.finished = [], {}, []
-    run = types.SimpleNamespace(log=wandb.logged.append, finish=lambda: wandb.finished.append(True))
+    wandb.logged, wandb.options, wandb.finished, wandb.axes = [], {}, [], {}
+    run = types.SimpleNamespace(
+        log=lambda scalars: wandb.logged.append({**scalars, "id": wandb.options["id"]}),
+        finish=lambda: wandb.finished.append(True),
+        define_metric=lambda name, step_metric: wandb.axes.update({name: step_metric}),
+    )
     wandb.init = lambda **options: wandb.options.update(options) or run
     wandb.__spec__ = types.SimpleNamespace(name="wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -127,20 +131,22 @@ def test_loggers_get_every_number(watched_config, wandb):
     assert read_tensorboard(f"numerics/amax/{name}") == pytest.approx(amaxes)
     assert (wandb.options["project"], wandb.options["name"], wandb.options["resume"]) == ("p", "tiny", "allow")
     assert wandb.options["config"]["model"]["dim"] == 32
+    assert wandb.axes == {"*": "step"}
     assert wandb.finished == [True]
 
 
-def test_runs_of_one_name_have_ids_of_their_own_which_resumes_keep(tmp_path, wandb):
-    def open_and_read_id(folder: str, resume_step: int | None) -> str:
-        path = tmp_path / folder / "same-name"
-        path.mkdir(parents=True, exist_ok=True)
-        with open_loggers(Metrics(enable_wandb=True), RunFolder(path, resume_step), {}, OutputFailures(Ranks())):
-            return wandb.options["id"]
-
-    first, other = open_and_read_id("a", None), open_and_read_id("b", None)
-    assert open_and_read_id("a", 2) == first
-    again = open_and_read_id("a", None)
-    assert len({first, other, again}) == 3
+def test_no_run_of_wandb_has_a_step_twice(resumable_config, wandb, capsys):
+    config, ids = changed(resumable_config, metrics={"enable_wandb": True}), []
+    for steps, load_step in ((4, -1), (6, -1), (7, 2)):
+        resume = {"resume": "auto", "load_step": load_step}
+        run_to_end(changed(config, training={"steps": steps}, checkpoint=resume))
+        ids.append(wandb.options["id"])
+    assert ids[0] == ids[1] != ids[2]
+    assert f"Weights & Biases: a new run, {ids[2]}, begins after step 2\n" in capsys.readouterr().out
+    steps = [(entry["id"], entry["step"]) for entry in wandb.logged if "bfloat16/loss" in entry]
+    assert steps == [(ids[0], step) for step in range(1, 7)] + [(ids[2], step) for step in range(3, 8)]
+    run_to_end(changed(config, job={"dump_folder": config.job.dump_folder + "2"}))  # of the same name
+    assert wandb.options["id"] not in ids
 
 
 def test_an_error_of_wandb_is_one_line(watched_config, wandb):
@@ -153,7 +159,7 @@ def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for resume_step, steps in ((None, [1, 2, 3]), (1, [2, 3, 4])):
+    for resume_step, steps in ((None, [1, 2, 3, 4, 5]), (None, [1, 2, 3]), (1, [2, 3, 4])):  # the first saved nothing
         folder, config = RunFolder(tmp_path, resume_step), Metrics(enable_tensorboard=True)
         with open_loggers(config, folder, {}, OutputFailures(Ranks())) as (logger,):
             for step in steps:
