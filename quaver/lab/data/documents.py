@@ -55,7 +55,7 @@ class SourceFile:
 def find_files(path: str) -> list[SourceFile]:
     """Return the files of `data.path` by name. Hidden files and folders are left out, links to folders not followed.
 
-    Raises OSError if the path does not exist, or a folder cannot be read.
+    Raises OSError if the path does not exist, or a folder cannot be read; InputError for a device, pipe or socket.
     """
     is_library = path == STDLIB
     root = Path(sysconfig.get_paths()["stdlib"]) if is_library else expand_user(path)
@@ -63,6 +63,8 @@ def find_files(path: str) -> list[SourceFile]:
         raise FileNotFoundError(f"data.path {path!r} does not exist; give stdlib, a text file or a folder")
     if root.is_file():
         return [SourceFile.from_path(root.name, root)]
+    if not root.is_dir():
+        raise InputError(f"data.path {path!r} is neither a file nor a folder; give stdlib, a text file or a folder")
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if (name not in STDLIB_SKIPPED if is_library else _is_visible(name))]

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ RUN_FILES = (
     "curves.png",
     WANDB_ID,
 )
+
+FOLDERS = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+)
+"""Settings that name a folder in the run folder."""
 
 UNRELATED = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
 """Sections that change what a run saves and shows, but not its numbers, except for RELATED settings."""
@@ -230,13 +239,11 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
         names = set()
     except OSError as error:
         raise _make_write_error(path, error) from error
-    folder = path / config.checkpoint.folder
-    require(
-        config.checkpoint.folder not in RUN_FILES and (folder.is_dir() or not folder.exists()),
-        "checkpoint.folder",
-        "a folder, with a name that no other file of the run has",
-        config.checkpoint.folder,
-    )
+    for name in FOLDERS:
+        folder = attrgetter(name)(config)
+        has_place = (path / folder).is_dir() or not (path / folder).exists()
+        expected = "a folder, with a name that no other file of the run has"
+        require(Path(folder).parts[0] not in RUN_FILES and has_place, name, expected, folder)
     step = _find_resume_step(path, config.checkpoint, is_run=CONFIG_TOML in names)
     if names and (config.checkpoint.resume == "never" or CONFIG_TOML not in names):
         raise FileExistsError(_describe_refusal(path, config.checkpoint))

@@ -144,7 +144,9 @@ def as_tuple(value: Any) -> Any:
 
 
 def expand_user(path: str) -> Path:
-    """Return `path` with ~ expanded. Raises InputError for the home of a user that does not exist."""
+    """Return `path` with ~ expanded. Raises InputError for the home of a user that does not exist, and for NUL."""
+    if "\0" in path:  # of a TOML file, for no system call takes it
+        raise InputError(f"{path!r} has a NUL character; give another path")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -153,7 +155,7 @@ def expand_user(path: str) -> Path:
 
 def is_folder_name(name: str) -> bool:
     """Return whether `name` is empty or names one folder, on any system, and not a path."""
-    return name not in (".", "..") and not any(sep in name for sep in "/\\")
+    return name not in (".", "..") and not set(name) & set("/\\\0")
 
 
 def get_hints(kind: Any) -> dict[str, Any]:

@@ -137,4 +137,4 @@ class Profiling(Settings, section="profiling"):
 def _is_inside(folder: str) -> bool:
     """Return whether `folder`, relative to the run folder, names a folder in it."""
     path = PurePath(folder)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in folder

@@ -61,7 +61,8 @@ class RunEnd:
         if not run.ranks.is_first:
             return
         if run.progress.step == run.began_at_step and self.status == "finished":
-            say(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")
+            steps = f"training.steps = {run.config.training.steps}"
+            say(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; set more steps")
         else:
             print_results(self.summary)
         say(f"run folder: {run.folder.path}")
