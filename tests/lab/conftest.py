@@ -38,12 +38,12 @@ def run_quaver(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def drawn_curves() -> None:
-    """Requested by the tests that look at curves.png."""
+    """Let the run draw curves.png, for the tests that look at it."""
 
 
 @pytest.fixture(autouse=True)
 def undrawn_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves curves.png empty elsewhere: drawing takes two thirds of a tiny run."""
+    """Leave curves.png empty elsewhere: drawing takes two thirds of a tiny run."""
     if "drawn_curves" not in request.fixturenames:
         monkeypatch.setattr("quaver.lab.trainer.run_end.draw_curves", lambda metrics, image, title: image.touch())
 
@@ -72,14 +72,14 @@ def make_tiny(folder: Path, text_folder: Path) -> TrainConfig:
 
 
 def make_resumable(config: TrainConfig) -> TrainConfig:
-    """The config with checkpoints after steps 2 and 4, and a learning rate that is independent of training.steps."""
+    """Return `config` with checkpoints after steps 2 and 4, and a learning rate independent of training.steps."""
     schedule = LRScheduler(schedule="constant", warmup_steps=2)
     return replace(config, lr_scheduler=schedule, checkpoint=Checkpoint(interval=2, keep_latest_k=0))
 
 
 @pytest.fixture
 def before_each_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TrainedModel, int], object]], None]:
-    """Makes an action happen before each step."""
+    """Return a function that calls its argument with the model and the step before each step."""
 
     def before_each_step(action: Callable[[TrainedModel, int], object]) -> None:
         original = TrainedModel.train_step
@@ -105,7 +105,7 @@ def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
 
 @pytest.fixture
 def load() -> Callable[..., TokenData]:
-    """Loads the data at a path with the [data] settings given, for sequences of 16 tokens and quietly."""
+    """Return a function that loads the data at a path with [data] settings, for sequences of 16 tokens."""
 
     def load(
         path: Path | str, *, seq_len: int = 16, vocab_size: int = 1 << 20, check: bool = False, **settings: object

@@ -270,7 +270,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "**Refused:** experts that are no multiple of the ranks": f"{SPLIT_EXPERTS}::test_experts_that_cannot_be_split "
         f"{SPLIT_EXPERTS}::test_ranks_that_disagree",
     },
-    "design/0015-config.md": {"the check of TOML refuses it": "tests/lab/settings/test_config.py::test_bad_toml"},
+    "design/0015-config.md": {
+        "the check of TOML refuses it": "tests/lab/settings/test_config.py::test_a_wrong_key_or_value_in_toml_is_named"
+    },
     "design/0016-data.md": {
         "so a folder of another user is refused": "tests/lab/data/test_data_cache.py"
         "::test_a_folder_of_another_user_is_refused_unless_it_is_read_only",

@@ -61,7 +61,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def on_terminal(monkeypatch):
-    """Runs words on a terminal of 80 columns with colours; returns the exit code, and what stdout and stderr show."""
+    """Return a function that runs words on a terminal of 80 columns: the exit code, and what stdout and stderr show."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -75,7 +75,7 @@ def on_terminal(monkeypatch):
 
 
 @pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
-def test_help(command, on_terminal, monkeypatch):
+def test_help_fits_80_columns_without_broken_words_or_colors(command, on_terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     code, text, _ = on_terminal(*command, "--help")
     assert code == 0
@@ -108,7 +108,7 @@ def test_colours_are_for_terminals(wants_colour, on_terminal, monkeypatch, tmp_p
 
 @pytest.fixture
 def count_twice(monkeypatch):
-    """Works on two activities, each until its line is on stderr. The clock stands still."""
+    """Return a command of two activities, each of which ends when its line is on stderr. The clock stands still."""
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(progress, "EVERY_S", 0.001)
     monkeypatch.setattr(progress, "EVERY_LINE_S", 0.001)

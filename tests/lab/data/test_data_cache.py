@@ -35,7 +35,7 @@ def load_and_print(text: Path, cache: str) -> None:
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one for each entry that this process makes."""
+    """Return a list of the entries that this process makes, which grows as it makes them."""
     names = []
     build = load_module.build_entry
 
@@ -255,7 +255,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, cache):
     assert not [path for path in Path(cache).iterdir() if path.suffix != ".lock"]
 
 
-def test_the_default_folder(monkeypatch, tmp_path):
+def test_the_cache_is_by_default_in_xdg_cache_home_or_dot_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolve_cache_folder("") == tmp_path / "quaver" / "tokens"
     monkeypatch.delenv("XDG_CACHE_HOME")

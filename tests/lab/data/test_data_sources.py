@@ -132,7 +132,7 @@ def test_digest_sees_content_and_order(text_folder, load):
         ("data.txt", b"x" * 100, ValueError, "validation split .* has 11 tokens"),
     ],
 )
-def test_bad_data(name, content, error, message, tmp_path, load):
+def test_unreadable_or_too_little_text_is_refused(name, content, error, message, tmp_path, load):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):

@@ -39,7 +39,7 @@ QUANTIZED = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By recipe, a finished run with its bfloat16 baseline."""
+    """Return finished runs with their bfloat16 baselines, by recipe."""
     root = tmp_path_factory.mktemp("runs")
     (root / "text.txt").write_text(TEXT)
     words = ["train", *TINY, f"--data={root / 'text.txt'}", f"--job.dump_folder={root}"]

@@ -44,7 +44,7 @@ def test_the_tolerances_follow_from_what_was_recorded():
         *(pytest.param(name, STEPS, marks=pytest.mark.nightly) for name in NAMES),
     ],
 )
-def test_the_first_losses(name, steps, tmp_path):
+def test_the_first_losses_are_the_recorded_ones(name, steps, tmp_path):
     losses, machine = compute_losses(name, tmp_path, steps), describe_machine()
     recorded = RECORDED.get(machine, {})
     if name in recorded and "AMX" not in machine:
@@ -55,7 +55,7 @@ def test_the_first_losses(name, steps, tmp_path):
     assert losses[0] == pytest.approx(expected[0], rel=FIRST_STEP_TOLERANCE)
 
 
-def test_recipes_differ():
+def test_no_two_recipes_have_equal_losses():
     """Otherwise a recipe that silently fell back to another would pass."""
     for by_name in RECORDED.values():
         assert len(set(map(tuple, by_name.values()))) == len(by_name)

@@ -31,7 +31,7 @@ def test_a_healthy_run_raises_none():
     assert watched(replace(HEALTHY[0], steps=7, every=1)).events == []
 
 
-def test_tables_have_misses():
+def test_tables_list_missed_faults_and_false_alarms():
     alarm = {"rule": "dead", "layer": "model.layers.3.mlp", "operand": "grad_weight"}
     faults = [
         {"fault": "shuffled labels", "found": False, "samples": None, "alarms": [], "expected": []},

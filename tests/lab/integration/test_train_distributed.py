@@ -151,7 +151,7 @@ def finish(command: list[str], **options: object) -> "subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with some text and one used run folder."""
+    """Return a folder with some text and one used run folder."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "text").mkdir()
     for n in range(400):  # a sequence has more than one document
@@ -325,7 +325,7 @@ def check_diverged(run: Path, stdout: str, stderr: str) -> None:
 
 
 def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(folder, tmp_path):
-    """Parses the script's arguments with torchrun's own parser, and starts the ranks that they ask for."""
+    """torchrun's own parser reads the arguments of the script, and this test starts the ranks that they ask for."""
     shutil.copytree(REPOSITORY / "train_configs", tmp_path / "train_configs")
     script = shutil.copy(REPOSITORY / "run_train.sh", tmp_path)
     torchrun = tmp_path / ".venv" / "bin" / "torchrun"

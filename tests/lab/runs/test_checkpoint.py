@@ -52,7 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 
 @pytest.fixture
 def saved(config: TrainConfig, finished: TrainingRun) -> Path:
-    """Return a copy of its folder, where `config` has its own."""
+    """Return a copy of the folder of `finished`, in the place of the run of `config`."""
     return Path(shutil.copytree(finished.folder.path, Path(config.job.dump_folder) / "tiny"))
 
 
@@ -195,7 +195,7 @@ def test_random_numbers_follow_the_seed_and_resume(config):
     assert torch.equal(torch.rand(3), seeded)
 
 
-def test_keep_latest_k(config):
+def test_keep_latest_k_removes_older_checkpoints(config):
     assert run_to_end(set_steps(config, 3, keep_latest_k=1)).checkpoints.folder.list_steps() == [3]
 
 

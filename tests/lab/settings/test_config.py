@@ -68,7 +68,7 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
         ("--training.global_batch_size -1", lambda config: config.training.step_batch_size == 8),
     ],
 )
-def test_flags(words, is_set):
+def test_a_flag_sets_its_field(words, is_set):
     assert is_set(read_config(*words.split()))
 
 
@@ -104,7 +104,7 @@ def test_a_written_config_reads_back_equal(tmp_path, words):
         ("[metrics]\nplot_float8_scales = true\n", "unknown key in .*: 'metrics.plot_float8_scales'"),
     ],
 )
-def test_bad_toml(tmp_path, toml, message):
+def test_a_wrong_key_or_value_in_toml_is_named(tmp_path, toml, message):
     path = tmp_path / "bad.toml"
     path.write_text(toml)
     with pytest.raises(ValueError, match=message):

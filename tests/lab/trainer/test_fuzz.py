@@ -76,7 +76,7 @@ def fuzz(
 
 
 @EXAMPLES
-def test_toml(examples, tmp_path):
+def test_any_toml_is_read_or_refused_in_one_line(examples, tmp_path):
     plain = st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.lists(st.integers())
     settings = st.dictionaries(st.sampled_from(["dim", "steps", "path"]), plain, max_size=2)
     sections = st.dictionaries(st.sampled_from(["model", "training", "data"]), settings)
@@ -90,7 +90,7 @@ def test_toml(examples, tmp_path):
 
 
 @EXAMPLES
-def test_metrics(examples, tmp_path):
+def test_any_metrics_are_rewound_or_refused_in_one_line(examples, tmp_path):
     lines = draw_dict("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | draw_nested("[")
 
     def read(path: Path) -> None:
@@ -101,7 +101,7 @@ def test_metrics(examples, tmp_path):
 
 
 @EXAMPLES
-def test_token_cache(examples, tmp_path, text_folder, load):
+def test_any_entry_of_the_token_cache_is_read_or_damaged(examples, tmp_path, text_folder, load):
     load(text_folder, cache_folder=str(tmp_path / "kept"))
     (folder,) = (path for path in (tmp_path / "kept").iterdir() if path.is_dir())
     about = json.loads((folder / "entry.json").read_text())
@@ -119,7 +119,7 @@ def test_token_cache(examples, tmp_path, text_folder, load):
 
 
 @EXAMPLES
-def test_hugging_face_index(examples, tmp_path):
+def test_any_hugging_face_index_is_read_or_refused_in_one_line(examples, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     names = st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "", ".", "a\0b"]) | VALUES
     maps = st.dictionaries(st.text(max_size=5), names, max_size=3)
@@ -137,7 +137,7 @@ def read_texts(path: Path) -> None:
 
 
 @EXAMPLES
-def test_json_lines(examples, tmp_path):
+def test_any_jsonl_is_text_or_counted_as_corrupt(examples, tmp_path):
     lines = (
         draw_dict("text", "other").map(json.dumps).map(str.encode) | st.binary(max_size=20) | draw_nested('{"text":')
     )
@@ -172,7 +172,7 @@ HOSTILE_MODELS = [
 
 
 @EXAMPLES
-def test_tokenizers(examples, tmp_path):
+def test_any_tokenizer_is_read_or_refused_in_one_line(examples, tmp_path):
     path = tmp_path / "tokenizer.json"
     train_tokenizer(path, ["<s>", "</s>"], vocab_size=280)
 
@@ -188,7 +188,7 @@ def test_tokenizers(examples, tmp_path):
 
 
 @EXAMPLES
-def test_parquet(examples, tmp_path):
+def test_any_parquet_is_text_or_counted_as_corrupt(examples, tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["to be", "or not", None, "to be"] * 20}), path)
     content = path.read_bytes()
@@ -211,7 +211,7 @@ def test_metadata_of_a_checkpoint(examples, tmp_path):
 
 @EXAMPLES
 @pytest.mark.parametrize(("name", "read"), [(RECORD, read_record), (MANIFEST, check_manifest)])
-def test_json_of_a_checkpoint(examples, name, read, tmp_path):
+def test_any_json_of_a_checkpoint_is_read_or_refused_in_one_line(examples, name, read, tmp_path):
     known = draw_dict("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
     texts = (VALUES | known).map(json.dumps).map(str.encode)
     (tmp_path / "stray").touch()  # which no manifest names

@@ -235,7 +235,7 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_export_in_shards(hf, out, tmp_path):
+def test_shards_of_an_export_are_within_their_size_and_in_the_index(hf, out, tmp_path):
     convert("quaver-to-hf", out, tmp_path / "back", "--dtype=float32", "--max-shard-size=60KB")
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
@@ -265,7 +265,7 @@ def float8_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "checkpoint" / "step-00000002"
 
 
-def test_export_of_a_float8_run(float8_run, tmp_path, capsys):
+def test_both_models_of_a_float8_run_are_exported_with_their_weights(float8_run, tmp_path, capsys):
     convert("quaver-to-hf", float8_run, tmp_path / "first", "--dtype=float32")
     convert("quaver-to-hf", float8_run.parents[1], tmp_path / "baseline", "--model=bfloat16")
     assert "the model tensorwise of step 2 in float32" in capsys.readouterr().out

@@ -37,7 +37,7 @@ def compute_gradients(config: TrainConfig, ranks: int, scales: list[float]) -> d
 
 
 def list_inexact_sums(config: TrainConfig, ranks: int) -> list[str]:
-    """Names of parameters whose gradient is not the rounded sum of the three micro-batches' in float32."""
+    """Return the parameters whose gradient is not the rounded float32 sum of those of the three micro-batches."""
     one, three = compute_gradients(config, ranks, [1.0]), compute_gradients(config, ranks, SCALES)
     return [name for name, grad in one.items() if not torch.equal(three[name], (258 * grad.float()).to(grad.dtype))]
 

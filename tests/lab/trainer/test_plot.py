@@ -15,7 +15,7 @@ from quaver.lab.trainer.plot import draw_curves, smooth
 
 @pytest.fixture
 def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict]], Figure]:
-    """Draws curves of records and returns the figure."""
+    """Return a function that draws curves of records and returns the figure."""
     figures: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
@@ -35,7 +35,7 @@ def make_records(name: str, steps: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("runs", [{"tensorwise": 30, "bfloat16": 29}, {"bfloat16": 1}, {}], ids=str)
-def test_panels_of_curves(draw, runs):
+def test_curves_have_a_panel_of_the_loss_gap_with_two_models(draw, runs):
     figure = draw([record for name, steps in runs.items() for record in make_records(name, steps)])
     gap = ["Loss gap of tensorwise to bfloat16 (%)"] if len(runs) == 2 else []
     titles = [axis.get_title() for axis in figure.axes if axis.get_title()]

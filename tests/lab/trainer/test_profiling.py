@@ -40,7 +40,7 @@ def train_step(model, optimizer=None):
 
 @contextmanager
 def profile_first_step(model, folder, *, recipe="tensorwise", **profiling):
-    """The first step of a run on one rank; raises what it could not write."""
+    """Profile the block as the first step of a run. Raises OutputError for what could not be written."""
     config, failures = make_config(**EVERY_STEP, **profiling), OutputFailures(Ranks())
     optimizer = torch.optim.SGD(model.parameters())
     with Profiler(config, folder, 0, CPU, failures) as profiler, profiler.profile(1, recipe, model, optimizer):

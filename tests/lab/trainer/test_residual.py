@@ -17,7 +17,7 @@ BFLOAT16 = {"residual_dtype": "bfloat16"}
 
 
 def record_stream(config: TrainConfig, ranks: int) -> dict:
-    """One forward and backward on this rank: what the embedding and each block give and get, and the gradient."""
+    """Run forward and backward on this rank, and return what the embedding and blocks pass on."""
     trained, _ = build_on_rank(config, ranks)
     stream: dict = {"blocks": [], "dtypes": [], "gathered": []}
     embedding = trained.model.model.embed_tokens

@@ -36,7 +36,7 @@ def watched_config(tiny_config: TrainConfig) -> TrainConfig:
 
 
 def add_outlier(run: TrainingRun, where: Any = (..., 5)) -> TrainingRun:
-    """A part of a linear's input, one channel, is 2^20 times larger, so that the rest of it becomes zero."""
+    """Multiply one channel of a linear's input by 2^20, so that the others become zero."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
         scale = torch.ones_like(inputs[0])

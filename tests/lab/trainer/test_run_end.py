@@ -39,7 +39,7 @@ from tests.steps import assert_same
 
 @pytest.fixture
 def spoil(before_each_step) -> Callable[[TrainingRun, set[int]], None]:
-    """Makes the embedding put out an inf in steps, whatever its weights are."""
+    """Return a function that makes the embedding of a run return inf in the given steps."""
 
     def spoil(run: TrainingRun, bad_steps: set[int]) -> None:
         steps = []
