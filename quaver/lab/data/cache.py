@@ -64,7 +64,7 @@ class TokenCache:
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                self.wait_for_lock(lock)
+                self._wait_for_lock(lock)
         try:
             entry = self._open(check, self.progress)
             if entry is None:
@@ -98,7 +98,7 @@ class TokenCache:
         expected = "a folder that belongs to you, or that you cannot write"
         require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", expected, str(self.folder))
 
-    def wait_for_lock(self, lock: FileLock) -> None:
+    def _wait_for_lock(self, lock: FileLock) -> None:
         self.progress.say("waiting for another process, which makes the tokens")
         lock.acquire()
 

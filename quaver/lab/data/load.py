@@ -26,8 +26,7 @@ from quaver.runtime.errors import InputError
 ENCODE_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
 
-
-_REPEATED = ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corrupt_places")
+_COPIED_FIELDS = ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corrupt_places")
 """The fields of entry.json that the run folder has too."""
 
 
@@ -131,7 +130,7 @@ def _describe_origin(entry: CacheEntry, source: TextSource, data: Data, cache: T
         "path": data.path,
         "files": len(source.files),
         "other_files": source.other_files,
-        **{name: entry.description[name] for name in _REPEATED},
+        **{name: entry.description[name] for name in _COPIED_FIELDS},
         **{f"{name}_documents": len(entry.splits[name].ends) for name in SPLITS},
         **{f"{name}_tokens": len(entry.splits[name].tokens) for name in SPLITS},
         "sha256": _hash_description(entry.description),

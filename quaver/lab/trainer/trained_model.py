@@ -157,8 +157,8 @@ class TrainedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about tokens sent to other ranks' experts, weights rounded before their cast, and, after a step, a
-        training.compile that compiled nothing.
+        """Facts for the user: how tokens reach experts of other ranks, that weights are rounded before their cast, and
+        after a step that training.compile compiled nothing.
         """
         split = [(experts, experts.dispatcher) for experts in self._experts if experts.dispatcher is not None]
         notes = list(dict.fromkeys(dispatcher.note(experts) for experts, dispatcher in split))

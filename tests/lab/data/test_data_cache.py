@@ -210,7 +210,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, c
 
 def load_when_the_other_waits(text: Path, cache: str) -> None:
     """Build once the other process has found the lock taken; print which of the two this one is."""
-    build, wait = load_module.build_entry, cache_module.TokenCache.wait_for_lock
+    build, wait = load_module.build_entry, cache_module.TokenCache._wait_for_lock
     other_waits = Path(cache) / "other waits"
 
     def build_late(*arguments):
@@ -225,7 +225,7 @@ def load_when_the_other_waits(text: Path, cache: str) -> None:
         other_waits.touch()
         wait(*arguments)
 
-    load_module.build_entry, cache_module.TokenCache.wait_for_lock = build_late, announce_and_wait
+    load_module.build_entry, cache_module.TokenCache._wait_for_lock = build_late, announce_and_wait
     load_and_print(text, cache)
 
 
