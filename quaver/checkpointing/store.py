@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from quaver.checkpointing.hooks import STORED_IN, ActivationStorage, StoringModule, skip_conversion, store_tensors
 from quaver.kernels.operation import library
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forward, wrap_forward
-from quaver.recipes.config import Float8LinearConfig
+from quaver.linear.module import Float8Linear
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.names import list_enclosing_modules
 from quaver.runtime.slow_paths import warn_once
@@ -75,7 +75,8 @@ def store_activations_in_float8(
         if has_wrapper(module, _Storing):
             raise ValueError(f"{name or 'the model'} stores its activations in float8 already")
     for name, module in model.named_modules():
-        if "forward" in vars(module) and (name in chosen or module in matmuls):
+        bypassed = name in chosen or (module in matmuls and not isinstance(module, Float8Linear))
+        if bypassed and "forward" in vars(module):
             raise ValueError(
                 f"{name or 'the model'} overrides `forward` on the instance, which bypasses storing; patch the class "
                 "instead, or name other modules"
@@ -155,16 +156,8 @@ def _is_matmul(module: nn.Module) -> bool:
 
 
 def _find_matmuls(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the matmuls in `modules` that save inputs in high precision.
-
-    Float8 linears are excluded, since they tell the hooks which tensors to skip (linear/saved_tensors.py).
-    """
     descendants = {child for module in modules for child in module.modules() if not has_wrapper(child, _Skipping)}
-    return {child for child in descendants if _is_matmul(child) and not _is_float8(child)}
-
-
-def _is_float8(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "config", None), Float8LinearConfig)
+    return {child for child in descendants if _is_matmul(child)}
 
 
 # Ops that mark where an annotation begins and ends in a graph. The keys of the compiler's caches do not include
@@ -221,11 +214,16 @@ class _Storing(ForwardWrapper):
 
 @dataclass(frozen=True)
 class _Skipping(ForwardWrapper):
-    """Keeps a module around from storing what the forward saves for backward."""
+    """Keeps a module around from storing what the forward of a matmul saves for backward.
+
+    Float8 linears tell the hooks which tensors to skip (linear/saved_tensors.py), until they are converted back.
+    """
 
     def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        is_float8 = issubclass(cls, Float8Linear)
+
         def skipped(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_exporting_or_tracing():
+            if is_float8 or _is_exporting_or_tracing():
                 return cls.forward(module, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return _run_annotated(None, cls.forward, module, *args, **kwargs)

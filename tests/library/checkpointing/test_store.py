@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from quaver import convert_to_float8_training
+from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.checkpointing import (
     activation_report,
     apply_activation_checkpointing,
@@ -31,7 +31,7 @@ from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.library.checkpointing.test_policy import Net, make
 from tests.models import rope_tables
 from tests.reference import sqnr_db
-from tests.steps import assert_same, by_torch_save, draw
+from tests.steps import assert_same, by_torch_save, draw, results_of
 from tests.thinned import at_night, thinned
 
 RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
@@ -548,6 +548,15 @@ def test_copies_store_and_stop_storing_restores():
     exact = step(plain)
     assert_same(step(net), exact)
     assert not torch.equal(step(twin)[""], exact[""])
+
+
+def test_linears_that_are_converted_back_keep_their_inputs():
+    net, plain = (nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 64), nn.Tanh()) for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    store_activations_in_float8(convert_to_float8_training(net, config="rowwise"), modules=[""])
+    convert_to_high_precision(net)
+    store_activations_in_float8(plain, modules=[""])
+    assert_same(results_of(net, inputs().detach()), results_of(plain, inputs().detach()))
 
 
 def test_habits_of_users_have_the_gradients_of_a_plain_step():
