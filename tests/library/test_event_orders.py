@@ -4,9 +4,9 @@ A stale cache, a forgotten hook or a wrong class would show as other bits of the
 """
 
 import copy
-import io
 import pickle
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -26,13 +26,16 @@ from quaver import (
     use_float8_primary_weights,
 )
 from quaver.checkpointing.store import stop_storing_activations, store_activations_in_float8
+from quaver.experts.module_weight import ModuleWeight
 from quaver.linear.class_change import get_class_parts
 from quaver.optim import Float8AdamW
-from tests.steps import assert_same, results_of
+from quaver.weights.cast_once import is_cast_once
+from quaver.weights.primary_weight import Float8PrimaryWeight
+from tests.steps import assert_same, by_torch_save, results_of
 from tests.thinned import at_night
 
 MATMULS = ("output", "grad_input", "grad_weight")
-EVENTS = 24
+EVENTS_OF_A_USER = 24
 
 
 class Net(nn.Module):
@@ -55,8 +58,22 @@ class Net(nn.Module):
         return self.head(input + self.attend(hidden))
 
 
+EVENTS = {}
+"""Methods of `User` by name, each with the states in which its event can happen."""
+
+
+def event(is_enabled=lambda user: True):
+    """Add the method below to EVENTS."""
+
+    def add(method):
+        EVENTS[method.__name__] = (method, is_enabled)
+        return method
+
+    return add
+
+
 class User:
-    """A model and the state of what a user did to it. Each event is a method that begins with `do_`."""
+    """A model and the state of what a user did to it. Each event asserts that it happened."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -79,59 +96,77 @@ class User:
     def run_backward(self):
         self.model(self.draw()).float().square().mean().backward()
 
-    def convert(self, model):
-        return convert_to_float8_training(model, config=self.recipe, module_filter_fn=lambda _, name: name != "head")
+    def convert_model(self, model):
+        convert_to_float8_training(model, config=self.recipe, module_filter_fn=lambda _, name: name != "head")
 
-    def do_convert(self):
-        if self.recipe is None:
-            self.recipe = self.random.choice(list(Float8LinearRecipeName)).value
-            self.convert(self.model)
+    def change_weights(self, change):
+        before = [weight.detach().clone() for weight in self.model.parameters()]
+        change()
+        assert not all(map(torch.equal, before, self.model.parameters()))
 
-    def do_convert_back(self):
-        if not self.is_primary and self.recipe is not None:
-            convert_to_high_precision(self.model)
-            self.recipe, self.matmuls = None, {}
-            self.make_optimizer()
+    @event(lambda user: user.recipe is None)
+    def convert(self):
+        self.recipe = self.random.choice(list(Float8LinearRecipeName)).value
+        self.convert_model(self.model)
+        assert len(self.find_linears()) == 4
 
-    def do_step(self):
+    def find_linears(self):
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, Float8Linear)}
+
+    @event(lambda user: user.recipe is not None and not user.is_primary)
+    def convert_back(self):
+        convert_to_high_precision(self.model)
+        assert not self.find_linears()
+        self.recipe, self.matmuls = None, {}
+        self.make_optimizer()
+
+    @event()
+    def step(self):
         self.run_backward()
-        self.optimizer.step()
+        self.change_weights(self.optimizer.step)
         self.optimizer.zero_grad(set_to_none=self.random.random() < 0.5)
         if self.recipe is not None and "delayed" in self.recipe:
             sync_float8_amax_and_scale_history(self.model)
 
-    def do_accumulate(self):
-        if self.recipe is not None:
-            with cast_weights_once(self.model):
-                self.run_backward()
-                self.run_backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+    @event(lambda user: user.recipe is not None)
+    def accumulate(self):
+        with cast_weights_once(self.model):
+            self.run_backward()
+            assert is_cast_once(ModuleWeight(self.model.k)) != self.is_primary
+            self.run_backward()
+        self.change_weights(self.optimizer.step)
+        self.optimizer.zero_grad()
 
-    def do_monitored_step(self):
-        if self.recipe is not None:
-            with monitor(self.model, every=1):
-                self.do_step()
+    @event(lambda user: user.recipe is not None)
+    def step_monitored(self):
+        with monitor(self.model, every=1) as watch:
+            self.step()
+            watch.step()
+        assert len(watch.samples) == 1
 
-    def do_evaluate(self):
+    @event()
+    def evaluate(self):
+        is_training = self.random.random() < 0.5
         contexts = [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
-        self.model.train(self.random.random() < 0.5)
         with self.random.choice(contexts)():
-            self.model(self.draw())
+            output = self.model.train(is_training)(self.draw())
+        assert output.dtype == self.dtype or output.requires_grad  # with autocast
 
-    def do_write(self):
+    @event()
+    def write(self):
         parameter = self.random.choice([p for p in self.model.parameters() if p.dim() == 2])
         values = 0.1 * torch.randn(parameter.shape).to(parameter.dtype)
+        ways = [lambda: parameter.mul_(1.25), lambda: parameter.copy_(values), self.load_halved]
+        if not self.is_primary:
+            ways += [lambda: parameter.data.add_(0.01), lambda: setattr(parameter, "data", values)]
         with torch.no_grad():
-            ways = [lambda: parameter.mul_(1.25), lambda: parameter.copy_(values), self.load_halved]
-            if not self.is_primary:
-                ways += [lambda: parameter.data.add_(0.01), lambda: setattr(parameter, "data", values)]
-            self.random.choice(ways)()
+            self.change_weights(self.random.choice(ways))
 
     def load_halved(self):
         self.model.load_state_dict({name: 0.5 * value for name, value in self.model.state_dict().items()})
 
-    def do_fail(self):
+    @event()
+    def fail(self):
         linear = self.random.choice([self.model.q, self.model.v, self.model.o])
         register = self.random.choice([linear.register_forward_pre_hook, linear.register_forward_hook])
         hook = register(lambda *_: 1 / 0)
@@ -140,34 +175,52 @@ class User:
         hook.remove()
         self.optimizer.zero_grad()
 
-    def do_copy(self):
-        if not self.is_primary:
-            copies = [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), save_and_load]
-            self.model = self.random.choice(copies)(self.model)
-            self.make_optimizer()
+    @event(lambda user: not user.is_primary)
+    def copy(self):
+        original = self.model
+        copies = [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save]
+        self.model = self.random.choice(copies)(original)
+        assert self.model.q.weight.data_ptr() != original.q.weight.data_ptr()
+        self.make_optimizer()
 
-    def do_recompute(self):
+    @event()
+    def recompute(self):
         self.model.recomputes = not self.model.recomputes
+        with mock.patch.object(self.model, "attend", wraps=self.model.attend) as attend:
+            self.model.train()
+            self.run_backward()
+        assert attend.call_count == 1 + self.model.recomputes
+        self.optimizer.zero_grad()
 
-    def do_store(self):
-        (stop_storing_activations if self.stores else store_activations_in_float8)(self.model)
+    @event()
+    def store(self):
         self.stores = not self.stores
+        if self.stores:
+            store_activations_in_float8(self.model, modules=[""])
+        else:
+            stop_storing_activations(self.model)
+        assert bool(get_class_parts(self.model).wrappers) == self.stores
 
-    def do_make_primary(self):
-        if self.recipe is not None and not self.is_primary and not self.matmuls and self.recipe != "delayed":
-            self.optimizer = use_float8_primary_weights(self.model, self.optimizer, master_dtype=self.dtype)
-            self.is_primary = True
+    @event(lambda user: user.recipe not in (None, "delayed") and not user.is_primary and not user.matmuls)
+    def make_primary(self):
+        self.optimizer = use_float8_primary_weights(self.model, self.optimizer, master_dtype=self.dtype)
+        self.is_primary = True
+        assert isinstance(self.model.k.weight, Float8PrimaryWeight)
 
-    def do_switch_matmuls(self):
-        if self.recipe is not None and not self.is_primary:
-            linears = [name for name, module in self.model.named_modules() if isinstance(module, Float8Linear)]
-            self.matmuls = {name: self.random.sample(MATMULS, self.random.randrange(3)) for name in linears}
-            set_high_precision_matmuls(self.model, lambda name: self.matmuls[name])
+    @event(lambda user: user.recipe is not None and not user.is_primary)
+    def switch_matmuls(self):
+        self.matmuls = {name: self.random.sample(MATMULS, self.random.randrange(3)) for name in self.find_linears()}
+        set_high_precision_matmuls(self.model, lambda name: self.matmuls[name])
+        for name, linear in self.find_linears().items():
+            assert set(linear.config.high_precision_matmuls) == set(self.matmuls[name])
 
-    def do_freeze(self):
-        if not self.is_primary:
-            self.model.q.requires_grad_(not self.model.q.weight.requires_grad)
-            self.make_optimizer()
+    @event(lambda user: not user.is_primary)
+    def freeze(self):
+        self.model.q.requires_grad_(not self.model.q.weight.requires_grad)
+        self.make_optimizer()
+        self.run_backward()
+        assert (self.model.q.weight.grad is None) != self.model.q.weight.requires_grad
+        self.optimizer.zero_grad()
 
     def make_fresh(self):
         """Return a new model with the weights of this one, converted and configured in the same way at once."""
@@ -176,12 +229,12 @@ class User:
         fresh.q.requires_grad_(self.model.q.weight.requires_grad)
         fresh.recomputes = self.model.recomputes
         if self.recipe is not None:
-            self.convert(fresh)
+            self.convert_model(fresh)
             float8_scaling_state(fresh).load_state_dict(copy.deepcopy(float8_scaling_state(self.model).state_dict()))
         if self.matmuls:
             set_high_precision_matmuls(fresh, lambda name: self.matmuls[name])
         if self.stores:
-            store_activations_in_float8(fresh)
+            store_activations_in_float8(fresh, modules=[""])
         return fresh
 
     def check(self):
@@ -195,21 +248,18 @@ class User:
         assert (get_class_parts(self.model.q).float8 is not None) == (self.recipe is not None)
 
 
-def save_and_load(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("seed", [*range(12), *at_night((seed,) for seed in range(12, 80))])
-def test_a_model_computes_what_a_fresh_conversion_does_after_any_events(seed):
-    user, done = User(seed), []
-    events = [name for name in dir(user) if name.startswith("do_")]
-    for _ in range(EVENTS):
-        done.append(user.random.choice(events))
-        getattr(user, done[-1])()
-        try:
-            user.check()
-        except AssertionError as error:
-            raise AssertionError(f"{user.recipe}, {user.dtype}, after {', '.join(done)}: {error}") from error
+@pytest.mark.parametrize("seeds", [range(12), *at_night([(range(12, 80),)])], ids=str)
+def test_a_model_computes_what_a_fresh_conversion_does_after_any_events(seeds):
+    happened = set()
+    for seed in seeds:
+        user, done = User(seed), []
+        for _ in range(EVENTS_OF_A_USER):
+            done.append(user.random.choice([name for name, (_, is_enabled) in EVENTS.items() if is_enabled(user)]))
+            try:
+                EVENTS[done[-1]][0](user)
+                user.check()
+            except AssertionError as error:
+                where = f"seed {seed}, {user.recipe}, {user.dtype}, after {', '.join(done)}"
+                raise AssertionError(f"{where}: {error}") from error
+        happened |= set(done)
+    assert happened == set(EVENTS)
