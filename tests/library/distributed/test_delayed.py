@@ -174,7 +174,7 @@ def _disagree(how, call):
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_get_an_error_and_no_hang():
+def test_all_ranks_raise_when_they_disagree():
     for how, call in (
         *((how, "sync") for how in ("config", "delayed_with_dynamic_weight", "layer", "tensorwise")),
         *((how, "calibrate") for how in ("config", "layer", "tensorwise")),

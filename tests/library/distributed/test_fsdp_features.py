@@ -317,7 +317,7 @@ def _disagree(how, precompute):
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_get_an_error_and_no_hang():
+def test_all_ranks_raise_when_they_disagree():
     for way in itertools.product(["layer", "recipe", "flag"], [True, False]):
         if way != ("flag", False):
             message = refusal(_disagree, *way)
@@ -345,7 +345,7 @@ def test_tensor_parallel_ranks_that_disagree_get_an_error(others, precompute):
     assert (first in others) != (other in others), message
 
 
-def test_a_rank_without_float8_all_gather_is_an_error_and_no_hang():
+def test_a_rank_without_float8_all_gather_ends_the_run_with_an_error():
     """That rank joins no check of the weights: collectives of the ranks do not match, or end by their time limit."""
     with pytest.raises(RanksError):
         run(2, _disagree, "flag", False, timeout=60, collective_timeout=3)
