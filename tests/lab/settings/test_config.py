@@ -227,6 +227,8 @@ BAD_SETTINGS = {
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=5": "no block would be",
     "--activation_checkpoint.mode=full --training.compile --parallelism.tensor_parallel_degree=2": "selective with op",
     "--activation_checkpoint.mode=memory_budget --training.compile --parallelism.tensor_parallel_degree=2": "with op",
+    "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2 --training.compile "
+    "--parallelism.tensor_parallel_degree=2": "selective with op",
     "--activation_checkpoint.selective_ac_option=2": "unless activation_checkpoint.mode is selective, got '2'",
     "--activation_checkpoint.mode=memory_budget": "training.compile must be true with activation_checkpoint.mode = m",
     "--activation_checkpoint.mode=full --activation_checkpoint.selective_ac_also_keep=aten.abs": "got ('aten.abs',)",
@@ -249,6 +251,8 @@ BAD_SETTINGS = {
     "--numerics.on_alarm=stop": "numerics.on_alarm must be its default, 'log', unless numerics.every is set",
     "--numerics.every=1 --numerics.fallback_recipe=rowwise": "numerics.fallback_recipe must be its default",
     "--numerics.every=1 --numerics.on_alarm=fallback --numerics.fallback_recipe=delayed": "recipe must be one of",
+    "--numerics.every=1 --numerics.on_alarm=fallback --parallelism.tensor_parallel_degree=2": "with parallelism.tensor",
+    "--numerics.every=1 --numerics.on_alarm=fallback --float8.enable_fsdp_float8_all_gather": "stop with float8.enable",
 }
 
 

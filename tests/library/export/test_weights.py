@@ -265,6 +265,9 @@ def test_what_no_format_holds_is_refused():
     )
     with pytest.raises(NotImplementedError, match="weight: checkpoints hold codes in e4m3"):
         make_weight_format("compressed-tensors", e5m2)
+    in_16_columns = convert_to_float8_training(nn.Sequential(nn.Linear(16, 64)), config="mxfp8")
+    with pytest.raises(NotImplementedError, match=r"columns are a multiple of 32, got 0 \[64, 16\]"):
+        iter_float8_weights(in_16_columns, format="compressed-tensors-mxfp8")
     diverged = tiny()
     with torch.no_grad():
         diverged.layer["k_proj"].weight[3, 4] = torch.nan
