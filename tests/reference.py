@@ -35,6 +35,12 @@ def sqnr_db(reference: Tensor, actual: Tensor) -> float:
     return 20 * math.log10(float(reference.norm() / (reference - actual).norm()))
 
 
+def reference_linear(input: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, grad_input and grad_weight of a linear, in float64."""
+    input, weight, grad_output = input.double(), weight.double(), grad_output.double()
+    return input @ weight.t(), grad_output @ weight, grad_output.t() @ input
+
+
 def reference_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> np.ndarray:
     """Return the codes of a saturating cast, by ml_dtypes; NaN for an infinity."""
     with np.errstate(invalid="ignore", over="ignore"):

@@ -21,7 +21,6 @@ from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.checkpointing import (
     activation_report,
     apply_activation_checkpointing,
-    stop_storing_activations,
     store_activations_in_float8,
 )
 from quaver.checkpointing import hooks as store_hooks
@@ -31,7 +30,7 @@ from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.library.checkpointing.test_policy import Net, make
 from tests.models import rope_tables
 from tests.reference import sqnr_db
-from tests.steps import assert_same, by_torch_save, draw, results_of
+from tests.steps import assert_same, draw, results_of
 from tests.thinned import at_night, thinned
 
 RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
@@ -509,15 +508,6 @@ def test_a_module_around_checkpoints_stores_their_inputs():
     assert saved_bytes(plain) - saved_bytes(net) > 1.6 * 0.74 * inputs().nbytes  # the loss saves one of them as it is
 
 
-@pytest.mark.parametrize("modules", [None, ["*"]])
-def test_a_model_is_saved_whole(modules):
-    net = make("rowwise", width=256)
-    store_activations_in_float8(net, modules=modules)
-    loaded = by_torch_save(net)
-    assert list_classes(loaded) == list_classes(net)
-    assert_same(step(loaded), step(net))
-
-
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 def test_forwards_without_gradients_are_as_before(without_gradients):
     with without_gradients():
@@ -536,18 +526,6 @@ def test_classes_keep_their_names_and_signatures_and_exported_programs_store_not
     exported, expected = ([node.name for node in torch.export.export(m, (x,)).graph.nodes] for m in (net, plain))
     assert exported == expected
     assert torch.equal(torch.jit.trace(net, x)(x), plain(x))
-
-
-def test_copies_store_and_stop_storing_restores():
-    net, plain = make_storing("rowwise"), make("rowwise", width=256)
-    twin = copy.deepcopy(net)
-    assert net.state_dict().keys() == plain.state_dict().keys()
-    assert_same(step(twin), step(net))
-    stop_storing_activations(net)
-    assert list_classes(net) == list_classes(plain)
-    exact = step(plain)
-    assert_same(step(net), exact)
-    assert not torch.equal(step(twin)[""], exact[""])
 
 
 def test_linears_that_are_converted_back_keep_their_inputs():

@@ -39,6 +39,7 @@ def test_evaluation_and_copies_have_the_bits_of_training(recipe):
             assert model(input).equal(expected)
     for duplicate in (copy.deepcopy(model), by_torch_save(model)):
         assert duplicate(input).equal(expected)
+    assert nn.Sequential(*map(copy.copy, model))(input).equal(expected)
     if recipe == "frozen":
         with pytest.raises(AttributeError, match="dtype"):  # as torch's pickle of any float8 tensor
             pickle.loads(pickle.dumps(model))

@@ -1,6 +1,7 @@
 """Tests persistent scales in copies, checkpoints, devices and a compiled sync, and static scales."""
 
 import copy
+import pickle
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,9 +29,8 @@ from quaver.linear.scale_state import ScaleState
 from quaver.runtime.devices import simulate_gpu
 from tests.library.conversion.test_delayed import Ffn, Net, config_of, fared, make, scale_of, states, step
 from tests.library.foreign.test_delayed_buffers import old_checkpoint
-from tests.library.linear.test_module import COPIES, references
-from tests.reference import sqnr_db
-from tests.steps import assert_same, results_of
+from tests.reference import reference_linear, sqnr_db
+from tests.steps import assert_same, by_torch_save, results_of
 from tests.thinned import thinned
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
@@ -48,7 +48,7 @@ def knows_all_scales(model):
     return all(all(scaling.state.known[slot] for slot in scaling.slots if slot is not None) for scaling in scalings)
 
 
-@pytest.mark.parametrize("copy_model", COPIES)
+@pytest.mark.parametrize("copy_model", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save])
 def test_a_copy_has_a_separate_state_which_its_linears_share(copy_model):
     model = convert_to_float8_training(Net(), config=config_of())
     step(model, torch.randn(8, 64))
@@ -470,7 +470,7 @@ def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output, 
     for _ in range(2):
         input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
         results = step(module, input, grad_output)
-        expected = references(input, module.weight.detach(), grad_output)
+        expected = reference_linear(input, module.weight.detach(), grad_output)
         for result, reference, floor in zip(results, expected, decibels, strict=True):
             assert sqnr_db(reference, result) > floor
     assert len(float8_scaling_state(module)) == 3 - kinds.count("dynamic")

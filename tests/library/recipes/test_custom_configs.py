@@ -9,8 +9,7 @@ import torch
 
 from quaver import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity, ScalingType, cast_weights_once
 from quaver.recipes.formats import FLOAT8_FORMATS
-from tests.library.linear.test_module import references
-from tests.reference import sqnr_db
+from tests.reference import reference_linear, sqnr_db
 from tests.steps import results_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -64,7 +63,7 @@ def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, op
         is_bfloat16 = autocast or hp_dtype is torch.bfloat16
         exact_db = lowest_sqnr_db(7, 7, 7) if is_bfloat16 else 20 * math.log10(2**24 / 80)
         formats = (3, 3), (2, 3), (2, 3)
-        expected = references(input, weight, grad_output)
+        expected = reference_linear(input, weight, grad_output)
         for fp8, bits, reference, result in zip(in_float8, formats, expected, results, strict=True):
             assert (sqnr_db(reference, result) > exact_db) == (not fp8)
             assert sqnr_db(reference, result) > lowest_sqnr_db(*bits)
@@ -79,6 +78,6 @@ def test_formats_may_be_others(dtypes, operands):
     casts = [CastConfig(target_dtype=dtype) for dtype in dtypes for _ in range(2)]
     results = run_step(config_of(casts), input, grad_output, weight)
     i, w, g = (FLOAT8_FORMATS[dtype].mantissa_bits for dtype in dtypes)
-    expected = references(input, weight, grad_output)
+    expected = reference_linear(input, weight, grad_output)
     for bits, reference, result in zip(((i, w), (g, w), (g, i)), expected, results, strict=True):
         assert sqnr_db(reference, result) > lowest_sqnr_db(*bits)
