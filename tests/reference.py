@@ -35,6 +35,15 @@ def sqnr_db(reference: Tensor, actual: Tensor) -> float:
     return 20 * math.log10(float(reference.norm() / (reference - actual).norm()))
 
 
+def lowest_sqnr_db(*mantissa_bits: int) -> float:
+    """Return a bound on the SQNR of a result with one rounding to each of these numbers of mantissa bits.
+
+    The error of a rounding is uniform, so its mean square is ulp^2 / 12, and ulp <= 2^-mantissa_bits * |value|. The
+    errors of several roundings are independent.
+    """
+    return -10 * math.log10(sum(4.0**-bits / 12 for bits in mantissa_bits))
+
+
 def reference_linear(input: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, grad_input and grad_weight of a linear, in float64."""
     input, weight, grad_output = input.double(), weight.double(), grad_output.double()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import math
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -26,10 +27,11 @@ from quaver.checkpointing import (
 from quaver.checkpointing import hooks as store_hooks
 from quaver.checkpointing.codes import MemoryLayout, dequantize_activation, quantize_activation
 from quaver.checkpointing.partition import StoringPartitioner
+from quaver.recipes.formats import E4M3
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.library.checkpointing.test_policy import Net, make
 from tests.models import rope_tables
-from tests.reference import sqnr_db
+from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, draw, results_of
 from tests.thinned import at_night, thinned
 
@@ -37,6 +39,10 @@ RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 SHAPE = (2, 64, 256)
 SAVED = {None: 0.95, "rowwise": 0.35, "rowwise_with_gw_hp": 0.4, "blockwise": 0.35, "mxfp8": 0.35}
 """Of bfloat16's saved bytes, at most. A block that stores nothing saves 1, 0.39 to 0.49, 0.44 to 0.52, 0.39 and 0.4."""
+STORED_TENSORS = 13
+"""How many tensors a block stores, those that are stored again included."""
+LOWEST_DB = lowest_sqnr_db(*[E4M3.mantissa_bits] * STORED_TENSORS)
+"""Of the gradients of a block, each of which reads every stored tensor at most once."""
 COMPILED = 0.849
 """Of an eager block's saved bytes a compiled one's, in bfloat16."""
 
@@ -134,7 +140,7 @@ def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_o
     again = layout.from_matrix(dequantize_activation(codes, scale, of_scales, dtype))
     assert (again.shape, again.dtype) == (tensor.shape, dtype)
     assert again.stride() == tensor.stride() or not layout.is_dense
-    assert sqnr_db(tensor, again) > 28
+    assert sqnr_db(tensor, again) > lowest_sqnr_db(3, 7)  # e4m3, then bfloat16
 
 
 def test_decoding_is_one_operator_of_a_graph():
@@ -159,10 +165,10 @@ def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloa
     if compiled:
         compile_modules(net.layers)
     grads, approximate = step(exact), step(net)
-    assert min(sqnr_db(grads[name], approximate[name]) for name in grads) > 18
+    assert min(sqnr_db(grads[name], approximate[name]) for name in grads) > LOWEST_DB
     if recipe:  # the last linear reads what it saved, and the gradient of the loss
         last = "layers.0.mlp.down_proj.weight"
-        assert sqnr_db(grads[last], approximate[last]) > 45
+        assert torch.equal(grads[last], approximate[last])
     assert saved_bytes(net) <= SAVED[recipe] * bfloat16_bytes * (COMPILED if compiled else 1)
 
 
@@ -336,7 +342,7 @@ def test_masks_and_statistics_stay_as_they_are(kind, compiled):
     assert store_activations_in_float8(net) == ["attention", "attention.norm"]
     if compiled:
         compile_modules([net.attention])
-    assert min(map(sqnr_db, exact, compute_gradients())) > 18
+    assert min(map(sqnr_db, exact, compute_gradients())) > LOWEST_DB
 
 
 class Ends(nn.Module):
@@ -355,7 +361,8 @@ def test_a_compiled_graph_stores_no_result_that_lives_on():
     exact = differentiate(square)
     store_activations_in_float8(net, modules=["ends"])
     net.ends.compile(fullgraph=True)  # Inductor removes the detach between both
-    assert sqnr_db(exact, differentiate(square)) > 100
+    # a softmax sums 256 numbers, in any order within 256 * 2^-24
+    assert sqnr_db(exact, differentiate(square)) > 20 * math.log10(2**24 / 256)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -408,11 +415,14 @@ def test_the_report_names_each_tensor_its_bytes_and_its_error():
     stored = {(tensor.module, tensor.shape[-1], tensor.dtype) for tensor in list_stored(report)}
     assert ("layers.0.input_layernorm", 256, torch.float32) in stored
     assert ("layers.1.mlp", 896, torch.bfloat16) in stored
-    assert all(tensor.sqnr_db > 28 for tensor in list_stored(report))
+    assert all(tensor.sqnr_db > lowest_sqnr_db(3) for tensor in list_stored(report))
+    assert len(list_stored(report)) == 2 * STORED_TENSORS
     assert torch.float8_e4m3fn not in {dtype for _, _, dtype in stored}
-    assert report.bytes_after < 0.6 * report.bytes_before
+    for tensor in report.saved:  # codes with a scale for 128 of them; again or a view: none
+        bytes_stored = math.prod(tensor.shape) * (1 + 4 / 128) if tensor.bytes_before else 0
+        assert tensor.bytes_after == (tensor.bytes_before if tensor.sqnr_db is None else bytes_stored)
     assert set(report.gradient_sqnr_db) == {"layers.0", "layers.1"}
-    assert min(report.gradient_sqnr_db.values()) > 18
+    assert min(report.gradient_sqnr_db.values()) > LOWEST_DB
     assert "layers.0.mlp" in str(report)
     assert "dB" in str(report)
 
@@ -457,7 +467,7 @@ def test_a_new_storage_in_the_place_of_a_freed_one_has_codes_of_its_own():
         x = inputs(seed) * 1
         packed, expected = pack(x), x.detach().clone()
         del x
-        assert sqnr_db(expected, packed.restore()) > 28
+        assert sqnr_db(expected, packed.restore()) > lowest_sqnr_db(3)
 
 
 def test_a_double_backward_is_refused():
@@ -504,7 +514,7 @@ def test_a_module_around_checkpoints_stores_their_inputs():
     net = copy.deepcopy(plain)
     store_activations_in_float8(net, modules=["", "layers.*"])
     exact, approximate = step(plain), step(net)
-    assert min(sqnr_db(exact[name], approximate[name]) for name in exact) > 18
+    assert min(sqnr_db(exact[name], approximate[name]) for name in exact) > LOWEST_DB
     assert saved_bytes(plain) - saved_bytes(net) > 1.6 * 0.74 * inputs().nbytes  # the loss saves one of them as it is
 
 

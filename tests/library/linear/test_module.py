@@ -16,7 +16,7 @@ from quaver import Float8Linear, convert_to_float8_training, convert_to_high_pre
 from quaver.kernels import cpu
 from quaver.linear import function
 from tests.library.distributed.models import config_of
-from tests.reference import RECIPES, sqnr_db
+from tests.reference import RECIPES, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
@@ -264,7 +264,8 @@ def test_autocast(recipe, autocast_dtype, input_dtype):
     assert [tensor.dtype for tensor in results] == [autocast_dtype, input_dtype, torch.float32, torch.float32]
     plain = convert_to_high_precision(copy.deepcopy(module))
     for result, expected in zip(results, results_of(plain, input, call=autocast(plain)), strict=True):
-        assert sqnr_db(expected, result) > 18
+        # e4m3 operands of the output, from which grad_output comes; its own e5m2, and an e4m3 operand
+        assert sqnr_db(expected, result) > lowest_sqnr_db(3, 3, 2, 3, 7, 7)
 
 
 def test_state_dict_is_that_of_nn_linear():
@@ -352,5 +353,5 @@ def test_an_encoder_with_a_padding_mask_is_evaluated(recipe):
         expected = encoder(input, src_key_padding_mask=mask)
         output = convert_to_float8_training(encoder, config=recipe)(input, src_key_padding_mask=mask)
     assert output.shape == expected.shape
-    assert sqnr_db(expected, output) > 20
+    assert sqnr_db(expected, output) > lowest_sqnr_db(*[3] * 2 * 4 * 2)  # operands of 4 linears in 2 layers
     assert output[1, 5:].count_nonzero() == 0

@@ -9,7 +9,7 @@ import torch
 
 from quaver import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity, ScalingType, cast_weights_once
 from quaver.recipes.formats import FLOAT8_FORMATS
-from tests.reference import reference_linear, sqnr_db
+from tests.reference import lowest_sqnr_db, reference_linear, sqnr_db
 from tests.steps import results_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,15 +29,6 @@ def run_step(config, input, grad_output, weight, *, scoped=False):
     module.load_state_dict({"weight": weight})
     with cast_weights_once(module) if scoped else contextlib.nullcontext():
         return results_of(module, input, grad_output=grad_output)
-
-
-def lowest_sqnr_db(*mantissa_bits):
-    """Return a bound on the SQNR of a matmul with one rounding to each of these numbers of mantissa bits.
-
-    The error of a rounding is uniform, so its mean square is ulp^2 / 12, and ulp <= 2^-mantissa_bits * |value|. The
-    errors of both operands and of the result are independent.
-    """
-    return -10 * math.log10(sum(4.0**-bits / 12 for bits in mantissa_bits))
 
 
 @pytest.fixture
