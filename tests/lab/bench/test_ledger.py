@@ -67,7 +67,7 @@ def count_operator(operator, reads, write, is_backward=False):
 
 
 @pytest.mark.parametrize(("part", "name"), CASES)
-def test_counts(part, name):
+def test_counts_are_the_recorded_ones(part, name):
     assert count_case(part, name).list_counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
 
 

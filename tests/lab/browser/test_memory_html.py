@@ -19,7 +19,7 @@ def test_a_foreign_script_would_not_run_and_no_request_leaves(browser, pages):
     assert browser.run("return window.taken") is None
 
 
-def test_the_headline(browser, pages):
+def test_the_headline_has_the_peak_and_its_difference(browser, pages):
     browser.open(pages / "full.html")
     peak = browser.one("#peak-number")
     assert peak.text == "100.0 MiB"

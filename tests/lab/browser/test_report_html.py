@@ -248,7 +248,7 @@ def test_an_alarm_is_shown_at_its_moment(browser, reports):
     assert browser.one("#maps-kind").get_attribute("value") == ""
 
 
-def test_curves(browser, reports, runs):
+def test_curves_show_a_step_by_keyboard_and_choose_it_by_click(browser, reports, runs):
     browser.open(reports / "one.html")
     charts = [f"{name} by step" for name in ("Loss", "Gradient norm", "Tokens per second", "Memory")]
     assert browser.map(".chart", "element.getAttribute('aria-label')") == charts

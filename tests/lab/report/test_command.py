@@ -93,7 +93,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
         (["{run}", "--top", "-1"], "--top must be"),
     ],
 )
-def test_bad_words(run, tmp_path, refused, words, expected):
+def test_bad_words_are_refused_in_one_line(run, tmp_path, refused, words, expected):
     assert expected in refused("report", *(word.format(folder=tmp_path, run=run) for word in words))
 
 

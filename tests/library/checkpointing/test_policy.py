@@ -422,7 +422,7 @@ def test_every_nth_module_is_checkpointed():
         ),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_bad_arguments_are_refused(arguments, message):
     layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=message):
         apply_activation_checkpointing([layer], **arguments)

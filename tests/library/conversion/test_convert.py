@@ -305,7 +305,7 @@ def test_reports_of_wrapped_models_and_the_way_back(wrap, one_rank):
     assert wrapped(tokens).equal(plain(tokens))
 
 
-def test_fully_sharded_models(one_rank):
+def test_sharded_models_are_reported_and_converted_back(one_rank):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     plain = copy.deepcopy(model)
     convert_to_float8_training(model, config="rowwise")

@@ -169,7 +169,7 @@ def test_recipes_by_layer_leave_heads_and_routers_out_too():
         ("vllm-per-token", "mxfp8", "serving: expected a recipe without blocks, such as 'rowwise', .*, got 'mxfp8'"),
     ],
 )
-def test_what_is_refused(serving, config, message):
+def test_unknown_engines_and_recipes_that_they_lack_are_refused(serving, config, message):
     linear = nn.Linear(32, 32)
     with pytest.raises(ValueError, match=message):
         convert_to_float8_training(linear, serving=serving, config=config)

@@ -134,7 +134,7 @@ def test_another_config_inside_is_an_error_at_the_next_all_gather():
 
 
 @on_ranks(2)
-def test_leaves_nothing_behind():
+def test_cast_weights_once_leaves_nothing_behind():
     model, batch = shard_model(gathering("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
     states = [module.gathering for module in model.modules() if getattr(module, "gathering", None)]
     expected = model(part_of(batch))

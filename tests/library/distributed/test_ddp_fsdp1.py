@@ -69,7 +69,7 @@ SCOPES = [cast_weights_once, contextlib.nullcontext]
 
 @pytest.mark.parametrize(("scope", "recipe"), first(2, zip(SCOPES * 2, RECIPES, strict=True)))
 @on_ranks(2)
-def test_accumulated_gradients(scope, recipe):
+def test_accumulated_gradients_are_those_of_one_process(scope, recipe):
     """Under FSDP1 cast_weights_once leaves sharded weights alone."""
     expected = single_process(config_of(recipe), STEPS, 4)
     for how in ("DDP", "FSDP1"):

@@ -160,7 +160,7 @@ def test_every_way_to_use_fsdp2(recipe, ranks, ways):
     "recipe", ["rowwise", "delayed", *at_night([("tensorwise",), ("delayed_with_dynamic_weight",)])]
 )
 @on_ranks(2)
-def test_accumulated_gradients(recipe):
+def test_accumulated_gradients_are_those_of_one_process(recipe):
     """A step has two microbatches, and reduces gradients after the second only."""
     model = _fsdp(recipe, "plain")
 
@@ -223,7 +223,7 @@ def test_evaluations_change_no_scale(how, scope):
 
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @on_ranks(2)
-def test_frozen_weights(recipe):
+def test_frozen_weights_are_recorded_in_each_step(recipe):
     model = make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)

@@ -204,7 +204,7 @@ def test_a_norm_after_the_experts():
 
 @BACKEND
 @on_ranks(2)
-def test_compiled(backend):
+def test_compiled_experts_have_the_results_of_one_process(backend):
     """Inductor sums the gradient of a routing weight in another order."""
     experts, parts = convert("rowwise"), tokens_of(2, 1)
     expected = step_one_process(experts, parts)
@@ -219,7 +219,7 @@ def test_compiled(backend):
     ("recipe", "gathers", "dim"), [("tensorwise", False, 0), ("rowwise", True, 0), ("mxfp8", True, 1)]
 )
 @on_ranks(4)
-def test_under_fsdp(recipe, gathers, dim):
+def test_experts_under_fsdp_have_the_gradients_of_one_process(recipe, gathers, dim):
     """On 2 x 2 ranks each pair of ranks has all experts, and FSDP2 averages the gradients of the pairs."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
     experts, parts, rank = convert(recipe, torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
@@ -235,7 +235,7 @@ def test_under_fsdp(recipe, gathers, dim):
 
 
 @on_ranks(2)
-def test_tokens_without_gradients():
+def test_tokens_need_no_gradients():
     experts, parts = convert("rowwise"), tokens_of(2, 2)
     split, (hidden, index, weights, grad) = parallelize(copy.deepcopy(experts)), parts[dist.get_rank()]
     split(hidden, index, weights).backward(grad)
@@ -322,7 +322,7 @@ def test_grad_weight_from_codes(recipe):
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
 @on_ranks(2)
-def test_ranks_that_disagree(grad_enabled):
+def test_all_ranks_raise_when_they_disagree(grad_enabled):
     experts, tokens = parallelize(convert("rowwise")), tokens_of(2, 2)[0][:3]
     with torch.set_grad_enabled(grad_enabled or dist.get_rank() == 0):
         experts.down_proj.requires_grad_(dist.get_rank() == 0)

@@ -105,7 +105,7 @@ def test_only_the_block_of_an_inf_is_lost():
 
 
 @on_ranks(2)
-def test_what_is_refused():
+def test_models_that_cannot_reduce_in_float8_are_refused():
     assert "ValueError: expected a model of fully_shard" in refusal(reduce_gradients_in_float8, make_model())
     fsdp1 = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
     assert "ValueError: expected a model of fully_shard" in refusal(reduce_gradients_in_float8, fsdp1)

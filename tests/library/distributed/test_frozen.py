@@ -115,7 +115,7 @@ def test_a_rank_without_rows(config):
 
 
 @on_ranks(RANKS)
-def test_what_is_refused():
+def test_sharding_that_frozen_weights_do_not_support_is_refused():
     config = "blockwise"
     model = shard(build_frozen(config))
     with pytest.raises(RuntimeError, match="a part of a frozen float8 weight .* does not know"):

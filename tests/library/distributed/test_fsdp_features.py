@@ -210,7 +210,7 @@ def test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors():
 
 
 @on_ranks(2)
-def test_frozen_weights():
+def test_scales_of_frozen_weights_are_computed_once():
     """The other weights train, and the scales of frozen weights are computed once."""
     model = make_model()
     for block in model[:2]:

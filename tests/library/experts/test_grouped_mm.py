@@ -107,7 +107,7 @@ def test_rows_past_the_last_group_are_ignored(recipe):
     assert not results[1][ENDS[-1] :].any()
 
 
-def test_no_tokens():
+def test_no_tokens_give_empty_results_and_zero_weight_gradients():
     a, b_t, ends = operands(rows=0)
     output, grad_a, grad_b_t = step(a, b_t, ends * 0, torch.empty(0, 160, dtype=a.dtype), "rowwise")
     assert output.shape == (0, 160)
@@ -357,7 +357,7 @@ def test_scales_of_groups_do_not_overlap():
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_bad_input(change, message):
+def test_bad_input_is_refused(change, message):
     a, b_t, ends = operands()
     with pytest.raises(ValueError, match=message):
         float8_grouped_mm(**{"a": a, "b_t": b_t, "offs": ends, "config": "rowwise"} | change)

@@ -270,7 +270,7 @@ def test_an_export_that_is_loaded_has_the_logits_of_the_exporter(folder):
     assert_same_bits(again(TOKENS).detach(), mixture()(TOKENS).detach())
 
 
-def test_a_missing_matrix(folder):
+def test_a_missing_matrix_is_refused(folder):
     name = "experts.1.up_proj.weight"
     change_tensors(folder, lambda tensors: {key: tensor for key, tensor in tensors.items() if name not in key})
     with pytest.raises(ValueError, match=f"lacks matrices of experts of the model: {name}; it has"):

@@ -88,7 +88,7 @@ def test_an_export_imported_frozen_has_the_logits_of_the_exporter(config, device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_other_dtypes(dtype, tmp_path):
+def test_frozen_weights_of_other_dtypes_keep_the_codes(dtype, tmp_path):
     model = tiny("rowwise", 128).to(dtype)
     save_float8(model, tmp_path / "out", config={})
     with torch.device("meta"):

@@ -154,7 +154,7 @@ def test_fake_tensors_crash_no_process_and_leave_no_trace(recipe):
 
 
 @RECIPE
-def test_meta_tensors(recipe):
+def test_meta_tensors_go_forward_and_backward(recipe):
     linear = make_linear(recipe).to("meta")
     output = linear(torch.empty(4, K, device="meta", requires_grad=True))
     assert output.shape == (4, N)
@@ -391,7 +391,7 @@ def test_autograd_in_every_form(recipe):
 
 
 @RECIPE
-def test_hooks(recipe):
+def test_hooks_see_and_change_inputs_outputs_and_gradients(recipe):
     linear, input, shapes = make_linear(recipe), torch.randn(2, 3, K), []
     expected = results_of(linear, input, call=lambda x: linear(x * 3) * 2)
     handles = [
@@ -416,7 +416,7 @@ def test_hooks(recipe):
 
 
 @RECIPE
-def test_two_threads(recipe):
+def test_two_threads_have_the_gradients_of_one(recipe):
     linear, inputs = make_linear(recipe), [torch.randn(256, K, requires_grad=True) for _ in range(2)]
 
     def grads(input):

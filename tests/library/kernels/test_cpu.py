@@ -103,7 +103,7 @@ def test_scales_of_each_shape(shape, dtype, float8_dtype):
     thinned(HP_DTYPES, FLOAT8_DTYPES, ([None], [0], [1], [1, 0]), (False, True), (1, 3)),
     indirect=["threads"],
 )
-def test_dynamic_cast(dtype, float8_dtype, dims, power_of_2, threads):
+def test_dynamic_casts_have_the_bits_of_the_reference(dtype, float8_dtype, dims, power_of_2, threads):
     """Casts the matrix, its rows or its columns; both axes in two reads."""
     inputs = [draw(shape, dtype) for shape in [*SHAPES, LARGE] for draw in (gaussian, random_bits)]
     for hp in (*inputs, torch.zeros(3, 5, dtype=dtype), every_number(dtype).reshape(-1, 1)):
@@ -122,7 +122,7 @@ LAYOUTS = [ScaleLayout(*size) for size in (*BLOCK_SIZES, (128, 1), (32, 1))]
 
 
 @pytest.mark.parametrize(("dtype", "layout", "threads"), thinned(HP_DTYPES, LAYOUTS, (1, 3)), indirect=["threads"])
-def test_blocks(dtype, layout, threads):
+def test_blocks_have_the_bits_of_pytorch(dtype, layout, threads):
     """Compares amaxes, codes and widened values; runs of columns end between blocks, within one and at the last."""
     for shape in [*SHAPES, LARGE, (130, 2048), (33, 2100), (2, 4101)]:
         for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
@@ -179,7 +179,7 @@ def test_widening_has_the_same_bits_without_avx512(compare_without_avx512, shape
 
 
 @pytest.mark.parametrize(("float8_dtype", "dtype"), thinned(FLOAT8_DTYPES, (torch.bfloat16, torch.float32)))
-def test_widen(float8_dtype, dtype):
+def test_widened_values_are_codes_times_scales(float8_dtype, dtype):
     every_code, scales = torch.arange(256, dtype=torch.uint8).repeat(3, 1), 2.0 ** torch.arange(-55, 56)
     cases = [(every_code, scale) for scale in (*scales, *torch.tensor([0.0, INF, NAN, 2.0**119, 2.0**-110]))]
     for rows, columns in [*SHAPES, LARGE]:
@@ -193,7 +193,7 @@ def test_widen(float8_dtype, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_widen_some_columns(dtype, threads):
+def test_some_columns_are_widened_in_either_layout(dtype, threads):
     whole = torch.randint(0, 256, (400, 900), dtype=torch.uint8).view(E4M3)
     for start, stop in ((0, 512), (7, 500), (3, 4), (5, 5)):
         codes = whole[:, start:stop]

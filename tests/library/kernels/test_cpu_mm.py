@@ -127,7 +127,7 @@ def test_a_result_depends_on_its_own_row_and_column_only(threads):
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4), (4, 0, 4), (4, 4, 0), (0, 0, 0), (0, 0, 7)], ids=str)
-def test_empty_matrices(shape):
+def test_empty_matrices_give_zeros_or_the_bias(shape):
     m, k, n = shape
     a, b, bias = codes((m, k), E4M3), codes((k, n), E4M3), torch.arange(1.0, n + 1)
     for out_dtype in OUT_DTYPES:

@@ -121,7 +121,7 @@ assert all(torch.equal(one.float(), other.float()) for one, other in zip(actual,
     )
 
 
-def test_tensors_without_memory_of_their_own():
+def test_the_extension_refuses_tensors_without_memory_of_their_own():
     run(
         """
         mode = FakeTensorMode()
@@ -140,7 +140,7 @@ def test_tensors_without_memory_of_their_own():
     )
 
 
-def test_functorch_transforms():
+def test_the_extension_refuses_tensors_inside_functorch_transforms():
     run(
         """
         def inside(x):
@@ -161,7 +161,7 @@ def test_functorch_transforms():
     )
 
 
-def test_shapes_strides_and_scales_that_do_not_fit():
+def test_the_extension_refuses_shapes_strides_and_scales_that_do_not_fit():
     run(
         """
         huge = torch.ones(1).expand(1 << 20, 1 << 40)

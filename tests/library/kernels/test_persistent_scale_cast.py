@@ -121,7 +121,7 @@ def test_saturation_counts_what_loses_more_than_rounding(float8_dtype):
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
-def test_threads_change_nothing(threads):
+def test_casts_on_several_threads_have_the_bits_of_the_oracle(threads):
     hp = torch.randn(517, 1031) * 300
     hp[516, 1030], hp[0, 0] = 1e6, -2e6
     for scale in (1.0, 0.0):

@@ -129,7 +129,7 @@ def assert_no_narrow_accesses(counts):
     [(torch.bfloat16, E5M2), *at_night([(torch.float32, E4M3), (torch.float16, E4M3)])],
     ids=str,
 )
-def test_one_scale(compiled, hp_dtype, float8_dtype, tmp_path):
+def test_casts_with_one_scale_access_whole_vectors_in_few_registers(compiled, hp_dtype, float8_dtype, tmp_path):
     for scale in (None, torch.ones(())):
         triton_cast.cast_with_persistent_scale(empty(hp_dtype), float8_dtype, *BOTH, False, scale)
     for asm in compiled["_cast_tensorwise"]:
@@ -148,7 +148,7 @@ def test_scales_per_row_and_column(compiled, hp_dtype, tmp_path):
 
 @HP
 @pytest.mark.parametrize(("width", "registers"), [(112, 96), (triton_cast.WIDEST_ROW, 64), *at_night([(4096, 64)])])
-def test_whole_rows(compiled, hp_dtype, width, registers, tmp_path):
+def test_whole_rows_are_read_16_bytes_at_a_time_into_registers(compiled, hp_dtype, width, registers, tmp_path):
     triton_cast.cast_rowwise(empty(hp_dtype, columns=width), E4M3, *ROWS, False)
     [asm] = compiled["_cast_whole_rows"]
     counts = count_instructions(asm)
@@ -159,7 +159,7 @@ def test_whole_rows(compiled, hp_dtype, width, registers, tmp_path):
 
 
 @HP
-def test_amaxes(compiled, hp_dtype, tmp_path):
+def test_amaxes_read_16_bytes_at_a_time(compiled, hp_dtype, tmp_path):
     for dim in (None, 0, 1):
         triton_cast.compute_amax(empty(hp_dtype), dim)
     for asm in compiled["_amax"]:
@@ -170,7 +170,7 @@ def test_amaxes(compiled, hp_dtype, tmp_path):
 
 
 @HP
-def test_amaxes_of_groups(compiled, hp_dtype, tmp_path):
+def test_amaxes_of_groups_read_16_bytes_at_a_time(compiled, hp_dtype, tmp_path):
     triton_cast.group_amax(empty(hp_dtype), torch.zeros(len(empty(hp_dtype)), dtype=torch.int64), 3)
     [asm] = compiled["_group_amax"]
     assert count_instructions(asm)["ld.global.v4.b32"] == 8
@@ -187,7 +187,7 @@ def test_amaxes_of_groups(compiled, hp_dtype, tmp_path):
         *at_night([((1, 128), COLUMNS), ((1, 32), ROWS), ((32, 32), BOTH), ((1, 128), BOTH), ((1, 32), BOTH)]),
     ],
 )
-def test_blocks(compiled, hp_dtype, block_size, directions, tmp_path):
+def test_casts_of_blocks_do_not_spill(compiled, hp_dtype, block_size, directions, tmp_path):
     """Blocks of 128 x 128 spill up to 200 bytes where the width is no multiple of 16, and accesses are narrow."""
     mode = "" if 128 in block_size else "rceil"  # as the recipes have them
     triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *directions, True, *block_size, mode)
@@ -227,7 +227,7 @@ def test_both_directions_of_blocks(compiled, hp_dtype, length, mode, power_of_2,
         assert count_machine_instructions(tmp_path) / 64 <= most
 
 
-def test_a_transposing_copy(compiled, tmp_path):
+def test_a_transposing_copy_moves_16_bytes_at_a_time(compiled, tmp_path):
     """It converts nothing, so that no assembler can lose a code: [Note: ptxas before 13]."""
     for shape in ((256, 128), (129, 129)):
         triton_cast.to_column_major(torch.empty(shape, dtype=E4M3))

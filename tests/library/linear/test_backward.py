@@ -148,7 +148,7 @@ def test_primary_weights_and_a_monitor(backward):
 @pytest.mark.parametrize(
     ("recipe", "backward"), thinned(("tensorwise", "rowwise"), ("dequantized", "high_precision"), together=1)
 )
-def test_compiled(recipe, backward):
+def test_compiled_gradients_are_those_of_eager_code(recipe, backward):
     model, input, grad_output = make_step(make_config(recipe, backward))
     compiled = torch.compile(model, fullgraph=True)
     assert_same(gradients(model, input, grad_output, compiled), gradients(model, input, grad_output))
@@ -184,7 +184,7 @@ def test_a_second_derivative_with_a_constant_grad_output_is_refused(wanted):
         torch.autograd.grad(grad.square().sum(), by_name[wanted], allow_unused=True)
 
 
-def test_bad_names_and_values():
+def test_bad_names_and_values_are_refused():
     with pytest.raises(ValueError, match="'rowwise:bf16': expected one of float8, dequantized, high_precision"):
         Float8LinearConfig.from_recipe_name("rowwise:bf16")
     with pytest.raises(ValueError, match="backward: expected one of float8, dequantized, high_precision, got 'hp'"):

@@ -141,7 +141,7 @@ def test_compiled_matmul_is_exact(scaling, out_dtype, backend):
         assert_matmul_exact(out, a, b, a_scale, b_scale)
 
 
-def test_any_strides():
+def test_strides_change_no_bit():
     a, a_scale, b, b_scale = operands(128, 128, 128)
     expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
     a_columns = a.t().contiguous().t()
@@ -183,7 +183,7 @@ def test_finite_results_of_large_amaxes(size, large):
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
-def test_empty_operands(shape):
+def test_empty_operands_give_the_bias(shape):
     a, a_scale, b, b_scale = operands(*shape)
     out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, bias=torch.ones(shape[2]))
     assert out.equal(torch.ones(shape[0], shape[2], dtype=torch.bfloat16))
@@ -234,7 +234,7 @@ def test_the_operation_has_a_faithful_fake():
         (lambda a, b, s, t: (a, b, s.double(), t), "a_dequant_scale: expected float32, got torch.float64"),
     ],
 )
-def test_bad_operands(change, message):
+def test_bad_operands_are_refused(change, message):
     a, a_scale, b, b_scale = operands(16, 16, 16)
     with pytest.raises(ValueError, match=message):
         float8_mm(*change(a, b, a_scale, b_scale), out_dtype=torch.float32)

@@ -257,7 +257,7 @@ def test_non_contiguous_and_expanded_inputs(recipe):
     ("recipe", "autocast_dtype", "input_dtype"),
     thinned(RECIPES, (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)),
 )
-def test_autocast(recipe, autocast_dtype, input_dtype):
+def test_results_under_autocast_have_its_dtype_and_are_near(recipe, autocast_dtype, input_dtype):
     module = make(recipe, dtype=torch.float32, bias=True)
     input, autocast = torch.randn(48, 64).to(input_dtype), torch.autocast("cpu", dtype=autocast_dtype)
     results = results_of(module, input, call=autocast(module))
@@ -278,7 +278,7 @@ def test_state_dict_is_that_of_nn_linear():
 
 
 @RECIPE
-def test_functional_call(recipe):
+def test_functional_call_runs_with_the_given_weight(recipe):
     module = make(recipe, dtype=torch.float32)
     weight = torch.randn(32, 64, requires_grad=True)
     input = torch.randn(16, 64)

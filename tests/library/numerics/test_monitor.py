@@ -363,7 +363,7 @@ def test_a_weight_that_was_cast_once_is_observed():
         ({"sink": 3}, TypeError, "sink: expected a path, a function or an object"),
     ],
 )
-def test_wrong_arguments(options, error, message):
+def test_bad_arguments_are_refused(options, error, message):
     model = make()
     with pytest.raises(error, match=message):
         monitor(model, **options)

@@ -157,7 +157,7 @@ def test_elements_of_a_weight_count_once():
 @pytest.mark.parametrize(
     ("signal", "noise", "to_decibels"), [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (1.0, math.inf, -math.inf)]
 )
-def test_sqnr(signal, noise, to_decibels):
+def test_a_ratio_without_a_finite_noise_is_infinite(signal, noise, to_decibels):
     assert compute_ratio_db(np.array([signal]), np.array([noise])).tolist() == pytest.approx([to_decibels])
 
 
@@ -223,7 +223,7 @@ def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
         ((torch.ones(2, 2).double(), "input"), "hp: expected one of .*, got torch.float64"),
     ],
 )
-def test_what_if_refuses(arguments, message):
+def test_bad_arguments_of_what_if_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         what_if(*arguments)
 

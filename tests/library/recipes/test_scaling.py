@@ -117,7 +117,7 @@ def test_rowwise_is_tensorwise_row_by_row(hp_dtype, float8_dtype, shape):
 
 @HP
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3)], ids=str)
-def test_empty_tensors(hp_dtype, shape):
+def test_empty_tensors_have_an_amax_of_0_and_finite_scales(hp_dtype, shape):
     hp = torch.empty(shape, dtype=hp_dtype)
     assert compute_amax(hp).item() == 0
     for dim in (None, *range(len(shape))):

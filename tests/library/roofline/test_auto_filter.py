@@ -31,7 +31,7 @@ def test_auto_filter_skips_small_layers_and_says_its_estimate():
         ("rowwise", {"skip": "head"}, r"skip: expected a tuple of names, got 'head'; give \('head',\)"),
     ],
 )
-def test_bad_arguments(recipe, options, message):
+def test_bad_arguments_are_refused(recipe, options, message):
     with pytest.raises(ValueError, match=message):
         auto_filter_for_recipe(recipe, **options)
 

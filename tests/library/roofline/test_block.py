@@ -44,7 +44,7 @@ def predict_milliseconds(recipe):
     )
 
 
-def test_bytes_by_hand():
+def test_bytes_of_a_block_are_those_counted_by_hand():
     """Two norms, one rotation and SwiGLU move the residual stream and their own operands alone."""
     assert count_bytes_between_matmuls(BlockShape(1, 0, 0, 0), residual_bytes=4) == (26, 36)
     assert count_bytes_between_matmuls(BlockShape(0, 1, 1, 0)) == (8, 8)

@@ -64,7 +64,7 @@ def _warn_with(value: str, raises: bool) -> None:
 
 
 @pytest.mark.parametrize(("value", "raises"), [("1", True), ("0", False), ("", False)])
-def test_the_environment_variable(value, raises):
+def test_the_environment_variable_makes_slow_paths_raise(value, raises):
     isolated(_warn_with, value, raises)
 
 
@@ -110,7 +110,7 @@ def test_casts_with_the_extension_are_no_slow_path():
         convert_to_float8_training(nn.Linear(16, 16))(torch.randn(4, 16)).sum().backward()
 
 
-def test_casts_without_triton(monkeypatch, caplog):
+def test_casts_on_a_gpu_without_triton_are_a_slow_path(monkeypatch, caplog):
     for name in ("triton_cast", "triton_blocks", "triton_amax"):
         monkeypatch.delitem(sys.modules, f"quaver.kernels.{name}", raising=False)
         monkeypatch.delattr(f"quaver.kernels.{name}", raising=False)

@@ -76,7 +76,7 @@ def test_square_blocks_have_both_layouts_in_compiled_code():
 
 
 @pytest.mark.parametrize(("card", "backends"), [("h100", "native"), ("a100", "exact")])
-def test_backends_of_experts(card, backends):
+def test_experts_multiply_on_the_backends_of_their_card(card, backends):
     with virtual_gpu(card):
         rowwise = Float8LinearConfig.from_recipe_name("rowwise")
         assert describe_grouped_backends(rowwise, torch.device("cpu")) == backends

@@ -56,7 +56,7 @@ def run(files, most):
 @pytest.mark.parametrize(
     ("card", "files", "most"), [("h100", FILES, 1), *at_night((card, (), None) for card in ("h100", "b200"))]
 )
-def test_they_pass(card, files, most):
+def test_tests_for_a_gpu_pass_on_the_virtual_one(card, files, most):
     with process(TRITON_INTERPRET="1", QUAVER_VIRTUAL_GPU=card) as call:
         passed, failed, skipped = call(run, files, most)
     assert failed == []

@@ -63,7 +63,7 @@ def compute_gradients(model, microbatches, call=None):
         ),
     ],
 )
-def test_changes_no_number(make, recipe, backend):
+def test_cast_weights_once_changes_no_number(make, recipe, backend):
     model, batches = make(recipe), draw_microbatches(3)
     call = torch.compile(model, fullgraph=True, backend=backend) if backend else None
     expected = compute_gradients(model, batches)
@@ -101,7 +101,7 @@ def test_a_backward_outside_multiplies_by_the_codes_of_its_forward(make, recipe,
 
 
 @pytest.mark.parametrize(("recipe", "casts_of_each"), [("tensorwise", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 2)])
-def test_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
+def test_cast_weights_once_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
     """One read makes both casts of the row-wise recipe."""
     mixture, casts, cast_groups = build_mixture(recipe), [], grouped_mm.cast_groups
 
@@ -121,7 +121,7 @@ def test_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
 
 
 @RECIPE
-def test_casts_each_weight_once_per_layout(recipe, monkeypatch):
+def test_cast_weights_once_casts_each_weight_once_per_layout(recipe, monkeypatch):
     model, casts = build_model(recipe), []
 
     def count(cast):
@@ -183,7 +183,7 @@ def test_compiled_code_finds_a_change_at_the_exit():
 
 
 @pytest.mark.parametrize("make", [build_model, build_mixture])
-def test_leaves_nothing_behind_whatever_happens(make):
+def test_cast_weights_once_leaves_nothing_behind(make):
     model = make("tensorwise")
     weights = [weight for _, weight in weights_under(model)]
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):
