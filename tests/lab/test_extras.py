@@ -38,7 +38,7 @@ print("doctor --model", main(["doctor", "--model", "nowhere"]))
 
 @pytest.fixture(scope="module")
 def process():
-    """`PROGRAM`, which has ended."""
+    """Run `PROGRAM`, and return its process when it has ended."""
     return subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
 
 

@@ -37,8 +37,8 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory):
-    """plain: one prediction; full: all that a page can have; real: a model's; wide: as much as there ever is; blind: of
-    runs that could not be seen."""
+    """Return pages: plain, of one prediction; full, with all that a page can have; real, of a model; wide, with as much
+    as there ever is; blind, of runs that could not be seen."""
     folder = tmp_path_factory.mktemp("pages")
     more = {"other": make_other(), "comparison": make_comparison(), "measured": make_measured()}
     more |= {"advice": make_advice()}
@@ -83,7 +83,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reports(runs, tmp_path_factory):
-    """one, two: of runs with everything; large: 100 layers and 1000 samples, in which one cell is bad."""
+    """Return reports: one and two, with everything; large, of 100 layers and 1000 samples with one bad cell."""
     folder = tmp_path_factory.mktemp("reports")
     record = make_wide_record(make_tensors([f"layers.{at}.ffn" for at in range(WIDE // 6)]), 1000)
     record.statistics["sqnr_db"][:] = 30 + np.random.default_rng(0).normal(0, 1, (1000, WIDE))

@@ -63,7 +63,7 @@ TITLES = {"one": "first", "two": "first and second"}
 
 @pytest.fixture
 def open_page(browser, pages, reports):
-    """Opens a page by its name, and what it hides until a pointer or a key asks for it."""
+    """Return a function that opens a page by its name and shows what it hides until a pointer or a key asks for it."""
 
     def open_page(name, *, details=True, **window):
         is_report = (reports / f"{name}.html").exists()

@@ -175,7 +175,7 @@ def model() -> Llama:
 
 @pytest.fixture
 def packed() -> tuple[Tensor, Tensor]:
-    """Tokens and documents [4, 32]."""
+    """Return tokens and documents [4, 32]."""
     rows = [torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in LENGTHS]
     return torch.randint(0, 256, (4, 32)), torch.stack(rows)
 

@@ -31,7 +31,7 @@ def train_and_validate(folder: Path, name: str, float8: Float8) -> float:
 
 @pytest.fixture(scope="module")
 def bfloat16_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """Of the same initial weights, which are a function of the seed, and the same batches."""
+    """Return the loss in bfloat16 of the same initial weights, a function of the seed, and the same batches."""
     return train_and_validate(tmp_path_factory.mktemp("bfloat16"), "bfloat16", Float8(enable_float8_linear=False))
 
 

@@ -220,7 +220,7 @@ def check_numbers(run: Path, one: Path, tolerance: float, model: str | None = No
 
 @pytest.fixture(scope="module")
 def resharded(folder: Path, on_four: Results) -> None:
-    """The run with experts that has had two steps on 4 ranks takes the third on 2."""
+    """Resume on 2 ranks, for the third step, the run with experts that took two steps on 4."""
     words = [f"--resume={folder / 'runs' / 'mixture_shard_split'}", "--training.steps=3"]
     train_on_ranks(2, [("resharded", words)])
 

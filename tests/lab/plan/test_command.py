@@ -35,7 +35,7 @@ def known_memory(monkeypatch):
 
 @pytest.fixture
 def plan(run_quaver, tmp_path):
-    """Runs `quaver plan` with tensorwise and bfloat16, and returns what it prints, wrapped nowhere, and its JSON."""
+    """Run `quaver plan` with tensorwise and bfloat16, and return what it prints, wrapped nowhere, and its JSON."""
 
     def plan(*words, recipe="tensorwise"):
         output = tmp_path / "new" / "plan.json"

@@ -29,7 +29,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True, scope="module")
 def known_memory():
-    """Peaks by a rule in place of estimates: 10 GiB a sequence, 5 less with checkpointing, 2 more in bfloat16."""
+    """Replace estimates of peaks by a rule: 10 GiB a sequence, 5 less with checkpointing, 2 more in bfloat16."""
 
     def estimate(config, ranks):
         sequence = 10 if config.activation_checkpoint.mode == "none" else 5
@@ -61,7 +61,7 @@ def search_result(known_memory):
 
 @pytest.fixture(scope="module")
 def timed():
-    """Every layout with its time, simulated."""
+    """Return every layout with its simulated time."""
     candidates = make_layouts().candidates
     runs = [make_planned_run(candidate.config, candidate.dims) for candidate in candidates]
     seconds = [estimate_seconds(run, CLUSTER) / run.step_tokens for run in runs]

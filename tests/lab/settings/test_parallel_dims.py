@@ -82,7 +82,7 @@ def test_a_setting_of_a_collective_is_refused_on_ranks_without_it(degrees, secti
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets variables of a launcher, over none."""
+    """Return a function that sets variables of a launcher, where none are set."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
     read_ranks.cache_clear()

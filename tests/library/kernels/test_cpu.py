@@ -145,7 +145,7 @@ def test_products_that_are_subnormal_are_not_truncated():
 
 @pytest.fixture
 def compare_without_avx512():
-    """A function that calls another one with the vectors of lookup.h and without them, and compares the bits."""
+    """Return a function that calls another with and without the vectors of lookup.h, and compares the bits."""
     before = cpu.use_avx512(True)
     if not cpu.use_avx512(True):
         cpu.use_avx512(before)

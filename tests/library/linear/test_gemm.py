@@ -30,7 +30,7 @@ SCALINGS = ("tensorwise", "rowwise", "mixed_a", "mixed_b")
 
 @pytest.fixture(autouse=True, params=["library", *(["own"] if cpu.HAS_MM else [])])
 def multiplier(request, monkeypatch):
-    """What multiplies in the exact backend on a CPU: a library or, where it runs, quaver's matmul."""
+    """Multiply by a library, or by quaver's matmul where it runs, in the exact backend on a CPU."""
     monkeypatch.setattr(cpu, "HAS_MM", request.param == "own")
 
 
@@ -351,7 +351,7 @@ def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe, kind):
 
 @pytest.fixture
 def device_errors(monkeypatch):
-    """Errors for the next calls of the virtual GPU's matmul, and the names of the cards that were called."""
+    """Return errors that the virtual GPU's next matmuls raise, and the names of the cards that were called."""
     errors, called = [], []
 
     def multiply(card, *args, **options):
