@@ -1,4 +1,4 @@
-"""Counts the collectives and the other operations of one rank in a dispatch mode."""
+"""Counts the operations of one rank, its collectives among them, and the bytes that a step saves for backward."""
 
 from collections import Counter
 
@@ -61,3 +61,19 @@ def _first(value):
     while not isinstance(value, torch.Tensor):
         value = value[0]
     return value
+
+
+def saved_bytes(step):
+    """Return the bytes of the distinct storages that `step` saves for backward, by dtype."""
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = step()  # noqa: F841 - keeps the graph alive
+    by_dtype = Counter()
+    for tensor in saved.values():
+        by_dtype[tensor.dtype] += tensor.untyped_storage().nbytes()
+    return by_dtype

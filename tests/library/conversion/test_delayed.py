@@ -28,8 +28,7 @@ from quaver import (
 from quaver.kernels import cpu
 from quaver.linear import scale_state
 from quaver.linear.scale_state import ScaleState
-from tests.counting import CollectiveCounter
-from tests.library.linear.test_module import saved_bytes
+from tests.counting import CollectiveCounter, saved_bytes
 from tests.reference import MAX, PERSISTENT_RECIPES
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night, thinned

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from quaver.integrations.transformers import Float8Callback
-from tests.library.foreign import test_lightning, test_transformers_trainer, test_trl
+from tests.library.foreign import hf_trainer, test_lightning, test_trl
 from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, weights_of
 from tests.library.foreign.table import proves
 from tests.steps import assert_same
@@ -38,7 +38,7 @@ class Callback(TrainerCallback):
 
 def train_by_transformers(model, between, folder):
     callbacks = [Float8Callback(), Callback(between)]
-    run = test_transformers_trainer.trained(folder, model, callbacks, **TRAINER_OPTIONS)
+    run = hf_trainer.trained(folder, model, callbacks, **TRAINER_OPTIONS)
     run.save_model(folder / "saved")
     return run.model, lambda: LlamaForCausalLM.from_pretrained(folder / "saved")
 

@@ -20,7 +20,7 @@ from quaver import (
 )
 from quaver.export import save_float8
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.library.foreign.test_transformers_trainer import losses_of, trained
+from tests.library.foreign.hf_trainer import losses_of, trained
 from tests.steps import assert_same
 
 SMALL = {"n_layer": 2, "n_head": 4}

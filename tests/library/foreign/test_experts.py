@@ -30,7 +30,7 @@ from quaver import (
 )
 from quaver.experts.module import Float8Experts, is_experts
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.library.foreign.test_transformers_trainer import settings
+from tests.library.foreign.hf_trainer import settings
 from tests.library.foreign.zoo import MODELS, loss_of, make
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same, results_of

@@ -16,11 +16,11 @@ from quaver import (
 )
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from quaver.numerics.record import Record
+from tests.library.foreign.hf_trainer import losses_of
+from tests.library.foreign.hf_trainer import trained as trained_by
+from tests.library.foreign.hf_trainer import trainer as trainer_of
 from tests.library.foreign.llama import BATCHES, Tokens, llama, optimizer_of, scales_of, train_by_hand, weights_of
 from tests.library.foreign.table import proves
-from tests.library.foreign.test_transformers_trainer import losses_of
-from tests.library.foreign.test_transformers_trainer import trained as trained_by
-from tests.library.foreign.test_transformers_trainer import trainer as trainer_of
 from tests.steps import assert_same
 from tests.thinned import at_night
 

@@ -7,8 +7,8 @@ import torch
 from quaver import FrozenFloat8Linear, conversion_report, freeze_to_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.foreign.checkpoints import logits_of
+from tests.library.foreign.hf_trainer import checkpointing, losses_of, trained
 from tests.library.foreign.llama import batches, llama, not_the_head, optimizer_of, train_by_hand
-from tests.library.foreign.test_transformers_trainer import checkpointing, losses_of, trained
 from tests.reference import sqnr_db
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned

@@ -23,7 +23,7 @@ def make_muon(model):
 
 @pytest.mark.parametrize("make_optimizer", [make_adamw, make_muon])
 def test_transformers_trainer(tmp_path, make_optimizer):
-    from tests.library.foreign.test_transformers_trainer import losses_of, trained
+    from tests.library.foreign.hf_trainer import losses_of, trained
 
     def run(**options):
         model = llama("tensorwise")

@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM
 from quaver import use_float8_primary_weights
 from quaver.integrations.transformers import Float8Callback
 from quaver.weights.primary_weight import Float8PrimaryWeight
+from tests.library.foreign.hf_trainer import trained as trained_by
 from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of
-from tests.library.foreign.test_transformers_trainer import trained as trained_by
 from tests.steps import assert_same
 
 

@@ -16,8 +16,8 @@ from quaver.integrations import transformers_quantizer
 from quaver.integrations.transformers import Float8Callback, QuaverConfig, prepare_model_for_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.foreign.checkpoints import write_folder
+from tests.library.foreign.hf_trainer import losses_of, settings, trainer
 from tests.library.foreign.llama import BATCHES, float8_names, llama, mixture, optimizer_of, train_by_hand, values_of
-from tests.library.foreign.test_transformers_trainer import losses_of, settings, trainer
 from tests.library.foreign.test_trl import tokenizer, tokens
 from tests.steps import assert_same
 from tests.thinned import thinned

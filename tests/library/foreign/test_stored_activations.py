@@ -10,9 +10,9 @@ import torch.distributed as dist
 import transformers
 
 from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
+from tests.library.foreign.hf_trainer import losses_of, trainer
 from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, train_by_hand
 from tests.library.foreign.test_accelerate import save_and_resume, train_by_accelerate_and_by_hand
-from tests.library.foreign.test_transformers_trainer import losses_of, trainer
 from tests.library.foreign.test_two_ranks import sharded
 from tests.ranks import run as run_on_ranks
 from tests.thinned import at_night

@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quaver import serving_config
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from tests.library.foreign.hf_trainer import losses_of, settings, trained
 from tests.library.foreign.llama import BATCHES, Tokens, clip, float8_names, llama, scales_of, train_by_hand, weights_of
 from tests.library.foreign.table import proves
-from tests.library.foreign.test_transformers_trainer import losses_of, settings, trained
 from tests.steps import assert_same
 from tests.thinned import at_night
 
@@ -47,7 +47,7 @@ class InOrder(trl.SFTTrainer):
 
 
 def sft(folder, model, callbacks=(), **options):
-    """Return an SFTTrainer as test_transformers_trainer.py makes a Trainer."""
+    """Return an SFTTrainer as hf_trainer.py makes a Trainer."""
     arguments = trl.SFTConfig(**settings(folder, **options), loss_type="nll", max_length=None)
     data = {"train_dataset": tokens(), "eval_dataset": tokens(), "processing_class": tokenizer()}
     return InOrder(model, arguments, callbacks=[Float8Callback(), *callbacks], **data)

@@ -64,7 +64,7 @@ def by_hand(model, rank, strategy, distribute=None, **options):
 
 def transformers_trainer(folder, model, **options):
     from quaver.integrations.transformers import Float8Callback
-    from tests.library.foreign.test_transformers_trainer import trainer
+    from tests.library.foreign.hf_trainer import trainer
 
     return trainer(folder, model, [Float8Callback()], **options)
 
@@ -77,7 +77,7 @@ def trl_trainer(folder, model, **options):
 
 def train_by_trainer(make_trainer, folder, make, strategy, float8_all_gather):
     """Return the losses that the trainer logs, means over the ranks, and those of this rank by hand."""
-    from tests.library.foreign.test_transformers_trainer import losses_of
+    from tests.library.foreign.hf_trainer import losses_of
 
     with as_torchrun_starts_a_rank() as rank:
         options = {"per_device_train_batch_size": 1, "max_steps": STEPS}

@@ -22,7 +22,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics.monitoring import Monitor
 from quaver.recipes.scaling import dequantize
 from quaver.recipes.serving import serving_config
-from tests.library.linear.test_module import saved_bytes
+from tests.counting import saved_bytes
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 

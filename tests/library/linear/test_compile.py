@@ -10,9 +10,10 @@ from torch import nn
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, float8_linear
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from quaver.recipes.scaling import compute_scales
+from tests.counting import saved_bytes
 from tests.library.conversion.test_delayed import Net, config_of, states
 from tests.library.distributed.models import DIM, Block
-from tests.library.linear.test_module import make, saved_bytes
+from tests.library.linear.test_module import make
 from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
 from tests.steps import assert_same, results_of, train
 from tests.thinned import at_night, thinned

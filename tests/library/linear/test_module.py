@@ -3,7 +3,6 @@
 import copy
 import gc
 import re
-from collections import Counter
 from unittest import mock
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, float8_linear
 from quaver.kernels import cpu
 from quaver.linear import function
+from tests.counting import saved_bytes
 from tests.library.distributed.models import config_of
 from tests.reference import RECIPES, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
@@ -37,22 +37,6 @@ class Qkv(nn.Module):
 
     def forward(self, input):
         return [linear(input) for linear in self.linears]
-
-
-def saved_bytes(step):
-    """Bytes of the distinct storages that `step` saves for backward, by dtype."""
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = step()  # noqa: F841 - keeps the graph alive
-    by_dtype = Counter()
-    for tensor in saved.values():
-        by_dtype[tensor.dtype] += tensor.untyped_storage().nbytes()
-    return by_dtype
 
 
 @RECIPE

@@ -17,7 +17,7 @@ from quaver.recipes.cast_config import CastConfig, ScalingGranularity
 from quaver.recipes.formats import E2M1, E4M3
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ScaleLayout
-from tests.library.linear.test_module import saved_bytes
+from tests.counting import saved_bytes
 from tests.mixture import GroupedExperts, make_mixture
 from tests.ranks import on_ranks
 from tests.steps import assert_same, results_of
