@@ -89,12 +89,11 @@ def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOpe
     """Change the operands of the weight that `cast_weights_once` made."""
     of_linear = quaver.linear.module.apply_linear
 
-    def wrapped(
-        input: Tensor, weight: Tensor, bias: Any, config: Any, scales: Any, operands: Any, *rest: Any
-    ) -> Tensor:
-        if rest[-1] is linear and operands is not None:
-            operands = Operands(*(None if operand is None else change(operand, weight) for operand in operands))
-        return of_linear(input, weight, bias, config, scales, operands, *rest)
+    def wrapped(input: Tensor, weight: Tensor, *rest: Any, weight_operands: Any, **options: Any) -> Tensor:
+        if options["linear"] is linear and weight_operands is not None:
+            changed_operands = (operand if operand is None else change(operand, weight) for operand in weight_operands)
+            weight_operands = Operands(*changed_operands)
+        return of_linear(input, weight, *rest, weight_operands=weight_operands, **options)
 
     patch(stack, quaver.linear.module, "apply_linear", wrapped)
 

@@ -299,7 +299,7 @@ def float8_linear(
     if input.is_nested:
         return apply_to_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
     operands = get_checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None
-    return apply_linear(input, weight, bias, config, NO_PERSISTENT_SCALES, operands, None)
+    return apply_linear(input, weight, bias, config, NO_PERSISTENT_SCALES, weight_operands=operands)
 
 
 def get_checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
@@ -336,15 +336,25 @@ def apply_linear(
     bias: Tensor | None,
     config: Float8LinearConfig,
     scales: PersistentScales,
-    weight_operands: Operands | None,
-    sharding: LinearSharding | None,
+    *,
+    weight_operands: Operands | None = None,
+    sharding: LinearSharding | None = None,
     linear: Any = None,
 ) -> Tensor:
-    """Run `float8_linear` on plain tensors.
+    """Run `float8_linear` on plain tensors: this rank's part of each, if the linear has a `sharding`.
 
     Args:
-        weight_operands: used instead of a cast of the weight, if given.
-        linear: the calling module, if there is one.
+        input: [..., K], in high precision or a `Float8Tensor`.
+        weight: [N, K], in high precision or a `Float8Tensor` with its `weight_operands`.
+        bias: [N] or None.
+        config: the casts of the operands and the options of the matmuls.
+        scales: the persistent scales of the operands; None for each that is scaled dynamically.
+        weight_operands: multiplied by instead of a cast of the weight.
+        sharding: makes the quantizers and reduces the output, under tensor parallelism.
+        linear: the calling module, whose probe observes the matmuls and which records the backends. None for a call of
+            `float8_linear`.
+    Returns:
+        [..., N] in `get_output_dtype(input)`.
     """
     if weight.dim() != 2:
         raise ValueError(f"expected a weight of shape [N, K], got {list(weight.shape)}")

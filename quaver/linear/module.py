@@ -109,7 +109,7 @@ class Float8Linear(nn.Linear):
         if not torch.compiler.is_compiling():
             prepared = resolve_prepared(prepared, self, "weight")
         operands = None if prepared is None else prepared.operands
-        return apply_linear(input, weight, self.bias, self.config, scales, operands, None, self)
+        return apply_linear(input, weight, self.bias, self.config, scales, weight_operands=operands, linear=self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """Run `forward` on local tensors: this rank's part, if the linear has a `sharding`."""
@@ -123,7 +123,9 @@ class Float8Linear(nn.Linear):
             operands = get_checked_operands(weight, self.config)
         elif isinstance(weight, WrapperWeight):
             weight = weight.plain()
-        output = apply_linear(input, weight, bias, self.config, scales, operands, sharding, self)
+        output = apply_linear(
+            input, weight, bias, self.config, scales, weight_operands=operands, sharding=sharding, linear=self
+        )
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
     def persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
