@@ -70,7 +70,8 @@ def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperan
 
     def wrapped(args: Any) -> Any:
         quantizer = quantizer_of(args)
-        return changed(quantizer, change) if args.probe is not None and args.probe is linear.probe else quantizer
+        is_it = args.probe is not None and args.probe is linear.get_probe("weight")
+        return changed(quantizer, change) if is_it else quantizer
 
     patch(stack, quaver.linear.function, "_make_grad_output_quantizer", wrapped)
 
@@ -103,7 +104,7 @@ def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Oper
     of_output = quaver.linear.function._compute_output
 
     def wrapped(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
-        is_it = args.probe is not None and args.probe is linear.probe
+        is_it = args.probe is not None and args.probe is linear.get_probe("weight")
         return of_output(change(input) if is_it else input, weight, bias, args, *rest)
 
     patch(stack, quaver.linear.function, "_compute_output", wrapped)

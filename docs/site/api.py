@@ -54,7 +54,7 @@ def _of_definition(node: Definition, name: str, heading: str) -> Iterator[str]:
         yield _code(f"{name}: {ast.unparse(node.returns)}" if is_property and node.returns else _signature(node, name))
         yield from _prose(ast.get_docstring(node))
         return
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and not _is_setter(each)]
     constructor = next((method for method in methods if method.name == "__init__"), None)
     if constructor:
         yield _code(_signature(constructor, name))
@@ -66,6 +66,10 @@ def _of_definition(node: Definition, name: str, heading: str) -> Iterator[str]:
     for method in methods:
         if not method.name.startswith("_"):
             yield from _of_definition(method, f"{node.name}.{method.name}", "###")
+
+
+def _is_setter(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).endswith(".setter") for decorator in node.decorator_list)
 
 
 def _field(node: ast.stmt, following: ast.stmt | None) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.report import NOT_CONVERTED, conversion_report, explain_unfinished
 from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
-from quaver.experts.base import Float8Grouped
+from quaver.linear.float8_module import Float8Module
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.torchao_forms import explain_inference_only
@@ -156,7 +156,7 @@ def _find_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator
         yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
 
 
-def _list_weights(name: str, module: Float8Linear | Float8Grouped) -> list[tuple[str, Tensor]]:
+def _list_weights(name: str, module: Float8Module) -> list[tuple[str, Tensor]]:
     """List the weight of a linear by the linear's name, or the 3-D weights of experts by their own names."""
     if isinstance(module, Float8Linear):
         return [] if find_missing_weight(module) else [(name, module.weight)]

@@ -16,8 +16,6 @@ from quaver.conversion.delayed import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
 from quaver.conversion.report import FILTER_REASON, ConversionReport, conversion_report, find_conversion_obstacle
 from quaver.conversion.roles import HEADS, is_router
-from quaver.experts.base import Float8Grouped
-from quaver.experts.grouped_mm_method import Float8GroupedMM, to_plain_grouped_mm
 from quaver.experts.module import (
     Float8Experts,
     check_not_split,
@@ -25,14 +23,14 @@ from quaver.experts.module import (
     get_expert_weights,
     is_experts,
     to_float8_experts,
-    to_plain_experts,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
 from quaver.linear.class_change import change_class, get_class_parts
+from quaver.linear.float8_module import Float8Module, restore_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
+from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WeightForm
@@ -132,18 +130,15 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     for name, weight in weights_under(module):
         _check_can_restore(weight, name, has_ddp)
     for name, child in module.named_modules():
-        if isinstance(child, Float8Linear | Float8Grouped):
+        if isinstance(child, Float8Module):
             _check_class(child, name)
     for child in modules:
         vars(child).pop(FILTER_REASON, None)
         if isinstance(child, Float8Linear | Float8Experts):
             restore_plain_weights(child)
-        if isinstance(child, Float8Linear):
-            getattr(_to_linear(child), "to_original", lambda: None)()  # another class became an nn.Linear before
-        elif isinstance(child, Float8Experts):
-            to_plain_experts(child)
-        elif isinstance(child, Float8GroupedMM):
-            to_plain_grouped_mm(child)
+        if isinstance(child, Float8Module):
+            restore_class(child)
+            getattr(child, "to_original", lambda: None)()  # another class became an nn.Linear before
     stop_sharing_inputs(module)
     drop_false_quantization(module)
     return module
@@ -265,11 +260,10 @@ def _find_other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[s
 
 
 def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
-    earlier = module.config if isinstance(module, Float8Linear) else getattr(module, "float8_config", config)
-    if earlier != config:
+    if isinstance(module, Float8Module) and module.float8_config != config:
         raise ValueError(
-            f"{name or 'the module'} is already converted, with another config ({earlier}); filter it out, or "
-            "call convert_to_high_precision first"
+            f"{name or 'the module'} is already converted, with another config ({module.float8_config}); filter it "
+            "out, or call convert_to_high_precision first"
         )
     for weight in [module.weight] if isinstance(module, nn.Linear) else get_expert_weights(module).values():
         if not (isinstance(weight, Float8Tensor) and isinstance(weight, WeightForm)):  # or gathered by FSDP2
@@ -295,12 +289,12 @@ def _convert(
         for name, linear in chosen:
             if not isinstance(linear, Float8Linear):
                 linear = to_float8(linear, config)
-                undo.callback(_to_linear, linear)
+                undo.callback(restore_class, linear)
             converted.append((name, linear))
         weights = [(name, ModuleWeight(linear)) for name, linear in converted]
         for name, module_of_experts in experts:
             if not isinstance(module_of_experts, Float8Experts):
-                undo.callback(to_plain_experts, to_float8_experts(module_of_experts, config))
+                undo.callback(restore_class, to_float8_experts(module_of_experts, config))
             weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(module_of_experts)]
         stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
         plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
@@ -334,7 +328,7 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")
 
 
-def _check_class(module: Float8Linear | Float8Grouped, name: str) -> None:
+def _check_class(module: Float8Module, name: str) -> None:
     if get_class_parts(module).float8 is None:
         raise RuntimeError(
             f"{name or 'the module'} cannot be converted back: its class was changed to {type(module).__name__} (for "
@@ -365,12 +359,3 @@ def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     float8 = typing.cast(Float8Linear, linear)
     float8.set_up(config)
     return float8
-
-
-def _to_linear(linear: Float8Linear) -> nn.Linear:
-    """Restore the original class of `linear` in place: same object, parameters, hooks and attributes."""
-    change_class(linear, float8=None)
-    for name in OWN_ATTRIBUTES:
-        delattr(linear, name)
-    vars(linear).pop("probe", None)
-    return linear

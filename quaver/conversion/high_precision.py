@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from quaver.experts.base import Float8Grouped
 from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
-from quaver.linear.module import Float8Linear
+from quaver.linear.float8_module import Float8Module
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.fsdp import forget_unsharded
@@ -46,26 +45,22 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
             would be read in high precision. The model is then unchanged.
     """
     common = () if callable(matmuls) else _check_names(matmuls)
-    configs: dict[Float8Linear | Float8Grouped, Float8LinearConfig] = {}
+    configs: dict[Float8Module, Float8LinearConfig] = {}
     for name, module in iter_float8_modules(model):
         names = _check_names(matmuls(name)) if callable(matmuls) else common
-        config = _make_config(get_config(module), names)
-        if config is not get_config(module):
+        config = _make_config(module.float8_config, names)
+        if config is not module.float8_config:
             _check_stored(name, module, config)
             configs[module] = config
     gathered = {
         module
         for module, config in configs.items()
-        if getattr(module, "gathering", None) is not None
-        and config.casts.weight.is_float8 != get_config(module).casts.weight.is_float8
+        if module.gathering is not None and config.casts.weight.is_float8 != module.float8_config.casts.weight.is_float8
     }
     if gathered:
         forget_unsharded(model, gathered)
     for module, config in configs.items():
-        if isinstance(module, Float8Linear):
-            module.config = config
-        else:
-            module.float8_config = config
+        module.float8_config = config
     for child in model.modules() if configs else ():
         for holder in (getattr(child, "sharding", None), *child._forward_pre_hooks.values()):
             follow: Any = getattr(holder, "follow_config", None)  # tensor parallelism's
@@ -73,16 +68,11 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
                 follow()
 
 
-def iter_float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float8Grouped]]:
+def iter_float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Module]]:
     """Yield the float8 linears and experts, by name."""
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear | Float8Grouped):
+        if isinstance(module, Float8Module):
             yield name, module
-
-
-def get_config(module: Float8Linear | Float8Grouped) -> Float8LinearConfig:
-    """Return the config of a float8 linear or of experts."""
-    return module.config if isinstance(module, Float8Linear) else module.float8_config
 
 
 def _check_names(matmuls: Iterable[str]) -> tuple[str, ...]:
@@ -101,8 +91,8 @@ def _make_config(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8
     return _CONFIGS.setdefault((plain, changed.high_precision_matmuls), changed)
 
 
-def _check_stored(name: str, module: Float8Linear | Float8Grouped, config: Float8LinearConfig) -> None:
-    if config.casts.weight == get_config(module).casts.weight:
+def _check_stored(name: str, module: Float8Module, config: Float8LinearConfig) -> None:
+    if config.casts.weight == module.float8_config.casts.weight:
         return
     for weight in weights_of_module(module):
         if isinstance(weight.local, Float8Tensor) and not is_all_gather_weight(weight):

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.high_precision import get_config
 from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.class_change import get_class_parts
+from quaver.linear.float8_module import Float8Module, list_taken_attributes
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
+from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
@@ -138,7 +138,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     calling it, or it takes no part in training.
     """
     layers: list[LayerReport] = []
-    running: list[Float8Linear | Float8Grouped] = []
+    running: list[Float8Module] = []
     scale_owners: dict[tuple[int, int], str] = {}
     owners, experts, idle = find_weight_modules(module), ActiveExperts(module), find_idle_modules(module)
     for name, child in module.named_modules():
@@ -149,7 +149,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         else:
             layers += _report_other_weights(child, name, owners, experts, idle.get(name, ""))
             running += [child] if isinstance(child, Float8Grouped) else []
-    configs = dict.fromkeys(map(get_config, running))
+    configs = dict.fromkeys(child.float8_config for child in running)
     notes = [note for config in configs for note in _iter_notes(config)]
     for child in running:
         if isinstance(child, Float8Experts) and child.dispatcher is not None:
@@ -228,7 +228,7 @@ def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str
         return "a LazyLinear without a shape: run a forward, or initialize_parameters, before the conversion"
     if linear.in_features == 0 or linear.out_features == 0:
         return "shape: a feature dimension is 0"
-    taken = [name for name in OWN_ATTRIBUTES if hasattr(linear, name)]
+    taken = list_taken_attributes(linear, Float8Linear)
     return f"it has attributes with names that Float8Linear uses: {', '.join(taken)}" if taken else ""
 
 
@@ -247,7 +247,7 @@ def _describe_frozen(weight: Tensor) -> str:
     return f"frozen, stored in {weight.granularity} {FLOAT8_FORMATS[weight.data_fp8.dtype].name}{written}"
 
 
-def explain_unfinished(module: Float8Linear | Float8Grouped) -> Iterator[str]:
+def explain_unfinished(module: Float8Module) -> Iterator[str]:
     """Yield the reasons why a float8 linear, or experts, do not run as their config says."""
     weights = weights_of_module(module)
     if any(weight.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(weight) for weight in weights):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.experts.base import Float8Grouped
+from quaver.linear.float8_module import Float8Module
 from quaver.linear.last_run import has_run, is_idle
 from quaver.linear.module import Float8Linear
 
@@ -16,7 +16,7 @@ def find_idle_modules(model: nn.Module) -> dict[str, str]:
     Experts in a list are left out, because they may still wait for their first token.
     """
     modules = model.named_modules()
-    float8 = {name: module for name, module in modules if isinstance(module, Float8Linear | Float8Grouped)}
+    float8 = {name: module for name, module in modules if isinstance(module, Float8Module)}
     trained_at = max((module._last_run.trained_at for module in float8.values()), default=0)
     idle = {name: module for name, module in float8.items() if is_idle(module, trained_at)}
     if not idle:
@@ -29,13 +29,13 @@ def find_idle_modules(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _explain_idle(module: Float8Linear | Float8Grouped) -> str:
+def _explain_idle(module: Float8Module) -> str:
     if "forward" in vars(module):
         return "the forward that replaced its own does not call the original"
     return "nothing called it; its parent may read its weight instead, for example in F.linear"
 
 
-def find_replaced_forward(module: Float8Linear | Float8Grouped) -> str:
+def find_replaced_forward(module: Float8Module) -> str:
     """Return a warning that the forward of a float8 module was replaced, or "".
 
     A module that ran since gives no warning, because its new forward calls the original. Neither do experts whose

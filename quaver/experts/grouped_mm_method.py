@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
 from quaver.linear.class_change import change_class, get_class_parts
-from quaver.linear.last_run import LastRun
 from quaver.recipes.config import Float8LinearConfig
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
@@ -30,6 +29,7 @@ _WEIGHTS = {"B_t": False, "weight_EOI": True}
 class Float8GroupedMM(Float8Grouped):
     """A module whose `_grouped_mm` runs in float8."""
 
+    _own_attributes = (*Float8Grouped._own_attributes, "_arguments")
     _arguments: tuple[str, str, str]
     """The names of the tokens, the weight and the ends in the signature of `_grouped_mm`."""
 
@@ -69,13 +69,6 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
         raise ValueError(obstacle)
     change_class(module, float8=Float8GroupedMM)
     experts = typing.cast(Float8GroupedMM, module)
-    experts.float8_config, experts._arguments, experts._last_run = config, arguments, LastRun()
+    experts.set_up(config)
+    experts._arguments = arguments
     return experts
-
-
-def to_plain_grouped_mm(module: Float8GroupedMM) -> nn.Module:
-    """Convert `module` back in place to its original class."""
-    change_class(module, float8=None)
-    for name in ("float8_config", "_arguments", "_last_run"):
-        delattr(module, name)
-    return module

@@ -22,7 +22,6 @@ implementation in transformers' config, which is for the whole model: it cannot 
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,17 +37,11 @@ from quaver.experts.grouped_mm import (
 )
 from quaver.linear.class_change import change_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.last_run import LastRun
-from quaver.linear.protocols import MatmulProbe, PreparedOperands
-from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WeightForm, WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.torch_private.tracing import disable_compile
-
-OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_prepared_weights", "_last_run")
-"""The attributes that a Float8Experts adds to the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -161,12 +154,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     `convert_to_float8_training` converts a module of experts in place.
     """
 
-    gathering: object | None
-    """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
-    _prepared_weights: dict[str, PreparedOperands]
-    """Operands by the name of the weight, while a `cast_weights_once` is open."""
-    probes: Mapping[str, MatmulProbe] | None = None
-    """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
+    _own_attributes = (*Float8Grouped._own_attributes, "dispatcher")
 
     def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         weight, operands, has_row_codes_only = self._get_local(name), None, False
@@ -180,18 +168,11 @@ class Float8Experts(Float8Grouped, RoutedExperts):
             operands = get_quantized_operands(weight, transposed)
         else:
             weight = (weight.plain() if isinstance(weight, WrapperWeight) else weight).contiguous()
-        prepared = self._prepared_weights.get(name)
-        if not torch.compiler.is_compiling():
-            prepared = resolve_prepared(prepared, self, name)
-        if prepared is not None:
-            operands = prepared.operands
+        prepared = self.get_prepared_operands(name)
+        operands = operands if prepared is None else prepared
         self.note_run(tokens.device, has_row_codes_only=has_row_codes_only)
-        probe = self.probes[name] if self.probes is not None and self.training else None
+        probe = self.get_probe(name)
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # These belong to an open scope, to a model and to a monitor.
-        return {**super().__getstate__(), "_prepared_weights": {}, "gathering": None, "probes": None}
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -235,8 +216,8 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     """Turn `module` itself into Float8Experts: same object, parameters, hooks and attributes."""
     change_class(module, float8=Float8Experts)
     experts = typing.cast(Float8Experts, module)
-    experts.float8_config, experts._last_run = config, LastRun()
-    experts.dispatcher, experts._prepared_weights, experts.gathering = experts.planned_dispatcher, {}, None
+    experts.set_up(config)
+    experts.dispatcher = experts.planned_dispatcher
     return experts
 
 
@@ -247,12 +228,3 @@ def check_not_split(module: Float8Experts) -> None:
             "expected all experts on this rank, got experts that Float8ExpertParallel split; convert a model back "
             "before it is parallelized"
         )
-
-
-def to_plain_experts(module: Float8Experts) -> nn.Module:
-    """Convert `module`, whose experts are all on this rank, back in place to its original class."""
-    change_class(module, float8=None)
-    for name in OWN_ATTRIBUTES:
-        delattr(module, name)
-    vars(module).pop("probes", None)
-    return module

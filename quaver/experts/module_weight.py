@@ -17,6 +17,7 @@ from quaver.kernels.operands import Operands
 from quaver.linear.module import Float8Linear
 from quaver.linear.protocols import PreparedOperands
 from quaver.linear.quantize import Quantizer
+from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.dtensor import get_local_tensor
 
@@ -39,33 +40,38 @@ class ModuleWeight(NamedTuple):
 
     @property
     def config(self) -> Float8LinearConfig:
-        return self.module.config if isinstance(self.module, Float8Linear) else self.module.float8_config
+        return self.module.float8_config
+
+    @property
+    def scaling(self) -> LinearScales | None:
+        """The persistent scales of a linear, if its config has any; experts are scaled dynamically."""
+        return self.module.scaling if isinstance(self.module, Float8Linear) else None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is the weight of experts, stored [E, K, N]."""
+        return isinstance(self.module, Float8Experts) and is_transposed(self.module)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter has the shape of the whole weight; FSDP1 leaves a flat part."""
+        module, shape = self.module, self.parameter.shape
+        if isinstance(module, Float8Linear):
+            return shape == (module.out_features, module.in_features)
+        return len(shape) == 3
 
     def quantize(self) -> Operands:
         """Quantize the whole weight for both of its matmuls."""
         weight = self.parameter.detach()
         if isinstance(self.module, Float8Experts):
-            transposed = is_transposed(self.module)
-            return quantize_weight(weight.contiguous(), self.config, transposed, row=True, column=True)
-        scaling = self.module.scaling
-        scale = None if scaling is None else scaling.observe_weight(weight.device)
+            return quantize_weight(weight.contiguous(), self.config, self.is_transposed, row=True, column=True)
+        scale = None if self.scaling is None else self.scaling.observe_weight(weight.device)
         return Quantizer(self.config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
 
     @property
     def prepared(self) -> PreparedOperands | None:
-        """The operands that the module uses while a `cast_weights_once` is open, else None."""
-        if isinstance(self.module, Float8Linear):
-            return self.module._prepared_weight
-        return self.module._prepared_weights.get(self.name)
-
-    def prepare(self, prepared: PreparedOperands | None) -> None:
-        """Set `prepared`."""
-        if isinstance(self.module, Float8Linear):
-            self.module._prepared_weight = prepared
-        elif prepared is None:
-            self.module._prepared_weights.pop(self.name, None)
-        else:
-            self.module._prepared_weights[self.name] = prepared
+        """The operands that the module multiplies by while a `cast_weights_once` is open, else None."""
+        return self.module.prepared_weights.get(self.name)
 
 
 def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:

@@ -196,9 +196,9 @@ class Float8AllGatherWeight(WrapperWeight):
         config, scale = weight.config, None
         # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
         shard = get_current_shard(weight)._replace(local=self.wrapped)
-        if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
-            scale = weight.module.scaling.observe_weight(shard.device, self.shard_state.observed)
-            self.shard_state.observed = weight.module.scaling.weight_observed
+        if weight.scaling is not None:
+            scale = weight.scaling.observe_weight(shard.device, self.shard_state.observed)
+            self.shard_state.observed = weight.scaling.weight_observed
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: WholeScales
         if scale is not None and scale.is_initialized:

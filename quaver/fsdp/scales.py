@@ -27,7 +27,7 @@ from torch import Tensor
 from quaver.experts.cast import compute_scale_row_amax
 from quaver.experts.grouped_mm import get_parameter_layouts
 from quaver.experts.groups import count_scale_rows, get_scale_shape
-from quaver.experts.module import Float8Experts, is_transposed
+from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight
 from quaver.fsdp.shard import WeightShard
 from quaver.recipes import scaling
@@ -54,7 +54,7 @@ def _get_scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, .
 def list_layouts(weight: ModuleWeight) -> list[ScaleLayout]:
     """Return the layout of the weight's cast, or of the row and the column cast if they differ."""
     if isinstance(weight.module, Float8Experts):
-        row, column = get_parameter_layouts(weight.config, is_transposed(weight.module))
+        row, column = get_parameter_layouts(weight.config, weight.is_transposed)
         return [row] if row == column else [row, column]
     return list_linear_layouts(weight.config.casts.weight)
 

@@ -122,10 +122,10 @@ def _needs_scales(weight: ModuleWeight) -> bool:
     """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is initialized."""
     if not _is_sharded(weight):
         return False
-    if isinstance(weight.module, Float8Experts) or weight.module.scaling is None:
+    if weight.scaling is None:
         return True
     device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
-    scale = weight.module.scaling.scales(recording=False, device=device).weight
+    scale = weight.scaling.scales(recording=False, device=device).weight
     return scale is None or not scale.is_initialized
 
 

@@ -27,8 +27,8 @@ def make_all_gather_weights(named: NamedWeights) -> None:
     for module in dict.fromkeys(weight.module for _, weight in named):
         for weight in weights_of_module(module):
             _wrap(weight)
-        if isinstance(module, Float8Linear) and module.scaling is not None:
-            module.scaling.let_host_decide()
+            if weight.scaling is not None:
+                weight.scaling.let_host_decide()
         hooks = (
             module.register_state_dict_post_hook(_unwrap_in_state_dict),
             module.register_load_state_dict_post_hook(_wrap_after_load),

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Trainer
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.experts.base import Float8Grouped
+from quaver.linear.float8_module import Float8Module
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
@@ -83,9 +83,9 @@ def _share_scales(reference: nn.Module, model: nn.Module) -> None:
 
 def _get_configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
     return {
-        strip_wrappers(name): module.config if isinstance(module, Float8Linear) else module.float8_config
+        strip_wrappers(name): module.float8_config
         for name, module in model.named_modules()
-        if isinstance(module, Float8Linear | Float8Grouped)
+        if isinstance(module, Float8Module)
     }
 
 

@@ -41,6 +41,7 @@ from torch import Tensor
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.backends import describe_backends
+from quaver.linear.float8_module import Float8Module
 from quaver.linear.gemm import lay_out_saved_columns, mm
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import apply_to_rows
@@ -339,7 +340,7 @@ def apply_linear(
     *,
     weight_operands: Operands | None = None,
     sharding: LinearSharding | None = None,
-    linear: Any = None,
+    linear: Float8Module | None = None,
 ) -> Tensor:
     """Run `float8_linear` on plain tensors: this rank's part of each, if the linear has a `sharding`.
 
@@ -367,7 +368,7 @@ def apply_linear(
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
     hp_dtype = get_output_dtype(input)
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
-    probe = None if linear is None or not linear.training else linear.probe
+    probe = None if linear is None else linear.get_probe("weight")
     keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward
     args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, reader, probe)
     refuse_transforms()

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quaver.linear.float8_module import Float8Module
 from quaver.linear.function import apply_linear, get_checked_operands
-from quaver.linear.last_run import LastRun
 from quaver.linear.nested import apply_to_rows
-from quaver.linear.protocols import LinearSharding, MatmulProbe, PreparedOperands
-from quaver.linear.saved_tensors import resolve_prepared
+from quaver.linear.protocols import LinearSharding
 from quaver.linear.scale_state import LinearScales
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
@@ -22,11 +21,8 @@ from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.recipes.torchao_forms import LinearMMConfig, is_torchao_tensor
 from quaver.torch_private.tracing import FakeTensor
 
-OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_last_run")
-"""The attributes that a Float8Linear adds to nn.Linear."""
 
-
-class Float8Linear(nn.Linear):
+class Float8Linear(Float8Module, nn.Linear):
     """An `nn.Linear` whose matmuls run in float8. It has the parameters and state_dict of `nn.Linear`.
 
     `convert_to_float8_training` turns an `nn.Linear` into one in place. The constructor takes nn.Linear's arguments.
@@ -37,6 +33,7 @@ class Float8Linear(nn.Linear):
 
     replaces: ClassVar[type[nn.Linear]] = nn.Linear
     """A converted nn.Linear is of this class itself (class_change.py); a converted subclass, of a subclass of both."""
+    _own_attributes = (*Float8Module._own_attributes, "config", "scaling", "sharding")
     config: Float8LinearConfig
     scaling: LinearScales | None
     """Its persistent scales, if the config has any (scale_state.py)."""
@@ -44,13 +41,6 @@ class Float8Linear(nn.Linear):
     """Set by tensor parallelism (parallel/tensor_parallel.py)."""
     derive_sharding: Callable[[Tensor], LinearSharding | None]
     """Derives the sharding of a DTensor weight without a Float8 style, for an input; quaver.distributed sets it."""
-    gathering: object | None
-    """Set if FSDP2 all-gathers the weight in float8 (fsdp/gathered.py)."""
-    _prepared_weight: PreparedOperands | None
-    """Set while a `cast_weights_once` is open."""
-    _last_run: LastRun
-    probe: MatmulProbe | None = None
-    """Set while a monitor is attached (numerics/monitoring.py)."""
 
     def __init__(
         self,
@@ -81,12 +71,18 @@ class Float8Linear(nn.Linear):
 
     def set_up(self, config: Float8LinearConfig) -> None:
         """Set the attributes of a new Float8Linear."""
-        self.config = config
+        super().set_up(config)
         self.scaling = None
         self.sharding = None
-        self.gathering = None
-        self._prepared_weight = None
-        self._last_run = LastRun()
+
+    @property
+    def float8_config(self) -> Float8LinearConfig:
+        """`config`, under the name that it has in every float8 module."""
+        return self.config
+
+    @float8_config.setter
+    def float8_config(self, config: Float8LinearConfig) -> None:
+        self.config = config
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:
@@ -105,10 +101,7 @@ class Float8Linear(nn.Linear):
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:
             scales = self.persistent_scales(input.device)
-        prepared = self._prepared_weight
-        if not torch.compiler.is_compiling():
-            prepared = resolve_prepared(prepared, self, "weight")
-        operands = None if prepared is None else prepared.operands
+        operands = self.get_prepared_operands("weight")
         return apply_linear(input, weight, self.bias, self.config, scales, weight_operands=operands, linear=self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
@@ -146,32 +139,12 @@ class Float8Linear(nn.Linear):
         return NO_PERSISTENT_SCALES
 
     @property
-    def backend(self) -> str:
-        """The backends of the last eager forward: "native", "exact" or "native and exact" (see linear/backends.py).
-
-        "high precision" if the config disables all casts, and "not run yet" before the first forward.
-        Moving the linear, as an offload does, keeps it. Compiled forwards do not change it.
-        """
-        return self._last_run.backend
-
-    @property
     def linear_mm_config(self) -> LinearMMConfig:
         """The options of the three matmuls, in torchao's form."""
         return self.config.linear_mm_config
-
-    def extra_repr(self) -> str:
-        recipe = self.config.recipe_name
-        name = f"recipe={recipe.value}, " if recipe else ""
-        return f"{super().extra_repr()}, {name}cast_configs={self.config.short_str()}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
         if self.scaling is not None and getattr(self, "weight", None) is not None:
             self.scaling.follow(self.weight.device)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        # These belong to an open scope, to a model and to this module; a probe belongs to a monitor.
-        state = {**self.__dict__, "_prepared_weight": None, "gathering": None, "_last_run": LastRun()}
-        state.pop("probe", None)
-        return state

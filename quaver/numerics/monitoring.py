@@ -403,8 +403,7 @@ class Monitor:
             return
         self._is_open = False
         for weight in self._weights.values():
-            for name in ("probe", "probes"):
-                vars(weight.module).pop(name, None)
+            vars(weight.module).pop("probes", None)
         self._sampling.close()
         if self._sink is not None:
             try:
@@ -428,8 +427,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _is_watched(weight: ModuleWeight) -> bool:
-    module = weight.module
-    return (module.probe if isinstance(module, Float8Linear) else module.probes) is not None
+    return weight.module.probes is not None
 
 
 def _is_split(weight: ModuleWeight) -> bool:
@@ -440,10 +438,7 @@ def _is_split(weight: ModuleWeight) -> bool:
 
 def _attach_probe(weight: ModuleWeight, number: int) -> Probe:
     module, probe = weight.module, Probe(number, weight, weight.parameter.device)
-    if isinstance(module, Float8Experts):
-        module.probes = {**(module.probes or {}), weight.name: probe}
-    else:
-        module.probe = probe
+    module.probes = {**(module.probes or {}), weight.name: probe}
     return probe
 
 

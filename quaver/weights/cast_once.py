@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ShardState, is_all_gather_weight
 from quaver.fsdp.siblings import AllGatherState, get_all_gather_state
-from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
@@ -125,7 +124,7 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
             another config inside it, which raises at the next eager use, at the next all-gather, or at the exit.
     """
     weights = [weight for _, weight in weights_under(model)]
-    whole = [weight for weight in weights if _is_whole(weight)]
+    whole = [weight for weight in weights if _can_prepare(weight)]
     gathered = [(get_all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
     holders_now = {weight.prepared.holder for weight in whole if weight.prepared is not None}
     holders_now |= {prepared.holder for state, _ in gathered for prepared in state.prepared.values()}
@@ -138,7 +137,7 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
     try:
         for weight in whole:
             with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
-                weight.prepare(PreparedWeight(weight, holder))
+                weight.module.prepared_weights[weight.name] = PreparedWeight(weight, holder)
         for state, weight in gathered:
             state.prepared[weight.name] = PreparedShard(weight, holder)
         yield
@@ -150,9 +149,9 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
                 prepared.check()
     finally:
         for weight in whole:
-            weight.prepare(None)
-            if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
-                weight.module.scaling.weight_observed = None
+            weight.module.prepared_weights.pop(weight.name, None)
+            if weight.scaling is not None:
+                weight.scaling.weight_observed = None
         for state, _ in gathered:
             state.prepared.clear()
 
@@ -163,10 +162,6 @@ def is_cast_once(weight: ModuleWeight) -> bool:
     return weight.prepared is not None or (gathering is not None and weight.name in gathering.prepared)
 
 
-def _is_whole(weight: ModuleWeight) -> bool:
-    parameter, module = weight.parameter, weight.module
-    if type(parameter) not in (nn.Parameter, FakeTensor) or module.gathering is not None:
-        return False
-    if isinstance(module, Float8Linear):
-        return parameter.shape == (module.out_features, module.in_features)
-    return parameter.dim() == 3
+def _can_prepare(weight: ModuleWeight) -> bool:
+    is_plain = type(weight.parameter) in (nn.Parameter, FakeTensor)
+    return is_plain and weight.module.gathering is None and weight.is_whole

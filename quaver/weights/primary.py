@@ -33,11 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
-from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import is_parameter
 from quaver.runtime.names import find_parameter_names
 from quaver.runtime.optimizer_states import StatesView, replace_states
@@ -275,11 +273,10 @@ def use_float8_primary_weights(
 
 
 def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
-    parameter, module, casts = weight.parameter, weight.module, weight.config.casts
-    is_whole = not isinstance(module, Float8Linear) or parameter.shape == (module.out_features, module.in_features)
+    parameter, casts = weight.parameter, weight.config.casts
     if isinstance(parameter, Float8AllGatherWeight):
         return "its config has enable_fsdp_float8_all_gather; convert without it, or under FSDP2 use cast_weights_once"
-    if type(parameter) is not nn.Parameter or not is_whole:
+    if type(parameter) is not nn.Parameter or not weight.is_whole:
         return f"it is a {type(parameter).__name__}; under FSDP2 use cast_weights_once"
     if not casts.weight.is_float8:
         return "one of its matmuls runs in high precision"
@@ -297,8 +294,7 @@ def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dt
     master, module = module_weight.parameter, module_weight.module
     grad, master.grad = master.grad, None
     master.data = master.data.to(master_dtype)
-    transposed = isinstance(module, Float8Experts) and is_transposed(module)
-    quantized = Float8PrimaryWeight.from_master(master, module_weight.config, transposed)
+    quantized = Float8PrimaryWeight.from_master(master, module_weight.config, module_weight.is_transposed)
     weight = nn.Parameter(quantized, master.requires_grad)
     weight.grad = None if grad is None else grad.to(master_dtype)
     setattr(module, module_weight.name, weight)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from quaver.conversion.high_precision import get_config, iter_float8_modules
+from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.report import conversion_report
 from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
@@ -158,7 +158,7 @@ def _describe_expert_matmul(
 
 
 def _describe_layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceSpec) -> list[LayersOnGpu]:
-    configs = {name: get_config(module) for name, module in iter_float8_modules(model)}
+    configs = {name: module.float8_config for name, module in iter_float8_modules(model)}
     counts: Counter[tuple[Any, ...]] = Counter()
     for layer in conversion_report(model).layers:
         note = layer.reason

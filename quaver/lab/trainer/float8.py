@@ -19,7 +19,7 @@ from quaver import (
     set_high_precision_matmuls,
 )
 from quaver.conversion.convert import ModuleFilter
-from quaver.conversion.high_precision import get_config, iter_float8_modules
+from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.layer_recipes import convert_layers
 from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
@@ -114,7 +114,7 @@ def fuse_producers(model: nn.Module) -> None:
 def _are_float8(*readers: nn.Module) -> bool:
     return all(
         isinstance(reader, Float8Linear | Float8Experts)
-        and len(get_config(reader).high_precision_matmuls) < len(MATMULS)
+        and len(reader.float8_config.high_precision_matmuls) < len(MATMULS)
         for reader in readers
     )
 
@@ -132,7 +132,7 @@ def in_high_precision(model: Llama) -> Iterator[None]:
 
     Forward and backward of a step must both be inside. Persistent scales are not updated.
     """
-    configs = {name: get_config(module) for name, module in iter_float8_modules(model)}
+    configs = {name: module.float8_config for name, module in iter_float8_modules(model)}
     try:
         run_in_high_precision(model, lambda name: tuple(MATMULS))
         yield

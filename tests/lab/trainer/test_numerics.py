@@ -47,7 +47,7 @@ def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe
     assert sorted(record.histograms) == [0, 1, 2]
     linears = [name for name, module in run.models[0].model.named_modules() if isinstance(module, Float8Linear)]
     assert list(dict.fromkeys(tensor["layer"] for tensor in record.tensors)) == linears
-    assert all(linear.probe is None for linear in run.models[0].model.modules() if isinstance(linear, Float8Linear))
+    assert all(linear.probes is None for linear in run.models[0].model.modules() if isinstance(linear, Float8Linear))
 
 
 def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_config):

@@ -172,7 +172,12 @@ def sample_to_a_sink_that_fails():
         for batch in draw_batches():
             model(batch).square().sum().backward()
             optimizer.step()
-    return errors, gather.call_count, [line["step"] for line in lines], model[0].probe is None and not watching._is_open
+    return (
+        errors,
+        gather.call_count,
+        [line["step"] for line in lines],
+        model[0].probes is None and not watching._is_open,
+    )
 
 
 def test_a_sink_that_fails_on_the_first_rank_ends_the_monitor_on_all():
@@ -251,7 +256,7 @@ def test_ranks_that_monitor_different_things_are_refused(differing):
     message = refusal(lambda: monitor(model, every=2 if is_second and differing == "every" else 1))
     assert message.startswith("RuntimeError: ranks disagree about what they monitor: rank 0 has ")
     with monitor(make("tensorwise")):  # the ranks are still in step, and no probe stays
-        assert model[2].probe is None
+        assert model[2].probes is None
 
 
 @on_ranks(2)

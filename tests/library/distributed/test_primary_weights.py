@@ -218,8 +218,8 @@ def count_bytes(linear):
     if isinstance(weight, Float8PrimaryWeight):
         return [weight.data_fp8.nbytes, 0, weight.wrapped.nbytes, weight.grad.nbytes]
     codes = 0
-    if linear._prepared_weight is not None:
-        codes = linear._prepared_weight.operands.row.data.nbytes
+    if prepared := linear.prepared_weights.get("weight"):
+        codes = prepared.operands.row.data.nbytes
     elif linear.gathering is not None and get_all_gather_state(linear).prepared:
         payloads = get_all_gather_state(linear).prepared["weight"]._inputs[0]  # type: ignore[attr-defined]
         codes = sum(payload.nbytes for payload in payloads)

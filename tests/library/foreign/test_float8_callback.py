@@ -151,7 +151,7 @@ def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
     assert resumed.state.log_history[-2]["float8_sqnr_min_db"] == pytest.approx(
         np.nanmin(record.statistics["sqnr_db"][-1])
     )
-    assert all(linear.probe is None for linear in model.modules() if isinstance(linear, Float8Linear))
+    assert all(linear.probes is None for linear in model.modules() if isinstance(linear, Float8Linear))
 
 
 class ScopeIsOpen(TrainerCallback):

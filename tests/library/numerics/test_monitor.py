@@ -336,10 +336,10 @@ def test_a_record_is_written_and_resumed(tmp_path):
 def test_a_copy_and_a_converted_model_have_no_probes():
     model = make()
     with monitor(model, every=1):
-        assert copy.deepcopy(model).up.probe is None
+        assert copy.deepcopy(model).up.probes is None
         convert_to_high_precision(model)
         train(model, count=2)
-    assert "probe" not in vars(model.up)
+    assert "probes" not in vars(model.up)
 
 
 def test_a_weight_that_was_cast_once_is_observed():
@@ -367,7 +367,7 @@ def test_bad_arguments_are_refused(options, error, message):
     model = make()
     with pytest.raises(error, match=message):
         monitor(model, **options)
-    assert model.up.probe is None
+    assert model.up.probes is None
 
 
 class Failing:
@@ -442,7 +442,7 @@ def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sin
     for _ in range(2):
         with pytest.raises((OSError, ValueError, RuntimeError), match="No such file|is damaged|mine"):
             monitor(model, sink=tmp_path / sink if isinstance(sink, str) else sink)
-    assert "probe" not in vars(model.up)
+    assert "probes" not in vars(model.up)
 
 
 def test_a_monitor_may_be_closed_by_its_sink_and_then_samples_no_more():

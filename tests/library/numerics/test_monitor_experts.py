@@ -80,7 +80,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     multiply_by_weight(a, weight, ends, config, transposed, probe=probes[0]).backward(grad_output)
     linear = convert_to_float8_training(torch.nn.Linear(*b_t.shape[1:], bias=False, dtype=a.dtype), config=config)
-    linear.probe = probes[1]
+    linear.probes = {"weight": probes[1]}
     for matrix, start, stop in zip(b_t.detach(), [0, *ENDS], ENDS, strict=False):
         if start < stop:
             with torch.no_grad():

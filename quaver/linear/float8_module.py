@@ -1,0 +1,93 @@
+"""`Float8Module`: the state that all modules with float8 matmuls have, a Float8Linear and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from quaver.kernels.operands import Operands
+from quaver.linear.class_change import change_class
+from quaver.linear.last_run import LastRun
+from quaver.linear.protocols import MatmulProbe, PreparedOperands
+from quaver.linear.saved_tensors import resolve_prepared
+from quaver.recipes.config import Float8LinearConfig
+
+
+class Float8Module(nn.Module):
+    """Base class of modules whose matmuls run in float8.
+
+    The state of a weight is stored under the name of its parameter, which in a Float8Linear is "weight".
+    """
+
+    _own_attributes: ClassVar[tuple[str, ...]] = (
+        "float8_config",
+        "gathering",
+        "prepared_weights",
+        "probes",
+        "_last_run",
+    )
+    """The attributes that the float8 class adds to the original class."""
+    float8_config: Float8LinearConfig
+    """The config; a Float8Linear stores it as `config`, its name in torchao."""
+    gathering: object | None
+    """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
+    prepared_weights: dict[str, PreparedOperands]
+    """Operands by the name of the weight, while a `cast_weights_once` is open."""
+    probes: Mapping[str, MatmulProbe] | None = None
+    """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
+    _last_run: LastRun
+
+    def set_up(self, config: Float8LinearConfig) -> None:
+        """Set the attributes of a new Float8Module."""
+        self.float8_config = config
+        self.gathering = None
+        self.prepared_weights = {}
+        self._last_run = LastRun()
+
+    def get_prepared_operands(self, name: str) -> Operands | None:
+        """Return the operands that a forward multiplies by instead of quantizing the weight `name`, or None."""
+        prepared = self.prepared_weights.get(name)
+        if not torch.compiler.is_compiling():
+            prepared = resolve_prepared(prepared, self, name)
+        return None if prepared is None else prepared.operands
+
+    def get_probe(self, name: str) -> MatmulProbe | None:
+        """Return the probe of the weight `name` for a forward, or None."""
+        return self.probes[name] if self.probes is not None and self.training else None
+
+    @property
+    def backend(self) -> str:
+        """The backends of the last eager forward: "native", "exact" or "native and exact" (see linear/backends.py).
+
+        "high precision" if the config disables all casts, and "not run yet" before the first forward.
+        Moving the module, as an offload does, keeps it. Compiled forwards do not change it.
+        """
+        return self._last_run.backend
+
+    def extra_repr(self) -> str:
+        recipe = self.float8_config.recipe_name
+        name = f"recipe={recipe.value}, " if recipe else ""
+        before = super().extra_repr()
+        return f"{before}{', ' if before else ''}{name}cast_configs={self.float8_config.short_str()}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # These belong to an open scope, to a model and to this module; probes belong to a monitor.
+        state = {**self.__dict__, "prepared_weights": {}, "gathering": None, "_last_run": LastRun()}
+        state.pop("probes", None)
+        return state
+
+
+def list_taken_attributes(module: nn.Module, float8: type[Float8Module]) -> list[str]:
+    """Return the names of attributes of `module` that the class `float8` would replace."""
+    return [name for name in float8._own_attributes if hasattr(module, name)]
+
+
+def restore_class(module: Float8Module) -> None:
+    """Convert `module` back in place to its original class, without the attributes of the float8 class."""
+    names = module._own_attributes
+    change_class(module, float8=None)
+    for name in names:
+        vars(module).pop(name, None)
