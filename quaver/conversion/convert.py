@@ -27,7 +27,7 @@ from quaver.experts.module import (
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
-from quaver.linear.class_change import change_class, get_class_parts
+from quaver.linear.class_change import StandIn, change_class, get_class_parts
 from quaver.linear.float8_module import Float8Module, restore_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -138,7 +138,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             restore_plain_weights(child)
         if isinstance(child, Float8Module):
             restore_class(child)
-            getattr(child, "to_original", lambda: None)()  # another class became an nn.Linear before
+            if isinstance(child, StandIn):
+                child.to_original()
     stop_sharing_inputs(module)
     drop_false_quantization(module)
     return module

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from quaver.linear.class_change import change_class, get_class_parts
+from quaver.linear.class_change import StandIn, change_class, get_class_parts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 
 
-class Conv1DLinear(nn.Linear):
+class Conv1DLinear(StandIn, nn.Linear):
     """A `Conv1D` as an nn.Linear, with the state dict of the Conv1D."""
 
     state_dict_is_transposed = True
@@ -39,7 +39,7 @@ class Conv1DLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def to_original(self) -> None:
-        """Make this module a Conv1D again. Called by `convert_to_high_precision`."""
+        """Make this module a Conv1D again."""
         _transpose(self.weight)
         del self.in_features, self.out_features
         change_class(self, original=Conv1D)

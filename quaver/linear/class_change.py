@@ -26,6 +26,14 @@ from torch import nn
 from quaver.torch_private.fsdp import fsdp_module_class
 
 
+class StandIn(nn.Module):
+    """A class that a module was given so that it can be converted; its `original` part while it is in float8."""
+
+    def to_original(self) -> None:
+        """Give the module back the class that it had before. Called by `convert_to_high_precision`."""
+        raise NotImplementedError
+
+
 class ForwardWrapper:
     """Code around a module's forward. Instances are hashable and can be pickled; equal ones make the same class."""
 
