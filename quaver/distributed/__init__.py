@@ -11,9 +11,7 @@ from torch import Tensor
 
 from quaver.fsdp.gradients import reduce_gradients_in_float8
 from quaver.fsdp.siblings import precompute_float8_dynamic_scale_for_fsdp
-from quaver.linear.module import Float8Linear
-from quaver.linear.protocols import LinearSharding
-from quaver.torch_private.dtensor import is_dtensor
+from quaver.linear.protocols import LinearSharding, register_sharding_rule
 
 if TYPE_CHECKING:
     from quaver.parallel.expert_parallel import Float8ExpertParallel
@@ -40,12 +38,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"quaver.parallel.{file}"), name)
 
 
-def _derive_sharding(linear: Any, input: Tensor) -> LinearSharding | None:
-    if not is_dtensor(linear.weight):
-        return None
+def _derive_sharding(linear: Any, input: Tensor) -> LinearSharding:
     from quaver.parallel.linear_sharding import derive_sharding
 
     return derive_sharding(linear, input)
 
 
-Float8Linear.derive_sharding = _derive_sharding  # type: ignore[assignment]
+register_sharding_rule(_derive_sharding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.function import apply_linear, get_checked_operands
 from quaver.linear.nested import apply_to_rows
-from quaver.linear.protocols import LinearSharding
+from quaver.linear.protocols import LinearSharding, find_sharding
 from quaver.linear.scale_state import LinearScales
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
@@ -39,8 +38,6 @@ class Float8Linear(Float8Module, nn.Linear):
     """Its persistent scales, if the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (parallel/tensor_parallel.py)."""
-    derive_sharding: Callable[[Tensor], LinearSharding | None]
-    """Derives the sharding of a DTensor weight without a Float8 style, for an input; quaver.distributed sets it."""
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class Float8Linear(Float8Module, nn.Linear):
                         "convert_to_high_precision(model) before quantize_"
                     )
                 return F.linear(input, weight, self.bias)
-            sharding = self.sharding or self.derive_sharding(input)
+            sharding = self.sharding or find_sharding(self, input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:

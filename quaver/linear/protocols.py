@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
+from quaver.torch_private.dtensor import is_dtensor
 
 
 class PreparedOperands(Protocol):
@@ -55,6 +57,23 @@ class LinearSharding(Protocol):
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         """Reduce the ranks' `output` [M, N] of an input [*leading, K], to [M, N] or a sharded [*leading, N]."""
+
+
+ShardingRule = Callable[[Any, Tensor], LinearSharding]
+"""Derives the sharding of a linear whose weight is a DTensor, for an input."""
+
+_sharding_rule: ShardingRule
+
+
+def register_sharding_rule(rule: ShardingRule) -> None:
+    """Have `find_sharding` call `rule`. quaver.distributed, which `import quaver` imports, registers one."""
+    global _sharding_rule
+    _sharding_rule = rule
+
+
+def find_sharding(linear: Any, input: Tensor) -> LinearSharding | None:
+    """Return the sharding of a linear without a Float8 style, or None if its weight is no DTensor."""
+    return _sharding_rule(linear, input) if is_dtensor(linear.weight) else None
 
 
 class Groups(NamedTuple):
