@@ -22,6 +22,7 @@ from quaver.experts.module import (
     find_experts_obstacle,
     get_expert_weights,
     is_experts,
+    is_transposed,
     to_float8_experts,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
@@ -33,7 +34,6 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import WeightForm
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
 from quaver.runtime.names import find_weight_modules, join_names
@@ -266,10 +266,12 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
             f"{name or 'the module'} is already converted, with another config ({module.float8_config}); filter it "
             "out, or call convert_to_high_precision first"
         )
-    for weight in [module.weight] if isinstance(module, nn.Linear) else get_expert_weights(module).values():
-        if not (isinstance(weight, Float8Tensor) and isinstance(weight, WeightForm)):  # or gathered by FSDP2
+    weights = {"weight": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
+    transposed = not isinstance(module, nn.Linear) and is_transposed(module)
+    for weight in weights.values():
+        if not isinstance(weight, Float8Tensor):
             continue
-        if mismatch := weight.find_cast_mismatch(config.casts.weight):
+        if mismatch := weight.find_cast_mismatch(config.casts.weight, transposed=transposed):
             raise ValueError(f"{name or 'the module'}: {mismatch}")
     if tied and config.enable_fsdp_float8_all_gather:
         raise ValueError(

@@ -38,7 +38,7 @@ from quaver.experts.grouped_mm import (
 from quaver.linear.class_change import change_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import WeightForm, WrapperWeight
+from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.torch_private.tracing import disable_compile
@@ -159,9 +159,8 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         weight, operands, has_row_codes_only = self._get_local(name), None, False
         config, transposed = self.float8_config, is_transposed(self)
-        # FSDP2 gathers a Float8Tensor that is no WeightForm, whose layouts are those of the stored [E, K, N].
-        if isinstance(weight, Float8Tensor) and isinstance(weight, WeightForm) and not torch.compiler.is_compiling():
-            weight.check_casts(config.casts.weight)
+        if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
+            weight.check_casts(config.casts.weight, transposed=transposed)
         if isinstance(weight, FrozenFloat8Weight):
             operands, has_row_codes_only = get_frozen_operands(weight), weight.scale_layout in (ROWWISE, COLUMNWISE)
         elif isinstance(weight, Float8Tensor):

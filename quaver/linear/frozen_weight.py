@@ -274,7 +274,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         """Whether codes and scales hold the current values, as they always do in a module."""
         return True
 
-    def find_cast_mismatch(self, casts: OperandCasts) -> str:
+    def find_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
         dtype, scales = casts.row.float8_dtype, casts.row.granularity
         has_granularity = self.granularity == scales or self.scales_per_matrix == 1
         if (casts.has_equal_casts or casts.column.is_disabled) and self.data_fp8.dtype is dtype and has_granularity:

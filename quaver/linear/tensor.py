@@ -114,19 +114,25 @@ class Float8Tensor(TensorForm):
             column = column._replace(data=_flatten_rows(column.data))
         return Operands(row._replace(data=_flatten_rows(row.data), dequant_scale=scale), column)
 
-    def check_casts(self, casts: OperandCasts) -> None:
-        """Raise RuntimeError if this tensor was not quantized with `casts`."""
-        if mismatch := self.find_cast_mismatch(casts):
+    def check_casts(self, casts: OperandCasts, *, transposed: bool = False) -> None:
+        """Raise RuntimeError if this tensor was not quantized with `casts`; see `find_cast_mismatch`."""
+        if mismatch := self.find_cast_mismatch(casts, transposed=transposed):
             raise RuntimeError(mismatch)
 
-    def find_cast_mismatch(self, casts: OperandCasts) -> str:
+    def find_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
         """Return how this differs from a tensor quantized with `casts` and what to do, or "" if it does not.
 
         Compares the dtypes and layouts of the operands that both have in float8.
+
+        Args:
+            transposed: whether this is a weight of experts that is stored [E, K, N], so that `casts.row` made the
+                codes of stored columns.
         """
-        row, column = casts.row, casts.column_source
-        column_layout = row.layout if casts.is_dequantized else column.layout and column.layout.get_column_layout()
-        operands = ((row, row.layout, self.data_fp8), (column, column_layout, self.column_data_fp8))
+        row, column = (casts.column_source, casts.row) if transposed else (casts.row, casts.column_source)
+        row_layout, column_layout = row.layout, column.layout and column.layout.get_column_layout()
+        if casts.is_dequantized:
+            row_layout = column_layout = column_layout if transposed else row_layout
+        operands = ((row, row_layout, self.data_fp8), (column, column_layout, self.column_data_fp8))
         for (cast, expected, codes), layout in zip(operands, self.layouts, strict=True):
             if cast.is_disabled or codes is None:
                 continue

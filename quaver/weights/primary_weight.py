@@ -97,7 +97,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
             return next(_UNCOUNTED), 0
         return get_version(self), get_version(self.wrapped)
 
-    def find_cast_mismatch(self, casts: OperandCasts) -> str:
+    def find_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
         if self.config is None or self.config.casts.weight == casts:
             return ""
         return (

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quaver import float8_linear
+from quaver.experts.grouped_mm import quantize_weight
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
@@ -97,6 +98,17 @@ def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, me
         operands[index] = Float8Tensor.from_operands(row, column, matrix.dtype)
         with pytest.raises(RuntimeError, match=message):
             float8_linear(*operands, config=config_of(recipe))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "rowwise:dequantized"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_of_experts_are_checked_in_the_orientation_in_which_they_are_stored(recipe, transposed):
+    config = config_of(recipe)
+    row, column = quantize_weight(torch.randn(2, 128, 256), config, transposed, row=True, column=True)
+    stored = Float8Tensor.from_operands(*((column, row) if transposed else (row, column)), torch.float32)
+    stored.check_casts(config.casts.weight, transposed=transposed)
+    with pytest.raises(RuntimeError, match="is stored as"):
+        stored.check_casts(config.casts.weight, transposed=not transposed)
 
 
 def cast_matrix(kind="own"):
