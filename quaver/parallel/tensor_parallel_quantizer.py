@@ -135,9 +135,9 @@ class GatheringQuantizer(TensorParallelQuantizer):
             # One operand needs the all-gather in high precision, and the other is quantized from the result.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
             gathered = all_gather(hp, token_dim, self.group)
-            return Quantizer(casts, self.hp_dtype, self.scale)(gathered, row=row, column=column)
+            return Quantizer(casts, self.hp_dtype, self.scale)(gathered, row=row, column=column, scales=scales)
         one_cast = casts.shares_codes
-        local = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
+        local = super().__call__(hp, row=row or one_cast, column=column and not one_cast, scales=scales)
         row_op = None if local.row is None else self._gather(local.row, hp.shape, token_dim, row_tokens)
         column_op = None if local.column is None else self._gather(local.column, hp.shape, token_dim, column_tokens)
         if row_op is not None and row_op.dequant_scale is not None:

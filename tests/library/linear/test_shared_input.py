@@ -21,6 +21,8 @@ from quaver import (
 )
 from quaver.checkpointing.policy import apply_activation_checkpointing, make_selective_contexts
 from quaver.linear import shared_input
+from quaver.linear.quantize import Quantizer
+from quaver.recipes.scaling import Scales
 from tests.library.linear.test_module import Qkv, needs_counts, reads
 from tests.steps import assert_same, results_of
 
@@ -114,6 +116,14 @@ def test_linears_of_other_scales_share_nothing():
     model.k(x * 3)
     sync_float8_amax_and_scale_history(model)
     assert torch.equal(model(x), model.q(x.clone()) + model.k(x.clone()) + model.v(x.clone()))
+
+
+def test_given_scales_are_used():
+    casts, x = Float8LinearConfig().casts.input, torch.randn(32, 64)
+    scales = Scales(torch.tensor(2.0), torch.tensor(0.5))
+    quantizers = Quantizer(casts, x.dtype), shared_input.CachedQuantizer(casts, x.dtype, None, 1)
+    expected, actual = (quantizer(x, row=True, column=True, scales=scales) for quantizer in quantizers)
+    assert_same(expected.row[:2], actual.row[:2])
 
 
 def test_linears_under_other_autocasts_share_nothing():
