@@ -22,7 +22,7 @@ implementation in transformers' config, which is for the whole model: it cannot 
 from __future__ import annotations
 
 import typing
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,11 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 class RoutedExperts(nn.Module):
     """The forward of experts as grouped matmuls; `_multiply_tokens` runs one of them."""
 
+    # transformers' attributes. Annotated only, because a default would hide one of the original class.
+    num_experts: int
+    act_fn: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
     dispatcher: Dispatcher | None = None
     """Sends tokens to the ranks of their experts under expert parallelism, else None."""
     planned_dispatcher: Dispatcher | None = None
@@ -63,24 +68,23 @@ class RoutedExperts(nn.Module):
         Returns:
             [T, D] (or [E * T, D]) in hidden_states' dtype.
         """
-        experts: Any = self
         if not routing:
             if self.dispatcher is not None:
                 raise NotImplementedError(
                     "expert parallelism expects a call with top_k_index and top_k_weights, got hidden_states only"
                 )
             tokens = hidden_states.view(-1, hidden_states.shape[-1])
-            height, rest = divmod(tokens.shape[0], experts.num_experts)
+            height, rest = divmod(tokens.shape[0], self.num_experts)
             if rest:
                 raise ValueError(
-                    f"expected the same number of tokens for each of {experts.num_experts} experts, grouped by expert; "
+                    f"expected the same number of tokens for each of {self.num_experts} experts, grouped by expert; "
                     f"got {tokens.shape[0]} rows"
                 )
-            ends = torch.arange(1, experts.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
+            ends = torch.arange(1, self.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
             return self._run_sorted(tokens, ends, None)
         top_k_index, top_k_weights = routing
         pair_experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        count: int = experts.num_experts if self.dispatcher is None else self.dispatcher.experts
+        count = self.num_experts if self.dispatcher is None else self.dispatcher.experts
         numbers = torch.arange(count, device=order.device)
         ends = torch.searchsorted(pair_experts, numbers, right=True).to(torch.int32)
         tokens = hidden_states[order // top_k_index.shape[-1]]
@@ -113,22 +117,21 @@ class RoutedExperts(nn.Module):
 
         `expert`: the expert of each token, with a `dispatch` of each received token; None for experts without biases.
         """
-        experts: Any = self
-        has_gate = getattr(experts, "has_gate", True)
+        has_gate = getattr(self, "has_gate", True)
         name = "gate_up_proj" if has_gate else "up_proj"
         inner = self._multiply_and_add_bias(name, tokens, ends, expert, dispatch=dispatch)
-        if has_gate and hasattr(experts, "_apply_gate"):
-            inner = experts._apply_gate(inner)
+        if has_gate and hasattr(self, "_apply_gate"):
+            inner = self._apply_gate(inner)
         elif has_gate:
             gate, up = inner.chunk(2, dim=-1)
-            inner = up * experts.act_fn(gate)
+            inner = up * self.act_fn(gate)
         else:
-            inner = experts.act_fn(inner)
-        has_norm = getattr(experts, "has_post_expert_norm", False)
-        if not has_norm and not getattr(experts, "has_bias", False):
+            inner = self.act_fn(inner)
+        has_norm = getattr(self, "has_post_expert_norm", False)
+        if not has_norm and not getattr(self, "has_bias", False):
             return self._multiply_and_add_bias("down_proj", inner, ends, expert, combine=dispatch)
         out = self._multiply_and_add_bias("down_proj", inner, ends, expert)
-        out = experts.post_expert_norm(out) if has_norm else out
+        out = self.post_expert_norm(out) if has_norm else out
         return out if dispatch is None else ExchangeRows.apply(out, dispatch, False)
 
     def _multiply_and_add_bias(
