@@ -279,8 +279,8 @@ class LinearScales:
             if recording and state.forwards_since_sync and device.type != "meta":
                 raise NotImplementedError(
                     "the linears of one conversion keep their delayed or static scales on one device, and since the "
-                    f"last sync they trained on {state.device} and {device}: convert the part of each device by a "
-                    "call of its own, or move the model to one device before the step"
+                    f"last sync they trained on {state.device} and {device}: convert the part of each device in a "
+                    "separate call of convert_to_float8_training, or move the model to one device before the step"
                 )
             self.follow(device)
         if state.uncalibrated and not state.calibrating:
