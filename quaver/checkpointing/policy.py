@@ -152,12 +152,13 @@ def apply_activation_checkpointing(
 def _check_options(mode: str, selective_ac_option: str, memory_budget: float, changes: PolicyChanges) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    if mode != "selective" and selective_ac_option != "op":  # the default
+    defaults: Any = apply_activation_checkpointing.__kwdefaults__
+    if mode != "selective" and selective_ac_option != defaults["selective_ac_option"]:
         raise ValueError(
             "selective_ac_option: expected none unless mode is selective, got "
             f"{selective_ac_option!r} with mode {mode!r}"
         )
-    if mode != "memory_budget" and memory_budget != 0.5:  # the default
+    if mode != "memory_budget" and memory_budget != defaults["memory_budget"]:
         raise ValueError(
             f"memory_budget: expected none unless mode is memory_budget, got {memory_budget} with mode {mode!r}"
         )
