@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from quaver.checkpointing.codes import DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
 from quaver.checkpointing.hooks import SMALL_RATIO, STORED_IN, StoringModule
-from quaver.checkpointing.policy import MATMULS
+from quaver.checkpointing.policy import MATMUL_OPS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
@@ -47,7 +47,7 @@ _VIEWS = frozenset(
         torch.ops.prims.convert_element_type.default,
     }
 )
-_READERS = MATMULS | {_aten.convolution_backward.default}
+_READERS = MATMUL_OPS | {_aten.convolution_backward.default}
 
 
 class StoringPartitioner(CustomPartitionerFn):

@@ -51,7 +51,7 @@ MODES = ("none", "full", "selective", "memory_budget")
 
 _aten = torch.ops.aten
 
-MATMULS = frozenset(
+MATMUL_OPS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -274,7 +274,7 @@ def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., Ch
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saves = operation in SAVED or operation in changes.also_keep
-        if operation in MATMULS:
+        if operation in MATMUL_OPS:
             calls[ctx.is_recompute] += 1
             count.matmuls = calls[False]
             saves = saves or (matmuls_before - calls[ctx.is_recompute]) % 2 == 1

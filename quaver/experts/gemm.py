@@ -123,7 +123,7 @@ def _has_native(device: torch.device, emulate: bool) -> bool:
 
 @assume_constant_result
 def _native_works(device_index: int, kind: ScaleKind) -> bool:
-    return multiplies_natively(device_index, kind, probe_native_grouped_mm)
+    return multiplies_natively(device_index, kind, try_native_grouped_mm)
 
 
 def _multiply_groups(
@@ -222,8 +222,8 @@ def _count_flops(
     return 2 * a_shape[0] * a_shape[1] * (b_shape[1] if matmul == ExpertMatmul.GRAD_WEIGHT.value else out_shape[1])
 
 
-def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
-    """Do as `backends.probe_native_mm` for torch's scaled grouped matmul, with three groups, one of them empty."""
+def try_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
+    """Do as `backends.try_native_mm` for torch's scaled grouped matmul, with three groups, one of them empty."""
     numbers = torch.arange(48 * 32, device="cpu").view(48, 32)
     a, b = ((numbers % modulus - modulus // 2).float().to(E4M3.dtype) for modulus in (13, 7))
     a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))

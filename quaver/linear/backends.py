@@ -7,7 +7,7 @@ The granularity of the scales decides which of two backends computes it:
     of blocks: 1 x 128 or 1 x 32 of a (native_blocks.py)     NATIVE                                EXACT
     others, which vary along the contracted dim              EXACT                                 EXACT
 
-NATIVE is the hardware's float8 matmul (native_mm.py). It is used if a probe, a tiny matmul, gives the right result. The
+NATIVE is the hardware's float8 matmul (native_mm.py). It is used if a trial, a tiny matmul, gives the right result. The
 compute capability is not enough: row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on every
 device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Row-wise scales vary along the contracted dim if
 grad_input reads a row-wise weight that is stored once.
@@ -54,7 +54,7 @@ def choose_backend(
 
     Args:
         kind: None if no hardware supports the scales.
-        works: returns whether the CUDA device with this index multiplies `kind` natively; None probes `native_mm`.
+        works: returns whether the CUDA device with this index multiplies `kind` natively; None tries `native_mm`.
     """
     works = works or _native_works
     if kind is None or emulate or not is_cuda_device(device) or not works(device.index or 0, kind):
@@ -113,9 +113,9 @@ def _native_works(device_index: int, kind: ScaleKind) -> bool:
     return multiplies_natively(device_index, kind)
 
 
-def multiplies_natively(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> bool:
+def multiplies_natively(device_index: int, kind: ScaleKind, trial: NativeTrial | None = None) -> bool:
     """Return whether the device multiplies natively, and report a failure once."""
-    failure = find_native_failure(device_index, kind, probe)
+    failure = find_native_failure(device_index, kind, trial)
     if failure is not None:
         warn_once(
             f"exact matmuls on cuda:{device_index}, {kind.value}",
@@ -125,21 +125,21 @@ def multiplies_natively(device_index: int, kind: ScaleKind, probe: NativeTest | 
     return failure is None
 
 
-NativeTest = Callable[[torch.device, "ScaleKind"], str | None]
-"""A function that multiplies on a device and compares the result, such as `probe_native_mm`."""
+NativeTrial = Callable[[torch.device, "ScaleKind"], str | None]
+"""A function that multiplies on a device and compares the result, such as `try_native_mm`."""
 
 
 _native_failures: dict[tuple[int, ScaleKind], str | None] = {}
-"""The result of each probe, by device and kind of scales: why the hardware failed, or None."""
+"""The result of each trial, by device and kind of scales: why the hardware failed, or None."""
 
 
-def find_native_failure(device_index: int, kind: ScaleKind, probe: NativeTest | None = None) -> str | None:
-    """Probe whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
+def find_native_failure(device_index: int, kind: ScaleKind, trial: NativeTrial | None = None) -> str | None:
+    """Try whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
 
-    `probe` is for kinds that `native_mm` does not multiply; None for `probe_native_mm`. Results are cached.
+    `trial` is for kinds that `native_mm` does not multiply; None for `try_native_mm`. Results are cached.
 
     Raises:
-        RuntimeError: the probe failed for another reason, such as too little memory, or would have to run while a CUDA
+        RuntimeError: the trial failed for another reason, such as too little memory, or would have to run while a CUDA
             graph is captured. Nothing is cached, and the next call tries again.
     """
     key = device_index, kind
@@ -148,21 +148,21 @@ def find_native_failure(device_index: int, kind: ScaleKind, probe: NativeTest | 
             return "no CUDA device"
         if is_capturing():
             raise RuntimeError(
-                "the first float8 matmul on a device runs a probe, which a CUDA graph cannot capture; "
+                "the first float8 matmul on a device runs a trial, which a CUDA graph cannot capture; "
                 "run a step before the capture"
             )
         # The first call may be inside a forward. A dispatch mode, such as a selective checkpoint, must not see these
         # operations, because the recomputation will not repeat them.
         with without_dispatch_modes():
-            _native_failures[key] = (probe or probe_native_mm)(cuda_device(device_index), kind)
+            _native_failures[key] = (trial or try_native_mm)(cuda_device(device_index), kind)
     return _native_failures[key]
 
 
 @contextlib.contextmanager
 def assume_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
-    """Inside the block, `failures` replaces the probes of the first device; other kinds are probed.
+    """Inside the block, `failures` replaces the trials of the first device; other kinds are tried.
 
-    For tests and predictions. Yields the results of all probes: by device and kind, why the hardware failed, or None.
+    For tests and predictions. Yields the results of all trials: by device and kind, why the hardware failed, or None.
     """
     before = dict(_native_failures)
     _native_failures.clear()
@@ -185,12 +185,12 @@ _NOT_THE_HARDWARE = (
 """Words in CUDA errors that are not about what the hardware can multiply."""
 
 
-def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
+def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
     """Multiply on `device` and compare. Returns None if the product is right, else the error's first line.
 
     Errors that are not about the hardware are raised.
     """
-    for operands in _make_probes(kind):
+    for operands in _make_trials(kind):
         a, b = (multiply_scale_(side.data.double(), expect(side.dequant_scale), side.layout) for side in operands)
         expected = torch.mm(a, b)
         try:
@@ -215,7 +215,7 @@ def describe_hardware_failure(error: Exception) -> str:
     return describe_error(error).splitlines()[0]
 
 
-def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
+def _make_trials(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
     """Yield operands for the forward and the backward matmuls of a linear, with different scales.
 
     Dtypes and devices are explicit, because the result must not depend on torch's defaults at the first call.

@@ -26,7 +26,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.checkpointing import policy as checkpointing
-from quaver.checkpointing.policy import MATMULS, apply_activation_checkpointing
+from quaver.checkpointing.policy import MATMUL_OPS, apply_activation_checkpointing
 from quaver.kernels import cpu
 from quaver.linear.class_change import get_class_parts
 from tests.models import Block, rope_tables
@@ -210,7 +210,7 @@ class Calls(TorchDispatchMode):
 
     @property
     def matmuls(self) -> int:
-        return sum(self.counts[matmul] for matmul in MATMULS)
+        return sum(self.counts[matmul] for matmul in MATMUL_OPS)
 
     def count_live_bytes(self) -> int:
         """Return the bytes of the allocated storages that still exist."""
@@ -347,7 +347,7 @@ def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[l
     (returned,) = (node for node in forward.graph.nodes if node.op == "output")
     values = [node.meta["val"] for node in returned.args[0][1:] if node.op != "placeholder"]
     kept = [value for value in values if isinstance(value, torch.Tensor)]
-    matmuls = sum(node.target in MATMULS for graph in graphs for node in graph.graph.nodes)
+    matmuls = sum(node.target in MATMUL_OPS for graph in graphs for node in graph.graph.nodes)
     return kept, matmuls, [output, input.grad, *(parameter.grad for parameter in net.parameters()), *copy_scales(net)]
 
 

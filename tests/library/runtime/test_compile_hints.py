@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.checkpointing.policy import MATMULS
+from quaver.checkpointing.policy import MATMUL_OPS
 from quaver.linear import function
 from quaver.runtime.compile_hints import add_dependency
 from tests.steps import assert_same
@@ -46,12 +46,12 @@ def test_grad_input_depends_on_grad_weight_and_no_bit_changes(recipe, monkeypatc
     linear = Float8Linear(32, 48, bias=False, config=Float8LinearConfig.from_recipe_name(recipe))
     twin = copy.deepcopy(linear)
     graph, gradients = compile_backward(linear)
-    first, second = (node for node in graph.nodes if node.target in MATMULS)
+    first, second = (node for node in graph.nodes if node.target in MATMUL_OPS)
     assert list(first.meta["val"].shape) == [48, 32]
     assert depends_on(second, first)
     monkeypatch.setattr(function, "add_dependency", lambda waiting, computed: None)
     graph, expected = compile_backward(twin)
-    first, second = (node for node in graph.nodes if node.target in MATMULS)
+    first, second = (node for node in graph.nodes if node.target in MATMUL_OPS)
     assert not depends_on(second, first)
     assert_same(gradients, expected)
 
