@@ -75,8 +75,8 @@ class _GroupedMMFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
-        a_operands = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
-        quantized_weight = _get_weight_operands(weight, args, needs_grad_a and args.keeps_codes)
+        a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=needs_grad_weight)
+        quantized_weight = _get_weight_operands(weight, args, column=needs_grad_a and args.keeps_codes)
         saved_a = expect(a_operands.column)._replace(quant_scale=None) if needs_grad_weight else None
         saved_weight = None
         if needs_grad_a and args.keeps_codes:
@@ -109,7 +109,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()
     grad_output = grad_output.contiguous()
-    grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", needs_grad_a, needs_grad_weight)
+    grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", row=needs_grad_a, column=needs_grad_weight)
     local_grad = None if args.combine else grad_output  # with `combine` the experts multiply rows of other ranks
     grad_a = grad_weight = None
     if needs_grad_weight:
@@ -126,7 +126,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             if row.dequant_scale is not None:
                 # As in linear/function.py: the compiler saves the weight, not its column codes.
                 add_dependency(row.dequant_scale, weight_hp)
-            weight = expect(_quantize_weight(weight_hp, args, False, True).column)
+            weight = expect(_quantize_weight(weight_hp, args, row=False, column=True).column)
         grad_a = grouped_mm(
             row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
@@ -137,7 +137,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 def quantize_groups(
-    hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, row: bool, column: bool
+    hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, *, row: bool, column: bool
 ) -> Operands:
     """Quantize groups of rows [rows, columns] for one or both of their matmuls."""
     if not (row or column):
@@ -151,30 +151,30 @@ def quantize_groups(
     return Operands(row_operand, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
 
 
-def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool, column: bool) -> Operands:
+def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, *, row: bool, column: bool) -> Operands:
     """Quantize "input" or "grad_output" (`name`), and send the rows to their experts."""
     casts: OperandCasts = getattr(args.config.casts, name)
     dispatch = args.dispatch if name == "input" else args.combine
     if dispatch is not None and (row or column):
         operands = dispatch.quantize(hp, casts, row, column)
     else:
-        operands = quantize_groups(hp, casts, ends, ends.shape[0], row, column)
+        operands = quantize_groups(hp, casts, ends, ends.shape[0], row=row, column=column)
     if args.probe is not None:
         args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)
     return operands
 
 
-def _get_weight_operands(weight: Tensor, args: _Args, column: bool) -> Operands:
+def _get_weight_operands(weight: Tensor, args: _Args, *, column: bool) -> Operands:
     if args.weight_operands is None:
-        return _quantize_weight(weight, args, True, column)
+        return _quantize_weight(weight, args, row=True, column=column)
     if args.probe is not None:
         hp = None if isinstance(weight, Float8Tensor) else weight.view(-1, weight.shape[2])
         args.probe.observe_operands("weight", hp, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
     return args.weight_operands
 
 
-def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Operands:
-    operands = quantize_weight(weight, args.config, args.transposed, row, column)
+def _quantize_weight(weight: Tensor, args: _Args, *, row: bool, column: bool) -> Operands:
+    operands = quantize_weight(weight, args.config, args.transposed, row=row, column=column)
     if args.probe is not None:
         stored = weight.view(-1, weight.shape[2])
         args.probe.observe_operands("weight", stored, operands, Groups(weight.shape[0], None, args.transposed))
@@ -215,15 +215,17 @@ def get_frozen_operands(weight: FrozenFloat8Weight) -> Operands:
     return Operands(operand, operand)
 
 
-def quantize_weight(weight: Tensor, config: Float8LinearConfig, transposed: bool, row: bool, column: bool) -> Operands:
+def quantize_weight(
+    weight: Tensor, config: Float8LinearConfig, transposed: bool, *, row: bool, column: bool
+) -> Operands:
     """Quantize the [N, K] of every expert, from a weight that is stored [E, N, K] or, if `transposed`, [E, K, N]."""
     casts, stored = get_parameter_casts(config, transposed), weight.view(-1, weight.shape[2])
     if not transposed:
-        return quantize_groups(stored, casts, None, weight.shape[0], row, column)
+        return quantize_groups(stored, casts, None, weight.shape[0], row=row, column=column)
     if config.casts.weight.is_dequantized:
-        operand = quantize_groups(stored, casts, None, weight.shape[0], False, True).column
+        operand = quantize_groups(stored, casts, None, weight.shape[0], row=False, column=True).column
         return Operands(operand, operand)
-    return Operands(*reversed(quantize_groups(stored, casts, None, weight.shape[0], column, row)))
+    return Operands(*reversed(quantize_groups(stored, casts, None, weight.shape[0], row=column, column=row)))
 
 
 def float8_grouped_mm(
@@ -288,8 +290,8 @@ def multiply_by_weight(
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
         return output
-    a_operands = _quantize_tokens(a, offs, args, "input", True, False)
-    weight_row = expect(_get_weight_operands(weight, args, False).row)
+    a_operands = _quantize_tokens(a, offs, args, "input", row=True, column=False)
+    weight_row = expect(_get_weight_operands(weight, args, column=False).row)
     return _compute_output(expect(a_operands.row), weight_row, offs, args, a, weight)
 
 

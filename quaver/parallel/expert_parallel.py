@@ -92,7 +92,7 @@ class TokenDispatch:
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
         """Return the operands of `dispatch(hp)`; see [Note: what travels as codes]."""
         if not _travels_as_codes(casts, row, column, self._grad_weight_from_codes):
-            return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
+            return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row=row, column=column)
         cast = casts.row if row else casts.column_source
         if not cast.is_tensorwise:
             return self._quantize_rows(hp, casts, column)
@@ -125,7 +125,8 @@ class TokenDispatch:
         if casts.is_dequantized or not column:
             return Operands(operand, operand if column else None)
         rounded = scaling.dequantize(codes, scale.float(), hp.dtype, sent.layout)
-        return quantize_groups(rounded, casts, self.ends, self.ends.shape[0], False, True)._replace(row=operand)
+        requantized = quantize_groups(rounded, casts, self.ends, self.ends.shape[0], row=False, column=True)
+        return Operands(operand, requantized.column)
 
 
 def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
