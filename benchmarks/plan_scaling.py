@@ -39,7 +39,7 @@ CONFIGS = {  # checkpointing, and the global batch in tokens
     "mixture_30b_a3b": ("op", 2**22),
 }
 PRECISIONS = ("bfloat16", "float8, gather in bfloat16", "float8")
-"""float8 is the recipe tensorwise, for the mixture rowwise, with experts gathered in bfloat16."""
+"""float8 is the recipe tensorwise, for the mixture rowwise, whose codes take as many bytes as bfloat16."""
 H100 = next(spec for spec in DEVICE_SPECS if spec.name == "H100")
 
 

@@ -14,6 +14,7 @@ from quaver.fsdp.scales import list_linear_layouts
 from quaver.lab.plan.compute import READERS, list_expert_matrices, list_linears
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
+from quaver.parallel.expert_parallel import travels_as_codes
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
 
@@ -214,12 +215,35 @@ def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange
 
 
 def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
-    """Yield the exchange of counts, and the exchanges that send tokens, or their gradients, to the experts and back."""
+    """Yield the exchange of counts, and the exchanges that send tokens, or their gradients, to the experts and back.
+
+    Rows return in bfloat16. They are sent as codes where `travels_as_codes` says so; with one scale per expert, ranks
+    first agree on its amax.
+    """
     if run.expert == 1:
         return
-    group = run.expert, run.tensor * run.context
-    tokens = 2 * run.tokens * run.model.top_k * run.model.dim * run.exchanged_share
-    forwards = 1 if not backward or run.checkpointing != "none" else 0
-    if forwards:
-        yield Exchange("all_to_all", 8 * (run.model.n_experts + run.expert), forwards, *group)
-    yield Exchange("all_to_all", tokens, 2 * forwards + (2 if backward else 0), *group)
+    model, group = run.model, (run.expert, run.tensor * run.context)
+    rows = run.tokens * model.top_k * run.exchanged_share
+    casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
+    sends_input = not backward or run.checkpointing != "none"
+    if sends_input:
+        yield Exchange("all_to_all", 8 * (model.n_experts + run.expert), 1, *group)
+    sent = [casts and casts.input] * sends_input + [casts and casts.grad_output] * backward
+    for operand in sent:
+        in_codes = 0.0
+        if operand is not None and travels_as_codes(operand, True, True, run.grad_weight_from_codes):
+            in_codes = run.get_float8_share(EXPERTS)
+        if operand is not None and in_codes:
+            if operand.row.is_tensorwise:
+                yield Exchange("all_reduce", 4 * (model.n_experts + 1), in_codes, *group)
+            yield Exchange("all_to_all", rows * _count_row_bytes(operand.row, model.dim), in_codes, *group)
+        yield Exchange("all_to_all", 2 * rows * model.dim, 2 - in_codes, *group)
+
+
+def _count_row_bytes(cast: CastConfig, length: int) -> float:
+    """Return the bytes of a row of codes and of the scales that are sent with it."""
+    if cast.is_tensorwise:
+        return length
+    scale_bytes = 1 if cast.scale_calculation_mode else 4
+    layout = cast.known_layout("expert parallelism")
+    return length + scale_bytes * math.prod(layout.get_scale_shape(1, length))

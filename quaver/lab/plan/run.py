@@ -71,6 +71,8 @@ class PlannedRun:
     """Steps from one checkpoint of the run to the next; 0 for none."""
     saves_in_background: bool = True
     """Whether the step after a checkpoint begins when its bytes are in host memory, before they are written."""
+    grad_weight_from_codes: bool = False
+    """Whether expert parallel ranks send tokens as codes under all float8 recipes."""
     async_tensor: bool = False
     """Whether tensor parallel collectives overlap with adjacent matmuls."""
     casts_gathered: bool = False
@@ -174,6 +176,7 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         reduce=training.reduce,
         float8_gradients=config.comm.float8_gradients,
+        grad_weight_from_codes=float8.grad_weight_from_codes,
         casts_weights_once=float8.cast_weights_once or dims.world_size == 1,
         stores_in_float8=checkpoint.store_in_float8,
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,

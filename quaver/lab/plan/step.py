@@ -30,12 +30,14 @@ from quaver.lab.plan.compute import (
     time_head,
 )
 from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges, list_scale_exchanges
-from quaver.lab.plan.run import HEAD, PlannedRun
+from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.lab.plan.saving import time_saving
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
 from quaver.roofline.block import PerPass
 from quaver.roofline.matmul import predict_move_seconds
 
+WEIGHT_BYTES = 2
+"""Weights are gathered in bfloat16, in which their gradients are computed."""
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
 _CODE_BYTES = 1 + 4 / BLOCK
@@ -45,31 +47,41 @@ _CAST_BYTES = 6 * GRADIENT_BYTES
 copied and read; decoded values are written, read, and added to a sum that is read and written."""
 
 
-class _Group(NamedTuple):
-    """Parameters of one tensor parallel rank that FSDP2 gathers together."""
+class ParameterGroup(NamedTuple):
+    """Parameters that FSDP2 gathers together, as one tensor and expert parallel rank has them."""
 
     name: str
     parameters: int
     gathered_bytes: float
     shard: int
+    """The number of ranks that hold shards."""
     stride: int
+    """The difference between adjacent ones of these ranks."""
 
 
-def list_block_groups(run: PlannedRun) -> list[_Group]:
+def list_block_groups(run: PlannedRun) -> list[ParameterGroup]:
     """Return the FSDP2 groups of one block: its parameters, and separately experts that are split over ranks."""
     stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
     dense, experts = count_dense_parameters(run), count_expert_parameters(run)
-    in_codes = 0.0
-    if run.float8_gather and run.has_one_cast:
-        for name, (inputs, outputs) in list_linears(run.model).items():
-            in_codes += run.get_float8_share(name) * inputs * outputs / run.tensor
-    gathered = 2 * dense - in_codes
+    in_float8 = 0.0
+    for name, (inputs, outputs) in list_linears(run.model).items():
+        in_float8 += run.get_float8_share(name) * inputs * outputs / run.tensor
+    dense_bytes = _count_gathered_bytes(run, dense, in_float8)
+    expert_bytes = _count_gathered_bytes(run, experts, run.get_float8_share(EXPERTS) * experts)
     if run.expert == 1:
-        return [_Group("block", dense + experts, gathered + 2 * experts, shard, stride)]
+        return [ParameterGroup("block", dense + experts, dense_bytes + expert_bytes, shard, stride)]
     return [
-        _Group("block", dense, gathered, shard, stride),
-        _Group("experts", experts, 2 * experts, shard // run.expert, stride * run.expert),
+        ParameterGroup("block", dense, dense_bytes, shard, stride),
+        ParameterGroup("experts", experts, expert_bytes, shard // run.expert, stride * run.expert),
     ]
+
+
+def _count_gathered_bytes(run: PlannedRun, parameters: float, in_float8: float) -> float:
+    """Return the bytes of gathered parameters, of which `in_float8` belong to float8 layers.
+
+    Two sets of codes take as many bytes as bfloat16.
+    """
+    return WEIGHT_BYTES * parameters - (in_float8 if run.float8_gather and run.has_one_cast else 0)
 
 
 def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
@@ -172,9 +184,10 @@ class _StepBuilder:
         model = run.model
         rows = model.vocab_size * model.dim // run.tensor
         shard = run.shard * run.context
-        self._root = _Group("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
+        self._root = ParameterGroup("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
+        head_bytes = _count_gathered_bytes(run, rows, run.get_float8_share(HEAD) * rows)
         tied = model.tie_word_embeddings  # the projection is in the embedding's group
-        self._head = [] if tied else [_Group(HEAD, rows, 2 * rows, shard, run.tensor)]
+        self._head = [] if tied else [ParameterGroup(HEAD, rows, head_bytes, shard, run.tensor)]
         self._gathers = self._reduces = self._all_reduces = True
         self._split_embedding, self._split_head = list_end_exchanges(run)
         self._scattered: int | None = None
@@ -262,7 +275,7 @@ class _StepBuilder:
         if exchanges:
             self._compute(name, 0.0, kind, [last])
 
-    def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
+    def _gather(self, groups: list[ParameterGroup], name: str) -> list[int | None]:
         """Add all-gathers, which begin when the previously gathered weights are copied out."""
         if not self._gathers or not groups or groups[0].shard == 1:
             return []
@@ -276,29 +289,25 @@ class _StepBuilder:
         """Add the all-gathers of a block for its backward, unless its weights stayed gathered."""
         return [] if self._run.reshard_after_forward == "never" else self._gather(self._groups, name)
 
-    def _gather_and_copy_out(self, groups: list[_Group], name: str) -> None:
+    def _gather_and_copy_out(self, groups: list[ParameterGroup], name: str) -> None:
         self._copy_out(groups, name, self._gather(groups, name))
 
-    def _copy_out(self, groups: list[_Group], name: str, gathers: list[int | None]) -> None:
+    def _copy_out(self, groups: list[ParameterGroup], name: str, gathers: list[int | None]) -> None:
         if not gathers:
             return
         seconds = predict_move_seconds(2 * sum(group.gathered_bytes for group in groups), self._cluster.spec)
         self._copied = self.step.add(f"{name}: copy out", COMPUTE, seconds, gathers, "copies")
 
-    def _reduce(self, groups: list[_Group], name: str) -> None:
+    def _reduce(self, groups: list[ParameterGroup], name: str) -> None:
         """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas."""
         run, cluster = self._run, self._cluster
         if run.shard * run.context * run.replicate == 1 or not groups:
             return
         parameters = sum(group.parameters for group in groups)
-        moved = 6 + (_CAST_BYTES if run.float8_gradients and self._reduces else 0)
-        copied = self.step.add(
-            f"{name}: copy in",
-            COMPUTE,
-            predict_move_seconds(moved * parameters, cluster.spec),
-            [self._scattered],
-            "copies",
-        )
+        moved = WEIGHT_BYTES + GRADIENT_BYTES  # read and written
+        moved += _CAST_BYTES if run.float8_gradients and self._reduces else 0
+        copy_s = predict_move_seconds(moved * parameters, cluster.spec)
+        copied = self.step.add(f"{name}: copy in", COMPUTE, copy_s, [self._scattered], "copies")
         if not self._reduces:  # the copy adds to the gradients of earlier micro-batches
             return
         for group in groups:

@@ -47,5 +47,3 @@ def _iter_unsimulated_float8(config: TrainConfig) -> Iterator[str]:
         yield "float8.use_fast_accum is false: timed with it"
     if not float8.fused_producers:
         yield "float8.fused_producers is false: norms and SwiGLU are timed as fused"
-    if float8.grad_weight_from_codes:
-        yield "float8.grad_weight_from_codes: experts' tokens are sent in bfloat16 in the simulation"

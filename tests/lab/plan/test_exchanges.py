@@ -100,13 +100,15 @@ def test_tensor_parallel_exchanges_are_those_that_the_trainer_starts(recipe, mod
 LAYOUTS = {
     "replicas": make_config("tensorwise", gather=True, replicate=2),
     "whole blocks of the sequence": make_config("blockwise", tensor=2, seq_len=512),
-    "experts split": make_config("rowwise", "op", expert=2, model=MIXTURE),
+    "experts split": make_config("tensorwise", "op", gather=True, expert=2, model=MIXTURE),
+    "tokens sent as codes": changed(
+        make_config("blockwise", expert=2, model=MIXTURE), float8={"grad_weight_from_codes": True}
+    ),
     "experts split, shared experts": make_config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
 }
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["experts split", *at_night((name,) for name in LAYOUTS if name != "experts split")])
 def test_exchanges_of_other_layouts(name):
     assert model_block_exchanges(LAYOUTS[name]) == count_block_exchanges(LAYOUTS[name])
 
@@ -163,10 +165,10 @@ STEPS = {
     "two micro-batches, never resharded": make_step_config(BFLOAT16, micro_batches=2, reshard="never"),
     "always resharded": make_step_config(BFLOAT16, reshard="always"),
     "a float8 gather": make_step_config(GATHERED),
-    "replicas": make_step_config(GATHERED, replicate=2),
+    "replicas, the head in float8": make_step_config(gather_codes("tensorwise"), replicate=2),
     "tensor parallel": make_step_config(BFLOAT16, tensor=2),
 }
-STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas", "tensor parallel"]
+STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas, the head in float8", "tensor parallel"]
 
 
 @pytest.mark.parametrize("name", [*STEPS_ALWAYS, *at_night((name,) for name in STEPS if name not in STEPS_ALWAYS)])
@@ -178,6 +180,6 @@ def test_a_step_issues_the_trainers_collectives(name):
         counted[traffic.kind] += traffic.number
     tasks = build_step(plan_run(STEPS[name]), Cluster.from_spec(find_device_spec("h100"))).tasks
     assert counted == Counter(task.kind for task in tasks if task.kind.startswith(("all_", "reduce_")))
-    # norms stay in bfloat16 where matrices are gathered as codes, and shards are padded: a few percent of these sizes
+    # The last norm is in no group of the simulation, and shards are padded: a few thousandths of these sizes.
     sent = sum(task.sent_bytes for task in tasks)
-    assert sent == pytest.approx(sum(size for _, size in links.sums.values()), rel=0.05)
+    assert sent == pytest.approx(sum(size for _, size in links.sums.values()), rel=0.005)
