@@ -6,9 +6,8 @@ A collective takes the fastest of NCCL's protocols, by NCCL's own model of its r
     seconds = start + (steps - between nodes) * hop inside + between nodes * hop outside + sent bytes / rate.
 
 With n ranks on k nodes there are n - 1 steps, k - 1 of them between nodes. An all-reduce has twice as many, or the
-tree's 2 log2(k) between nodes. A rank sends (n - 1) / n of the tensor, and twice that in an all-reduce. The rate is the
-slowest link's: NVLink inside a node; between nodes one network interface per rank of the group in a node, with a ring
-over each.
+tree's 2 log2(k) between nodes. quaver/roofline/collectives.py counts the sent bytes. The rate is the slowest link's:
+NVLink inside a node; between nodes one network interface per rank of the group in a node, with a ring over each.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from quaver.lab.plan.calibration import get_sustained_share
+from quaver.roofline.collectives import RING_PASSES, count_sent_bytes
 from quaver.roofline.device_specs import DeviceSpec
 
 
@@ -84,31 +84,23 @@ class Cluster:
         """Return the link that limits a group: NVLink inside a node, otherwise the network."""
         return NVLINK if self.count_nodes(ranks, stride) == 1 else NETWORK
 
-    @staticmethod
-    def count_sent_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
-        """Return the bytes that each of `ranks` sends in a collective; for the arguments see `time_collective`."""
-        return (2 if kind == "all_reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
-
     def time_collective(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return the time of a collective of `ranks` that are `stride` apart.
 
-        Args:
-            kind: all_gather, reduce_scatter, all_reduce or all_to_all.
-            tensor_bytes: bytes of the whole tensor; in an all-to-all, of a rank's input, including the part it keeps.
+        `count_sent_bytes` describes `kind` and `tensor_bytes`.
         """
         if ranks == 1:
             return 0.0
         nodes = self.count_nodes(ranks, stride)
         per_node = ranks / nodes
-        times = 2 if kind == "all_reduce" else 1
-        sent = self.count_sent_bytes(kind, tensor_bytes, ranks)
+        sent = count_sent_bytes(kind, tensor_bytes, ranks)
         inside, network = self.spec.link_gb_per_s * LINK_SHARE, self.network_gbps / 8 * NETWORK_SHARE
         if kind == "all_to_all":
             return self._time_exchange(tensor_bytes, ranks, nodes, inside)
         rate = inside if nodes == 1 else min(inside, per_node * network)
         return min(
             protocol.start_s
-            + times * (ranks - nodes) * protocol.inside_s
+            + RING_PASSES.get(kind, 1) * (ranks - nodes) * protocol.inside_s
             + self._count_hops(kind, nodes) * protocol.between_s
             + sent / (1e9 * min(protocol.share * rate, protocol.most_gb_per_s))
             for protocol in PROTOCOLS

@@ -34,6 +34,7 @@ from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.lab.plan.saving import time_saving
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
 from quaver.roofline.block import PerPass
+from quaver.roofline.collectives import count_sent_bytes
 from quaver.roofline.matmul import predict_move_seconds
 
 WEIGHT_BYTES = 2
@@ -145,7 +146,7 @@ def _add_exchange(
     """Add `number` collectives of an exchange as one task, and return the task's number."""
     kind, tensor_bytes, _, ranks, stride = exchange
     seconds = number * cluster.time_collective(kind, tensor_bytes, ranks, stride)
-    sent = number * cluster.count_sent_bytes(kind, tensor_bytes, ranks)
+    sent = number * count_sent_bytes(kind, tensor_bytes, ranks)
     return step.add(name, cluster.find_link(ranks, stride), seconds, after, kind, sent)
 
 

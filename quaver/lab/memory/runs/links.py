@@ -25,13 +25,12 @@ from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.linear.tensor import Float8Tensor
+from quaver.roofline.collectives import count_sent_bytes
 from quaver.torch_private.collectives import group_of_name
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _Key = tuple[tuple[int, ...], str, str]
 """The ranks of a group, and the kind and the dtype of a collective."""
-_TIMES_SENT = {"all_reduce": 2}
-"""Each of n ranks sends (n - 1) / n of a tensor in a ring algorithm, and twice that in an all-reduce."""
 
 
 @dataclass(frozen=True, order=True)
@@ -53,7 +52,7 @@ class Traffic:
     @property
     def sent_bytes(self) -> int:
         """Bytes that each rank sends in a ring algorithm, or in an all-to-all of equal parts."""
-        return _TIMES_SENT.get(self.kind, 1) * self.tensor_bytes * (self.ranks - 1) // self.ranks
+        return int(count_sent_bytes(self.kind, self.tensor_bytes, self.ranks))
 
 
 @dataclass(frozen=True)
