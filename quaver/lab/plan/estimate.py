@@ -1,16 +1,7 @@
 """Estimates the peak memory of one rank in closed form, in a millisecond, to order layouts and rule out hopeless ones.
 
-The peak is the largest sum of these four terms in a step. P are the weights of a block on this tensor-parallel rank.
-
-    resident    parameters, optimizer states and tokens, during the whole step
-    root        the gathered embedding, until FSDP2 reshards it after the backward
-    saved       activations of blocks (`_iter_saved_by_blocks`), rotary tables, the last block's output and its norm
-    moment      what one of these moments needs beside them; the last two have no saved activations any more:
-        head, forward       its weight, gathered, and the all-gather's buffer of the same size; logits
-        head, backward      its weight, gathered, and its gradient; logits; the gradient of its input; a gathered block
-        last block          two gathered blocks, the head's gradient in float32, gradients of P, temporaries
-        first block         as the last block, and all sharded gradients
-        embedding           all sharded gradients, and the embedding's gradient in float32
+The peak is what lives during the whole step (parameters, optimizer states and tokens) and the largest of the moments
+in `Estimate.count_moment_bytes`.
 
 With several micro-batches the gradients of earlier ones are resident too (`_count_held_gradient_bytes`): shards, or
 with training.reduce = last whole float32 sums.
@@ -104,39 +95,59 @@ class Estimate:
         self.in_block = sum(prod(weight.find_gathered_shape(dims)) for weight in self.block)
 
     def count_peak_bytes(self) -> int:
-        """Return the bytes of the peak; see the head of this file."""
-        model, tp = self.model, self.dims.tensor
-        parameters = self.count_parameter_bytes()
-        resident = (
-            parameters
+        """Return the bytes of the peak."""
+        return self._count_resident_bytes() + max(self.count_moment_bytes().values())
+
+    def _count_resident_bytes(self) -> int:
+        return (
+            self.count_parameter_bytes()
             + self.count_state_bytes()
             + self._count_buffer_bytes()
             + self._count_input_bytes()
             + self._count_held_code_bytes()
         )
+
+    def count_moment_bytes(self) -> dict[str, int]:
+        """Return the bytes beside the resident ones at each moment that may be the peak.
+
+        Up to the last block all blocks' activations, the rotary tables, the last block's output and its norm are saved.
+        FSDP2 keeps the gathered embedding, the root, until its backward; fsdp_reshard_after_forward = "always" frees it
+        only between the forward and the backward of the whole model.
+        """
+        model, tp = self.model, self.dims.tensor
         gradients = self._count_held_gradient_bytes()
-        all_reduced = max(parameters, gradients)
+        sharded_gradients = max(self.count_parameter_bytes(), gradients)
         embedding = model.vocab_size * model.dim // tp
-        head = 0 if model.tie_word_embeddings else embedding
-        head_gradient = _FLOAT32 * head // self.dims.shard
+        is_tied = model.tie_word_embeddings
         reshard = self.config.parallelism.fsdp_reshard_after_forward
-        root = embedding * self.stream_bytes if self.is_sharded and reshard != "always" else 0
+        root = embedding * self.stream_bytes if self.is_sharded else 0
         codes = int(self._compute_gathered_bytes() * self.in_block) if self.is_sharded else 0
         if reshard == "never":
             root, codes = root + model.n_layers * codes, 0
-        saved = self.tokens * sum(self._iter_saved_by_blocks()) + self._count_saved_outside()
-        gathered_input = self.tokens * model.dim * _LOW if tp > 1 else 0
-        block = codes * 2 + self._count_temporary_bytes() + gathered_input
+        live = root + self.tokens * sum(self._iter_saved_by_blocks()) + self._count_saved_outside()
+        # two gathered blocks, and the temporaries of one
+        block = codes * 2 + self._count_temporary_bytes() + (self.tokens * model.dim * _LOW if tp > 1 else 0)
         codes_of_gradients = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
         reduced = (_FLOAT32 + codes_of_gradients) * self.in_block if self.is_sharded else 0
-        live = root + saved
-        return resident + max(
-            live + gradients + self._count_head_bytes(head if self.is_sharded else 0, codes, head),
-            live + max(gradients, head_gradient) + block + max(_FLOAT32 * head if self.is_sharded else 0, reduced),
-            root + all_reduced + block + reduced,
-            root + all_reduced + reduced + embedding * _FLOAT32 + self.tokens * model.dim * _FLOAT32 // tp,
-            parameters + (2 * embedding * _FLOAT32 if self.is_sharded else 0),
-        )
+        head = 0 if is_tied else embedding
+        head_shard, reduced_head = _FLOAT32 * head // self.dims.shard, _FLOAT32 * head if self.is_sharded else 0
+        # The gradient of a tied projection waits for the embedding's, to which it is added.
+        tied = embedding * self.stream_bytes if is_tied else 0
+        live, later = live + gradients, root + sharded_gradients + tied
+        return {
+            **{name: live + head_bytes for name, head_bytes in self._count_head_bytes(embedding, codes).items()},
+            # its gradients, while the head's or its own are reduced
+            "last block": live + tied + max(0, head_shard - gradients) + block + max(reduced_head, reduced),
+            "first block": later + block + reduced,
+            # the gradient of the embedding, and its sum with a tied projection's, while the first block's are reduced
+            "embedding": later
+            + (2 if is_tied and self.is_sharded else 1) * embedding * self.stream_bytes
+            + reduced
+            + self.tokens * model.dim * _FLOAT32 // tp,
+            # the gradient, and the copy that is reduced
+            "reduction of the embedding's gradient": self.count_parameter_bytes()
+            + (2 * embedding * _FLOAT32 if self.is_sharded else 0),
+        }
 
     def count_parameter_bytes(self) -> int:
         """Return the bytes of this rank's parameters. Their gradients take as many."""
@@ -157,14 +168,26 @@ class Estimate:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
         return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
 
-    def _count_head_bytes(self, gathered: int, codes: int, head: int) -> int:
-        """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
+    def _count_head_bytes(self, weights: int, codes: int) -> dict[str, int]:
+        """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism.
+
+        Args:
+            weights: the number of the projection's weights.
+            codes: bytes of a gathered block.
+        """
         tp, stream = self.dims.tensor, self.tokens * self.model.dim * _LOW
         logits = self.tokens * self.model.vocab_size // tp
         slices = (_SLICES if tp == 1 else _SPLIT_SLICES) * _FLOAT32 * min(SLICE_ELEMENTS, logits)
-        forward = (2 * gathered + logits) * _LOW + (stream // tp if tp > 1 else 0)
-        backward = (gathered + logits + head) * _LOW + codes + stream
-        return max(forward, logits * _LOW + slices, backward)
+        is_tied = self.model.tie_word_embeddings
+        gathered = weights if self.is_sharded and not is_tied else 0
+        cast = weights if self.is_sharded and is_tied and self.stream_bytes > _LOW else 0  # from the root
+        return {
+            # the weight, the all-gather's buffer of the same size, and the logits
+            "forward of the head": (2 * gathered + cast + logits) * _LOW + (stream // tp if tp > 1 else 0),
+            "loss": (cast + logits) * _LOW + slices,
+            # the weight and its gradient, the logits, the gradient of the input, and the last block's weights
+            "backward of the head": (gathered + cast + logits + weights) * _LOW + codes + stream,
+        }
 
     def _sum(self, number: Callable[[_Weight], int]) -> int:
         return self.model.n_layers * sum(map(number, self.block)) + sum(map(number, self.outside))

@@ -140,6 +140,14 @@ def test_the_recorded_changes_are_those_of_today(sections, added):
     assert peak_bytes(changed(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
 
 
+@needs_gathers
+@pytest.mark.parametrize("reshard", ["default", "always"])
+def test_the_gradient_of_a_tied_projection_waits_for_the_embeddings(reshard):
+    tied = {"vocab_size": 1 << 16, "tie_word_embeddings": True}
+    config = changed(SMALL, model=tied, training={"seq_len": 32}, parallelism={"fsdp_reshard_after_forward": reshard})
+    assert estimate_peak(config, 8) == pytest.approx(peak_bytes(config, 8), rel=0.06)
+
+
 def test_what_the_policy_saves_is_stored_in_compiled_code():
     config = changed(load_config(CONFIGS / "llama3_8b.toml"), activation_checkpoint={"store_in_float8": True})
     assert estimate_peak(config, 8) == pytest.approx(26_252_747_928, rel=0.01)  # as `quaver memory` predicts it
