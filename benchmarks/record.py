@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.lab.bench.results import describe_environment
+from quaver.lab.runs.provenance import describe_measurement
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,7 @@ def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, 
         more: further fields, or replacements.
     """
     command = shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]])
-    origin = describe_environment(torch.device(device_type)) | {"command": command}
+    origin = describe_measurement(torch.device(device_type)) | {"command": command}
     return origin | {"uncommitted_changes_in_quaver": has_changed("quaver")} | more
 
 

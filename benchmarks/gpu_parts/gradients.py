@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_parts.contestants import BFLOAT16, QUAVER, inputs_of, of_lab, step_of
+from benchmarks.gpu_parts.contestants import QUAVER, inputs_of, of_lab, step_of
 from benchmarks.gpu_parts.lab import Lab, Row, failures_as_rows
 from benchmarks.gpu_parts.second import grouped_step
 from quaver import float8_grouped_mm
+from quaver.lab.settings.float8 import BFLOAT16
 
 MIN_DB = 14.0
 RECIPES_OF_EXPERTS = ("rowwise", "tensorwise", "blockwise")

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.gpu_parts.contestants import BFLOAT16, inputs_of, step_of
+from benchmarks.gpu_parts.contestants import inputs_of, step_of
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
 from quaver import convert_to_float8_training, float8_grouped_mm
 from quaver.checkpointing import store_activations_in_float8
 from quaver.lab.bench.modules import BenchedBlock
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.optim import Float8AdamW
 from quaver.recipes.config import Float8LinearConfig
 

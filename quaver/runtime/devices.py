@@ -1,4 +1,4 @@
-"""Selects, synchronizes and describes devices, and decides which device's code path a tensor uses.
+"""Selects and synchronizes devices, and decides which device's code path a tensor uses.
 
 Code that depends on the device calls `is_cpu`, `is_cuda`, `is_cuda_device` and `has_cuda`, so that CPU tensors can use
 a GPU's code path in tests and predictions.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import platform
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,14 +119,3 @@ def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished its queued work, so that a timing includes it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def describe_hardware(device: torch.device) -> dict[str, Any]:
-    """Return the hardware and the versions that results depend on, for JSON."""
-    return {
-        "device": torch.cuda.get_device_name(device) if is_cuda_device(device) else f"CPU {platform.machine()}",
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

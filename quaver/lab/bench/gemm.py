@@ -22,9 +22,10 @@ from torch import Tensor
 
 from quaver.lab.bench.harness import Rotation, time_alternating
 from quaver.lab.bench.options import BenchOptions, Shapes
-from quaver.lab.bench.results import BFLOAT16, Result, Row
+from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.linear.backends import GemmBackend, choose_backend, find_cast_kind
 from quaver.linear.gemm import float8_mm, lay_out_columns, lay_out_rows
 from quaver.recipes.config import Float8LinearConfig

@@ -19,8 +19,9 @@ from quaver.conversion.delayed import sync_float8_amax_and_scale_history
 from quaver.lab.bench.harness import Rotation, time_alternating
 from quaver.lab.bench.options import Modes, OperandOptions, Recipes, Shapes
 from quaver.lab.bench.peer import is_peer_recipe, make_torchao_linear
-from quaver.lab.bench.results import BFLOAT16, Result, Row, make_contestant_rows
+from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import Shape
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.recipes.config import Float8LinearConfig
 
 Batch = tuple[Tensor, Tensor]

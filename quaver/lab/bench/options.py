@@ -15,9 +15,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from quaver.lab.bench.results import Result, Row, describe_environment
+from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape, parse_shapes
 from quaver.lab.output_file import check_writable
+from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.settings.training import DEVICES
@@ -99,7 +100,7 @@ class BenchOptions(Settings):
 
     def make_result(self, rows: list[Row], is_complete: bool, **fields: Any) -> Result:
         """Return {"benchmark", "environment", "complete", `fields`, "rows"}, ready for JSON."""
-        surroundings = describe_environment(self.torch_device)
+        surroundings = describe_measurement(self.torch_device)
         surroundings |= {"torchao": version("torchao")} if self.with_torchao else {}
         head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
         return head | fields | {"rows": rows}

@@ -1,27 +1,14 @@
-"""The result of a benchmark: its rows, the machine and the versions, and the columns to print."""
+"""The result of a benchmark: its rows, and the columns to print."""
 
 from __future__ import annotations
 
-import platform
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import date
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.bench.harness import Timing
-from quaver.lab.runs.run_folder import find_git_revision
-from quaver.runtime.devices import is_cuda_device
-from quaver.torch_private.hardware import has_amx_tiles
-
-BFLOAT16 = "bfloat16"
-"""The contestant to which ratios refer."""
+from quaver.lab.settings.float8 import BFLOAT16
 
 Row = dict[str, Any]
 
@@ -107,32 +94,3 @@ def _add_printed_fields(row: Row) -> Row:
 
 def _format_number(value: float) -> str:
     return f"{value:,.1f}" if value < 1e3 else f"{value:,.0f}"
-
-
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return the provenance of a result: hardware, versions, commit, command, date."""
-    is_cuda = is_cuda_device(device)
-    return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else _describe_cpu(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **({"cuda": torch.version.cuda, "hip": torch.version.hip} if is_cuda else {}),
-        "commit": _find_commit(),
-        "command": "quaver " + shlex.join(sys.argv[1:]),
-        "date": date.today().isoformat(),
-    }
-
-
-def _describe_cpu() -> str:
-    features = torch.backends.cpu.get_cpu_capability()
-    units = " with AMX" if has_amx_tiles() else ""
-    if not has_bfloat16_units(torch.device("cpu")):
-        units = " without bfloat16 instructions"
-    return f"{platform.machine()} CPU, {features}{units}"
-
-
-def _find_commit() -> str:
-    """Return the commit of quaver's checkout, with "+" if files differ from it."""
-    revision = find_git_revision(Path(__file__).parent)
-    return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")

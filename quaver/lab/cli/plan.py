@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from quaver.lab.bench.results import describe_environment
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.run_config import load_run
 from quaver.lab.output_file import check_writable, write_json
 from quaver.lab.plan.calibration import describe_sustained_share
-from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted import check_counts_for, count_costs
 from quaver.lab.plan.device_file import read_device_spec
@@ -28,10 +26,12 @@ from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.plan.write import check_target, write_run
 from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.terminal.console import show
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
@@ -345,7 +345,7 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
     files = [Path(options.output)]
     rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
     write_json(
-        {"environment": describe_environment(torch.device("cpu")), "options": asdict(options), "rows": rows}, files[0]
+        {"environment": describe_measurement(torch.device("cpu")), "options": asdict(options), "rows": rows}, files[0]
     )
     if options.explain is not None:
         row = result.rows[options.explain - 1]

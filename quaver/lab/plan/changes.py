@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.settings.training import REDUCE
 from quaver.runtime.errors import InputError
@@ -20,8 +21,6 @@ CHECKPOINTING = {
     "activations: selective, every 2nd block": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
     "activations: full": ActivationCheckpoint(mode="full"),
 }
-BFLOAT16 = "bfloat16"
-"""The precision of a run without float8."""
 TRIED_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """Tried in addition to the high-precision dtype."""
 

@@ -18,9 +18,10 @@ from itertools import product
 from typing import NamedTuple
 
 from quaver.checkpointing.policy import parse_selective_option
-from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, iter_less_precise, with_precision
+from quaver.lab.plan.changes import CHECKPOINTING, Change, iter_less_precise, with_precision
 from quaver.lab.plan.run import has_one_cast
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.runtime.errors import InputError
 

@@ -17,6 +17,7 @@ from quaver import Float8Linear
 from quaver.checkpointing.policy import parse_selective_option
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8, Model, TrainConfig
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.model import SPLIT_DIMS, make_meta_llama
@@ -126,7 +127,7 @@ class PlannedRun:
     @property
     def precision(self) -> str:
         """The recipe's name, or bfloat16."""
-        return "bfloat16" if self.recipe is None else canonicalize_recipe(self.recipe)
+        return BFLOAT16 if self.recipe is None else canonicalize_recipe(self.recipe)
 
 
 def count_networks(model: Model) -> int:

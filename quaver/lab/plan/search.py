@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from quaver.lab.plan.changes import BFLOAT16, with_precision
+from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.layouts import Candidate, Layouts
@@ -22,6 +22,7 @@ from quaver.lab.plan.quick import bound_seconds, estimate_seconds
 from quaver.lab.plan.run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, simulate
 from quaver.lab.plan.step import Costs, build_step
+from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.terminal.progress import Tell
 from quaver.runtime.errors import InputError

@@ -1,4 +1,4 @@
-"""The folder of a run, new or resumed, and the provenance of the run.
+"""The folder of a run, new or resumed.
 
 [Note: refusals write nothing] `RunFolder.open` checks a resume and takes the lock. `begin` makes the first change of
 the folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.
@@ -6,22 +6,13 @@ the folder, after the checkpoint was loaded. So a resume that is refused leaves 
 
 import itertools
 import json
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.errors import OutputError, convert_to_output_error
@@ -32,7 +23,6 @@ from quaver.lab.settings.config_file import load_config, write_config
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
 from quaver.numerics.record import FILE_NAME as NUMERICS
-from quaver.runtime.devices import describe_hardware
 
 CONFIG_TOML = "config.toml"
 WANDB_ID = "wandb_id.txt"
@@ -289,35 +279,3 @@ def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     expected = f"{began!r}, from which the run in {str(path)!r} began"
     require(asked == began, "checkpoint.initial_load_path", expected, asked, "its checkpoint has the weights")
     return changes
-
-
-def collect_provenance(device: torch.device) -> dict[str, Any]:
-    """Return what is needed to repeat this run: time, command, working folder, versions, the revision of the source."""
-    return {
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
-        "working_folder": os.getcwd(),
-        "host": platform.node(),
-        "quaver": version("quaver"),
-        "git": find_git_revision(Path(__file__).parent),
-        "environment": describe_hardware(device),
-    }
-
-
-def find_git_revision(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the checkout that tracks `folder`, and whether it has changes; None without a checkout."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-
-    def ask(*arguments: str) -> str | None:
-        # A git that is killed, as by a limit on the size of files, would leave the index locked.
-        command = [git, "--no-optional-locks", "-C", str(folder), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        return result.stdout.strip() if result.returncode == 0 else None
-
-    # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.
-    revision = ask("rev-parse", "HEAD") if ask("ls-files", ".") else None
-    if revision is None:
-        return None
-    return {"commit": revision, "is_modified": bool(ask("status", "--porcelain", "--untracked-files=no"))}

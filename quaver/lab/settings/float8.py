@@ -12,6 +12,8 @@ from quaver.recipes.recipe_name import BACKWARDS, canonicalize_recipe
 from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError, blame_input
 
+BFLOAT16 = "bfloat16"
+"""The precision of a run or a contestant without a recipe."""
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
 

@@ -14,8 +14,9 @@ import torch
 from quaver.conversion.report import ConversionReport
 from quaver.lab.data import TokenData, load_data
 from quaver.lab.runs.checkpoint_folder import read_record
+from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.run_folder import RunFolder, collect_provenance, will_resume
+from quaver.lab.runs.run_folder import RunFolder, will_resume
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.display import ShownProgress

@@ -1,13 +1,12 @@
 """The summary of a run, summary.json: the speed, memory and last loss of each model, and how the two compare."""
 
-from importlib.metadata import version
 from typing import Any
 
+from quaver.lab.runs.provenance import describe_environment
 from quaver.lab.trainer.flops import compute_utilization
 from quaver.lab.trainer.metrics import compute_median_after_warmup
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
-from quaver.runtime.devices import describe_hardware
 
 
 def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, 
         "bfloat16_peak": {"flops_per_s": run.peak.flops_per_s, "source": run.peak.source},
         "float8_peak_flops_per_s": run.peak.float8_flops_per_s,
         "float32_peak_flops_per_s": run.peak.float32_flops_per_s,
-        "environment": {"quaver": version("quaver"), **describe_hardware(run.device)},
+        "environment": describe_environment(run.device),
     }
     if len(models) == 2:
         summary["comparison"] = _compare(*models.values())

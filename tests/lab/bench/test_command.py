@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quaver.lab.bench.cast import COPY
-from quaver.lab.bench.results import describe_environment
 from quaver.lab.cli import main
+from quaver.lab.runs.provenance import describe_measurement
 
 
 def check_linear(rows):
@@ -96,7 +96,7 @@ def test_the_command_prints_and_saves_a_table(verb, words, printed, check, backe
     assert (result["benchmark"], result["complete"]) == (verb, True)
     assert all(row["timing"]["median_us"] > 0 for row in result["rows"])
     check(result["rows"])
-    assert result["environment"] == describe_environment(torch.device("cpu"))
+    assert result["environment"] == describe_measurement(torch.device("cpu"))
 
 
 BAD_INPUT = {

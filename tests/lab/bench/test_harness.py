@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quaver.lab.bench import gemm, harness, results
+from quaver.lab.bench import gemm, harness
 from quaver.lab.bench.harness import Rotation, find_cache_bytes, time_alternating
-from quaver.lab.bench.results import describe_environment
 from quaver.lab.bench.shapes import Shape, parse_shapes
 from quaver.lab.cli import main
 from quaver.lab.output_file import check_writable
@@ -102,22 +101,6 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     for path, nearest in ((file, file), (tmp_path / "a" / "b", tmp_path)):
         with pytest.raises(InputError, match=f"^--output: cannot write {path}: {nearest} is not writable$"):
             check_writable(path)
-
-
-@pytest.mark.parametrize(
-    ("revision", "commit"),
-    [
-        (None, "unknown"),
-        ({"commit": "0123456789", "is_modified": False}, "0123456"),
-        ({"commit": "0123456789", "is_modified": True}, "0123456+"),
-    ],
-)
-def test_results_name_versions_the_command_and_the_commit(revision, commit, monkeypatch):
-    monkeypatch.setattr(results, "find_git_revision", lambda folder: revision)
-    monkeypatch.setattr("sys.argv", ["quaver", "bench", "gemm", "--output", "a b"])
-    about = describe_environment(CPU)
-    assert (about["torch"], about["threads"]) == (torch.__version__, torch.get_num_threads())
-    assert (about["command"], about["commit"]) == ("quaver bench gemm --output 'a b'", commit)
 
 
 @pytest.mark.parametrize("finished", [2, 0])

@@ -3,10 +3,11 @@
 from collections import defaultdict
 from dataclasses import replace
 
-from quaver.lab.plan.changes import BFLOAT16, with_precision
+from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.layouts import list_layouts, list_precisions
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.float8 import BFLOAT16
 from tests.lab.trainer.runs import CONFIGS, changed
 
 

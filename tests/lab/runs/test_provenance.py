@@ -1,13 +1,15 @@
-"""Tests what a run records of its source: the command, versions and the commit."""
+"""Tests what a run and a measurement record of their source: the command, versions and the commit."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from quaver.lab.runs.run_folder import collect_provenance, find_git_revision
+from quaver.lab.runs import provenance
+from quaver.lab.runs.provenance import collect_provenance, describe_measurement, find_git_revision
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,3 +44,19 @@ def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
     before = (tmp_path / ".git" / "index").read_bytes()
     assert find_git_revision(tmp_path)["is_modified"] is False
     assert (tmp_path / ".git" / "index").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"),
+    [
+        (None, "unknown"),
+        ({"commit": "0123456789", "is_modified": False}, "0123456"),
+        ({"commit": "0123456789", "is_modified": True}, "0123456+"),
+    ],
+)
+def test_results_name_versions_the_command_and_the_commit(revision, commit, monkeypatch):
+    monkeypatch.setattr(provenance, "find_git_revision", lambda folder: revision)
+    monkeypatch.setattr("sys.argv", ["quaver", "bench", "gemm", "--output", "a b"])
+    about = describe_measurement(torch.device("cpu"))
+    assert (about["torch"], about["threads"]) == (torch.__version__, torch.get_num_threads())
+    assert (about["command"], about["commit"]) == ("quaver bench gemm --output 'a b'", commit)

@@ -33,14 +33,14 @@ from quaver.lab.bench.ledger.picture import draw
 from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, iter_findings, iter_kernel_rows, iter_rows
 from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
-from quaver.lab.bench.results import BFLOAT16, describe_environment
 from quaver.lab.bench.shapes import MODEL_NAMES, make_model
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.output_file import check_writable
+from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
-from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.settings.float8 import BFLOAT16, RECIPES
 from quaver.lab.terminal.console import show
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
@@ -129,7 +129,7 @@ def run(argv: list[str]) -> int:
         draw(ledgers, spec, output.with_suffix(".png"))
     rows = list(iter_rows(ledgers, spec))
     result = {
-        "environment": describe_environment(torch.device("cpu"))
+        "environment": describe_measurement(torch.device("cpu"))
         | ({"torchao": version("torchao")} if options.peer != "none" else {}),
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": list_constants(spec),

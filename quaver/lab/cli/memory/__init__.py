@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import torch
 
-from quaver.lab.bench.results import describe_environment
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.memory.views import (
     iter_comparison_views,
@@ -30,6 +29,7 @@ from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.recorder.draw import draw_timeline
+from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, UserPath, setting
@@ -212,7 +212,7 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
 
 
 def _write_json(result: dict[str, Any], options: MemoryOptions) -> None:
-    write_json({"environment": describe_environment(torch.device("cpu")), **result}, Path(options.output))
+    write_json({"environment": describe_measurement(torch.device("cpu")), **result}, Path(options.output))
 
 
 def _with_timeline(memory: RunMemory) -> dict[str, Any]:

@@ -35,7 +35,8 @@ from quaver.lab.runs.checkpoint_folder import (
     write_record,
 )
 from quaver.lab.runs.manifest import check_manifest
-from quaver.lab.runs.run_folder import CONFIG_TOML, collect_provenance
+from quaver.lab.runs.provenance import collect_provenance
+from quaver.lab.runs.run_folder import CONFIG_TOML
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import build_config, load_config

@@ -1,0 +1,86 @@
+"""The provenance of runs and of measurements: hardware, versions, the commit of the source, the command."""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.runtime.devices import is_cuda_device
+from quaver.torch_private.hardware import has_amx_tiles
+
+
+def collect_provenance(device: torch.device) -> dict[str, Any]:
+    """Return what is needed to repeat a run: time, command, working folder, versions, the revision of the source."""
+    return {
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "working_folder": os.getcwd(),
+        "host": platform.node(),
+        "git": find_git_revision(Path(__file__).parent),
+        "environment": describe_environment(device),
+    }
+
+
+def describe_measurement(device: torch.device) -> dict[str, Any]:
+    """Return what a result needs beside its figures: the environment, the commit, the command and the date."""
+    return {
+        **describe_environment(device),
+        "commit": _abbreviate_commit(find_git_revision(Path(__file__).parent)),
+        "command": "quaver " + shlex.join(sys.argv[1:]),
+        "date": date.today().isoformat(),
+    }
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return the hardware and the versions that results depend on."""
+    is_cuda = is_cuda_device(device)
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else _describe_cpu(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "quaver": version("quaver"),
+        **({"cuda": torch.version.cuda, "hip": torch.version.hip} if is_cuda else {}),
+    }
+
+
+def find_git_revision(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the checkout that tracks `folder`, and whether it has changes; None without a checkout."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*arguments: str) -> str | None:
+        # A git that is killed, as by a limit on the size of files, would leave the index locked.
+        command = [git, "--no-optional-locks", "-C", str(folder), *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.
+    revision = ask("rev-parse", "HEAD") if ask("ls-files", ".") else None
+    if revision is None:
+        return None
+    return {"commit": revision, "is_modified": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+
+
+def _describe_cpu() -> str:
+    features = torch.backends.cpu.get_cpu_capability()
+    units = " with AMX" if has_amx_tiles() else ""
+    if not has_bfloat16_units(torch.device("cpu")):
+        units = " without bfloat16 instructions"
+    return f"{platform.machine()} CPU, {features}{units}"
+
+
+def _abbreviate_commit(revision: dict[str, Any] | None) -> str:
+    """Return the commit, with "+" if files differ from it."""
+    return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
