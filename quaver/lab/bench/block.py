@@ -25,6 +25,7 @@ from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
 from quaver.lab.settings.fields import AtLeast1, OneOf, setting
 from quaver.lab.settings.float8 import BFLOAT16
+from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.trainer.memory import count_storage_bytes
 from quaver.lab.trainer.model import list_block_weights
 from quaver.runtime.devices import is_cuda_device
@@ -82,8 +83,8 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         available = torch.cuda.get_device_properties(self.torch_device).total_memory
         if needed > available:
             raise InputError(
-                f"{count} blocks with their gradients and optimizers take {needed / 2**30:.0f} GiB, and this GPU has "
-                f"{available / 2**30:.0f}; name fewer --recipes, or give a --divisor"
+                f"{count} blocks with their gradients and optimizers take {format_bytes(needed)}, and this GPU has "
+                f"{format_bytes(available)}; name fewer --recipes, or give a --divisor"
             )
 
     def measure(self) -> Result:

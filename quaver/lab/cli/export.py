@@ -16,10 +16,10 @@ from quaver.export.load import Float8Checkpoint
 from quaver.export.plan import plan_export
 from quaver.export.source import DEFAULT_FILTER, ExportSource, open_huggingface_source
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings.fields import OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.trainer.huggingface.convert import find_checkpoint
 from quaver.lab.trainer.huggingface.float8 import make_run_source

@@ -8,9 +8,9 @@ import torch
 
 from quaver.export import import_float8
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings.fields import OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
+from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.lab.terminal.progress import show_progress
 
 

@@ -25,13 +25,13 @@ from quaver.lab.plan.search import USABLE, FittingLayout, SearchResult, search, 
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.plan.write import check_target, write_run
-from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
 from quaver.lab.settings.float8 import BFLOAT16
+from quaver.lab.terminal.byte_sizes import format_bytes, parse_bytes
 from quaver.lab.terminal.console import show
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
@@ -201,8 +201,8 @@ def run(argv: list[str]) -> int:
 def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
     candidate, needed = result.nearest
     return (
-        f"no layout fits into {memory / 2**30:.1f} GiB of one {spec.name}: the nearest, {candidate.precision} on "
-        f"{candidate.description}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; "
+        f"no layout fits into {format_bytes(memory)} of one {spec.name}: the nearest, {candidate.precision} on "
+        f"{candidate.description}, needs about {format_bytes(needed)}, {format_bytes(needed - memory)} more; "
         "add GPUs with --gpus, or try --store-less"
     )
 
@@ -252,7 +252,7 @@ def iter_views(
 def make_layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
     """Return the table of layouts whose peak fits into `memory` bytes; `rows` are cells."""
     columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *NUMBERS)
-    title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
+    title = f"Fastest layouts whose peak fits into {format_bytes(memory)}"
     return make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
 
 
@@ -356,7 +356,7 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
         row = result.rows[options.row - 1]
         comment = (
             f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.description}.\n"
-            f"Estimated peak {row.peak_bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
+            f"Estimated peak {format_bytes(row.peak_bytes)}; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
         )
         with report_bad_input():
             files += write_run(

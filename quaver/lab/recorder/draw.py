@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quaver.lab.recorder.byte_sizes import choose_unit
 from quaver.lab.recorder.figure import open_figure
+from quaver.lab.terminal.byte_sizes import choose_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,7 +19,6 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from quaver.lab.recorder.callers import get_module_name
-from quaver.torch_private.collectives import AsyncCollectiveTensor
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.tracing import FakeTensor
@@ -198,7 +197,7 @@ class TensorBytes(StorageWatch):
 def iter_plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors with a storage inside `tensor`: itself, or the parts of a wrapper subclass.
 
-    Unlike `list_plain_tensors`, this does not wait for collectives: a storage exists before its values do.
+    Unlike the trainer's `list_plain_tensors`, this does not wait for collectives: a storage exists before its values.
     """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
@@ -224,13 +223,3 @@ def _iter_tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _iter_tensors(value)
-
-
-def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors inside `tensor`: a DTensor's shard on this rank, a float8 weight's codes and scales."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return list_plain_tensors(tensor.trigger_wait())  # a collective may still write into it
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [plain for part in parts if isinstance(part, Tensor) for plain in list_plain_tensors(part)]

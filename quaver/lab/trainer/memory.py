@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from quaver.lab.recorder.allocator import measure_usage
-from quaver.lab.recorder.storages import TensorBytes, list_plain_tensors
+from quaver.lab.recorder.storages import TensorBytes
+from quaver.lab.terminal.byte_sizes import format_bytes
+from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.memory import storage_key
 
@@ -100,6 +102,6 @@ def describe_memory(record: dict[str, Any]) -> str:
     """Return the `read_device_memory` in `record` as text for the log."""
     kinds = [kind for kind in ("active", "reserved", "rss") if f"memory_{kind}_bytes" in record]
     return ", ".join(
-        f"{record[f'memory_{kind}_bytes'] / 2**30:.2f} GiB ({record[f'memory_{kind}_share']:.0%}) {kind}"
+        f"{format_bytes(record[f'memory_{kind}_bytes'])} ({record[f'memory_{kind}_share']:.0%}) {kind}"
         for kind in kinds
     )

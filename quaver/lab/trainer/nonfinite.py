@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
-from quaver.lab.recorder.storages import list_plain_tensors
+from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.linear.module import Float8Linear
 
 

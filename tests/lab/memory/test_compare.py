@@ -19,9 +19,9 @@ from quaver.lab.memory.reports.pitfalls import (
     shorten_operator,
     strip_phase,
 )
-from quaver.lab.recorder.byte_sizes import format_bytes
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
+from quaver.lab.terminal.byte_sizes import format_bytes
 from tests.lab.memory.models import build_stack
 
 

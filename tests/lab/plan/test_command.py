@@ -167,7 +167,7 @@ def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--recipes tensorwise --memory 3GiB", "needs about 5.0 GiB, 2.0 more; add GPUs with --gpus"),
+        ("--recipes tensorwise --memory 3GiB", "needs about 5 GiB, 2 GiB more; add GPUs with --gpus"),
         ("--gpus 7 --training.global_batch_size 16", "expected a layout of so many GPUs that the trainer accepts"),
         ("--memory much --gpu h300", "--memory: expected a size above 0"),  # before the config and the GPU are read
         ("--gpu h300", f"--gpu: unknown device 'h300': expected the full name of {GPUS}, "),

@@ -5,7 +5,6 @@ import torch
 
 from benchmarks.plan_memory import peak_bytes
 from quaver.lab.plan.estimate import Estimate, estimate_peak
-from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
@@ -13,6 +12,7 @@ from quaver.lab.settings.training import REDUCE
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
+from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.combined import list_parts

@@ -17,7 +17,7 @@ def test_memory_of_a_cpu_is_the_peak_of_the_process_in_bytes(platform, unit, mon
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
     record = read_device_memory(torch.device("cpu"))
     assert record == {"memory_rss_bytes": 3 << 30, "memory_rss_share": 3 / 8}
-    assert describe_memory(record) == "3.00 GiB (38%) rss"
+    assert describe_memory(record) == "3 GiB (38%) rss"
 
 
 def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
@@ -29,7 +29,7 @@ def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
     assert record["memory_active_share"] == 3 / 8
     assert record["memory_reserved_share"] == 1 / 2
     assert record["memory_retries"] == 1
-    assert describe_memory(record) == "3.00 GiB (38%) active, 4.00 GiB (50%) reserved"
+    assert describe_memory(record) == "3 GiB (38%) active, 4 GiB (50%) reserved"
 
 
 def test_resident_tensors_count_a_shared_storage_once():

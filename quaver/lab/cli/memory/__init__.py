@@ -27,13 +27,13 @@ from quaver.lab.memory.runs.predict import RunMemory, predict_memory
 from quaver.lab.output_file import check_writable, write_json
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import estimate_peak
-from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
+from quaver.lab.terminal.byte_sizes import format_bytes, parse_bytes
 from quaver.lab.terminal.console import show
 from quaver.lab.terminal.progress import show_progress
 from quaver.roofline.device_specs import require_device_spec
@@ -159,7 +159,7 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
             advice = advise(
                 config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, quick=True, progress=tell
             )
-    show([f"about {estimate / 2**30:.1f} GiB at the peak of one of {options.ranks} ranks, estimated within 10%"])
+    show([f"about {format_bytes(estimate)} at the peak of one of {options.ranks} ranks, estimated within 10%"])
     if advice is not None:
         show([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})

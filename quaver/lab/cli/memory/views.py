@@ -14,8 +14,8 @@ from quaver.lab.memory.reports.pitfalls import format_decimal_bytes, strip_phase
 from quaver.lab.memory.runs.links import Links
 from quaver.lab.memory.runs.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
-from quaver.lab.recorder.byte_sizes import choose_unit, format_bytes
 from quaver.lab.recorder.report import merge_layers
+from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes
 from quaver.lab.terminal.tables import make_table
 
 _DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}

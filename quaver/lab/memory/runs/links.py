@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.runs.predict import fake_run
-from quaver.lab.recorder.storages import list_plain_tensors
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.linear.tensor import Float8Tensor
 from quaver.roofline.collectives import count_sent_bytes
 from quaver.torch_private.collectives import group_of_name

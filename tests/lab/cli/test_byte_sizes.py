@@ -2,7 +2,7 @@
 
 import pytest
 
-from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.terminal.byte_sizes import parse_bytes
 
 SIZES = {"80GiB": 80 * 2**30, "80GB": 80 * 10**9, "1.5 tib": 3 * 2**39, " 7 kB ": 7000, "12B": 12, "1000": 1000}
 
