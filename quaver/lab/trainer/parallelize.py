@@ -83,18 +83,18 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
     if mesh is not None and "tp" in dims:
         _split_linears(model, mesh["tp"])
     degree = config.parallelism.expert_parallel_degree
-    mesh_of_experts = _split_experts(model, config, mesh) if mesh is not None and degree > 1 else None
+    expert_mesh = _split_experts(model, config, mesh) if mesh is not None and degree > 1 else None
     if config.activation_checkpoint.store_in_float8:
         store_activations_in_float8(model)
     _checkpoint_blocks(model, config)
     if config.training.compile:
         for block in model.iter_blocks():
-            block.compile(fullgraph=mesh_of_experts is None)
+            block.compile(fullgraph=expert_mesh is None)
         if "tp" in dims:
             model.model.embed_tokens.register_forward_hook(_finish_collective)
     data_parallel = tuple(name for name in dims if name != "tp")
     if mesh is not None and data_parallel:
-        _shard(model, config, mesh[data_parallel], mesh_of_experts)
+        _shard(model, config, mesh[data_parallel], expert_mesh)
 
 
 def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
@@ -124,13 +124,13 @@ def _split_experts(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> Devic
     return expert_mesh
 
 
-def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts: DeviceMesh | None) -> None:
+def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
     """Shard with one FSDP2 group per block, one for the output projection, and the root for the rest.
 
-    Split experts have a separate group on `mesh_of_experts`.
+    Split experts have a separate group on `expert_mesh`.
     """
-    if mesh_of_experts is not None:
-        fsdp_part = mesh_of_experts[tuple(name for name in mesh_of_experts.mesh_dim_names or () if name != "ep")]
+    if expert_mesh is not None:
+        fsdp_part = expert_mesh[tuple(name for name in expert_mesh.mesh_dim_names or () if name != "ep")]
         for experts in list_modules(model, Experts):
             fully_shard(experts, **make_group_options(config, fsdp_part))
     groups: list[nn.Module] = list(model.iter_blocks())
