@@ -11,6 +11,7 @@ the rows that it has. Parts that fail or run longer are named at the end; the ot
 nothing is timed.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -125,7 +126,13 @@ _TRAIN_1B = (
 
 def main(words: list[str]) -> int:
     """Run the groups and parts with these names, or `DEFAULT`; return 0 if all pass, 1 if not, 2 if nothing can run."""
-    dry, names = "--dry" in words, [word for word in words if word != "--dry"]
+    parser = argparse.ArgumentParser(
+        "make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="groups or parts")
+    parser.add_argument("--dry", action="store_true", help="small sizes on a CPU; times mean nothing")
+    options = parser.parse_args(words)
+    dry, names = options.dry, options.names
     if not dry and not torch.cuda.is_available():
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
         return 2

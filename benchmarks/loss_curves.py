@@ -79,9 +79,9 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
     """
     kind = kind_of(options)
     run = shlex.join(words(kind, "RECIPE", "SEED", options.steps, Path("runs")))
-    if record.get("run") != run:
-        record.clear()
-        record.update(run=run, steps=options.steps, seeds={})
+    if record and record["run"] != run:
+        raise SystemExit(f"{record_of(kind)} has other runs ({record['run']}): take their --steps, or remove it")
+    record.update(run=run, steps=options.steps, seeds=record.get("seeds", {}))
     for seed in map(str, options.seeds):
         environment = provenance("loss_curves")
         of_seed = record["seeds"].setdefault(seed, {"environment": environment, "curves": {}})

@@ -174,9 +174,11 @@ def main() -> None:
     if options.time:
         print(times())
         return
-    record = json.loads(options.record.read_text()) if options.record.exists() else {}
-    if record.get("steps") != options.steps:
-        record = {"steps": options.steps, "environment": provenance("optimizer_states"), "seeds": {}}
+    record = {"steps": options.steps, "environment": provenance("optimizer_states"), "seeds": {}}
+    if options.record.exists():
+        record = json.loads(options.record.read_text())
+    if record["steps"] != options.steps:
+        parser.error(f"{options.record} has runs of {record['steps']} steps; give another --record")
     for seed in options.seeds:
         of_seed = record["seeds"].setdefault(str(seed), {})
         for name in options.names:

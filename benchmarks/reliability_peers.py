@@ -10,6 +10,7 @@ Each trains a small network in forks of this process. It saves a checkpoint ever
 keeps at least two). Everything else is the default: no option protects against a scenario.
 """
 
+import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -309,6 +310,7 @@ def rows() -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for row in rows():
