@@ -78,7 +78,7 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
 
 
 class Estimate:
-    """The terms of the estimate."""
+    """The bytes of one rank at the moments of a step, for the `config` and `dims` that `resolve` returned."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims) -> None:
         self.config, self.dims, self.model = config, dims, config.model

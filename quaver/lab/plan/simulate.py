@@ -90,7 +90,7 @@ class SimulatedTimeline:
         return tuple(dict.fromkeys((COMPUTE, *(span.task.stream for span in self.spans))))
 
     def sum_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
-        """Return the sum of the times of all tasks of a stream or of a kind."""
+        """Return the summed times of the tasks on `stream` and of `kind`; None selects all."""
         return sum(span.end_s - span.start_s for span in self._select(stream, kind))
 
     def sum_sent_bytes(self, link: str) -> float:
@@ -98,7 +98,7 @@ class SimulatedTimeline:
         return sum(span.task.sent_bytes for span in self._select(link, None))
 
     def sum_exposed_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
-        """Return the time in which tasks of a stream or of a kind run while the compute stream is idle."""
+        """Return the time in which tasks on `stream` and of `kind` run while the compute stream is idle."""
         busy = _merge(self._select(COMPUTE, None))
         total, number = 0.0, 0
         for start, end in _merge(self._select(stream, kind)):

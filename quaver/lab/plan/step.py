@@ -78,7 +78,7 @@ def list_block_groups(run: PlannedRun) -> list[ParameterGroup]:
 
 
 def _count_gathered_bytes(run: PlannedRun, parameters: float, in_float8: float) -> float:
-    """Return the bytes of gathered parameters, of which `in_float8` belong to float8 layers.
+    """Return the bytes of gathered parameters; `in_float8` is how many of them belong to float8 layers.
 
     Two sets of codes take as many bytes as bfloat16.
     """
@@ -269,7 +269,7 @@ class _StepBuilder:
         add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped, kind)
 
     def _exchange_at_end(self, name: str, exchanges: list[Exchange], kind: str) -> None:
-        """Add exchanges of the embedding or the output projection. Compute of a kind waits for them."""
+        """Add exchanges of the embedding or the output projection, and an empty task of `kind` that waits for them."""
         last: int | None = self.step.find_last(COMPUTE)
         for exchange in exchanges:
             last = self._send(f"{name}: {exchange.kind}", exchange, [last])

@@ -53,7 +53,6 @@ class MachineCode:
     config: dict[str, int]
     registers: int
     spilled_bytes: int
-    shared_bytes: int
     instructions: Counter[str]
     loops: tuple[Loop, ...]
     loaded_bytes: int
@@ -120,7 +119,7 @@ def _compile_config(tuner: Any, config: Any, capability: int, layout: KernelLayo
     warps = config.num_warps
     issued = count_issued(instructions.total(), loops, loaded, layout, config.kwargs, warps)
     sizes = {**config.kwargs, "warps": warps}
-    return MachineCode(sizes, registers, stack, compiled.metadata.shared, instructions, loops, loaded, issued)
+    return MachineCode(sizes, registers, stack, instructions, loops, loaded, issued)
 
 
 def count_issued(
