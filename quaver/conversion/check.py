@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.conversion.high_precision import iter_float8_modules
-from quaver.conversion.report import NOT_CONVERTED, conversion_report, explain_unfinished
+from quaver.conversion.report import (
+    IN_HIGH_PRECISION,
+    NOT_CONVERTED,
+    conversion_report,
+    explain_unfinished,
+    is_in_high_precision,
+)
 from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.module import Float8Linear
@@ -40,8 +46,9 @@ def assert_float8_training(
             forward (`Float8Linear.backend`). A CPU has no float8 units and always multiplies exactly.
     Raises:
         RuntimeError: with one line for each problem. Torchao converted linears. No linear is in float8. The conversion
-            of a float8 linear, or of experts, is unfinished; its weight was deleted, requires no gradient or is not in
-            the optimizer; it did not run while others trained, or after its forward was replaced. The optimizer holds
+            of a float8 linear, or of experts, is unfinished; its config computes all matmuls in high precision; its
+            weight was deleted, requires no gradient or is not in the optimizer; it did not run while others trained, or
+            after its forward was replaced. The optimizer holds
             a parameter twice, or parameters of another model instead of this one's. Weights changed between forwards
             without a sync of the delayed scales (weights that FSDP2 gathers are not checked). With `require_native`, a
             float8 linear, or experts, multiplied exactly or did not run.
@@ -72,7 +79,8 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         )
         return
     report = conversion_report(model)
-    if not report.converted:
+    off = [name or "the module" for name, module in iter_float8_modules(model) if is_in_high_precision(module)]
+    if not report.converted and not off:
         if any(layer.reason == NOT_CONVERTED for layer in report.layers):
             yield (
                 "no linear is in float8: call convert_to_float8_training (prepare_model_for_float8 for transformers) "
@@ -82,6 +90,11 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
             yield f"no linear is in float8 ({report.explain_nothing()})"
         return
     yield from _find_run_problems(model)
+    if off:
+        yield (
+            f"{join_names(off)}: {IN_HIGH_PRECISION}; call set_high_precision_matmuls(model, []) to turn float8 on, or "
+            "convert_to_high_precision on the layer if it should stay so"
+        )
     for name, module in iter_float8_modules(model):
         quantized = explain_inference_only(getattr(module, "weight", None))
         for obstacle in filter(None, [quantized, *explain_unfinished(module)]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
+from quaver.linear.backends import list_matmul_casts
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module, list_taken_attributes
 from quaver.linear.frozen_weight import FrozenFloat8Weight
@@ -23,6 +24,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
+from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.names import find_weight_modules, join_names
 from quaver.runtime.slow_paths import list_slow_paths
@@ -35,6 +37,9 @@ FILTER_REASON = "_float8_filter_reason"
 NOT_CONVERTED = "not converted, or new since the conversion"
 """The reason of a linear in high precision, if nothing else is known."""
 
+IN_HIGH_PRECISION = "its config computes all matmuls in high precision"
+"""The reason of a converted layer without a float8 matmul."""
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -46,7 +51,10 @@ class LayerReport:
         matrices_per_token: how many matrices of this weight multiply a token. 1 for a linear; the active experts for a
             stack; k / E for a linear that is one of E experts, k of them active.
         backend: how the float8 matmuls ran last: "native" (on float8 units), "exact" (the same numbers without float8
-            units), "native and exact" or "not run yet"; "" for skipped layers.
+            units), "native and exact", "high precision" or "not run yet"; "" for skipped layers.
+        float8_matmuls: which of "output", "grad_input" and "grad_weight" the layer's config computes in float8; () for
+            skipped layers.
+        config: the line of the report's `config` that the layer has, from 1; 0 for skipped layers.
     """
 
     name: str
@@ -56,18 +64,27 @@ class LayerReport:
     reason: str
     matrices_per_token: float = 1.0
     backend: str = ""
+    float8_matmuls: tuple[str, ...] = ()
+    config: int = 0
 
     @property
     def flops_per_token(self) -> float:
         """FLOPs of the three matmuls of each [out_features, in_features] matrix; a multiply-add counts as two."""
         return 6 * self.in_features * self.out_features * self.matrices_per_token
 
-    def format_line(self, width: int) -> str:
-        """Return the layer as a line, with `width` characters for the name."""
+    @property
+    def float8_flops_per_token(self) -> float:
+        """The part of `flops_per_token` that `float8_matmuls` compute."""
+        return self.flops_per_token * len(self.float8_matmuls) / len(MATMULS)
+
+    def format_line(self, width: int, *, names_config: bool = False) -> str:
+        """Return the layer as a line, with `width` characters for the name, and the number of its config if asked."""
         shape = f"{self.in_features:>6} -> {self.out_features:<6}"
         matrices = "" if self.matrices_per_token == 1 else f"{self.matrices_per_token:g} a token  "
         kind = "float8" if self.converted else "skipped"
-        return f"{self.name:<{width}}  {shape}  {kind:<7}  {self.backend:<11}  {matrices}{self.reason}".rstrip()
+        number = f"config {self.config}  " if names_config and self.config else ""
+        note = f"{matrices}{number}{self.reason}"
+        return f"{self.name:<{width}}  {shape}  {kind:<7}  {self.backend:<11}  {note}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class ConversionReport:
     """Every matmul weight of a model, converted or skipped and why.
 
     Attributes:
-        config: the configs of the float8 linears, one per line.
+        config: the configs of the layers in float8, one per line.
         notes: notes about these configs, about what expert parallelism sends, about mixtures whose number of active
             experts is unknown, and about the slow paths that this process took (slow_paths.py).
         convolutions: the number of convolutions. They stay in high precision, and `float8_flops_fraction` does not
@@ -97,9 +114,9 @@ class ConversionReport:
 
     @property
     def float8_flops_fraction(self) -> float:
-        """The share of the FLOPs of all `layers` that runs in float8."""
+        """The share of the FLOPs of all `layers` that runs in float8, matmul by matmul."""
         total = sum(layer.flops_per_token for layer in self.layers)
-        return sum(layer.flops_per_token for layer in self.converted) / total if total else 0.0
+        return sum(layer.float8_flops_per_token for layer in self.layers) / total if total else 0.0
 
     def explain_nothing(self) -> str:
         """Return why nothing was converted, in one line."""
@@ -123,8 +140,11 @@ class ConversionReport:
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=4)
-        lines = [layer.format_line(width) for layer in self.layers]
-        return "\n".join([self.summary(), self.config, *self.notes, *lines])
+        configs = self.config.splitlines()
+        lines = [layer.format_line(width, names_config=len(configs) > 1) for layer in self.layers]
+        if len(configs) > 1:
+            configs = [f"config {number}: {config}" for number, config in enumerate(configs, 1)]
+        return "\n".join([self.summary(), *configs, *self.notes, *lines])
 
 
 def conversion_report(module: nn.Module) -> ConversionReport:
@@ -134,21 +154,29 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     submodules, copies, and layers that were replaced or made by hand. Modules other than `nn.Linear` are covered by
     shape and name: all 2-D and 3-D parameters outside embeddings, convolutions, norms and the like.
 
-    After a step, a layer that did not run while others trained counts as skipped: its parent reads its weight without
-    calling it, or it takes no part in training.
+    A converted layer counts as skipped while its config computes all three matmuls in high precision. After a step, so
+    does a layer that did not run while others trained: its parent reads its weight without calling it, or it takes no
+    part in training.
     """
     layers: list[LayerReport] = []
     running: list[Float8Module] = []
+    config_numbers: dict[str, int] = {}
     scale_owners: dict[tuple[int, int], str] = {}
     owners, experts, idle = find_weight_modules(module), ActiveExperts(module), find_idle_modules(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear):
-            layer = _report_linear(child, name, owners, experts, idle.get(name, ""), scale_owners)
-            layers.append(layer)
-            running += [child] if isinstance(child, Float8Linear) and layer.converted else []
+            reports = [_report_linear(child, name, owners, experts, idle.get(name, ""), scale_owners)]
         else:
-            layers += _report_other_weights(child, name, owners, experts, idle.get(name, ""))
-            running += [child] if isinstance(child, Float8Grouped) else []
+            reports = [*_report_other_weights(child, name, owners, experts, idle.get(name, ""))]
+        if isinstance(child, Float8Module) and any(layer.converted for layer in reports):
+            running.append(child)
+            config = child.float8_config
+            matmuls = tuple(list_matmul_casts(config))
+            number = config_numbers.setdefault(str(config), len(config_numbers) + 1)
+            reports = [
+                replace(layer, float8_matmuls=matmuls, config=number) if layer.converted else layer for layer in reports
+            ]
+        layers += reports
     configs = dict.fromkeys(child.float8_config for child in running)
     notes = [note for config in configs for note in _iter_notes(config)]
     for child in running:
@@ -161,9 +189,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         )
     notes += list_slow_paths() if configs else []
     convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
-    return ConversionReport(
-        "\n".join(dict.fromkeys(map(str, configs))), layers, list(dict.fromkeys(notes)), convolutions
-    )
+    return ConversionReport("\n".join(config_numbers), layers, list(dict.fromkeys(notes)), convolutions)
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
@@ -180,7 +206,7 @@ def _report_linear(
     """Report on a linear. Adds to `scale_owners`, the names of the first linears with each input scale."""
     weight, filtered, backend = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON, ""), ""
     obstacle = explain_inference_only(weight) or find_missing_weight(linear) or idle
-    converted = isinstance(linear, Float8Linear) and not obstacle
+    converted = isinstance(linear, Float8Linear) and not obstacle and not is_in_high_precision(linear)
     if obstacle:
         reason = obstacle
     elif isinstance(linear, Float8Linear):
@@ -189,11 +215,17 @@ def _report_linear(
         shares = _describe_shared_scale(linear, name, scale_owners)
         frozen = _describe_frozen(get_local_tensor(linear.weight))
         reasons = [filtered, ties, shares, frozen, find_replaced_forward(linear), *explain_unfinished(linear)]
+        reasons += [] if converted else [IN_HIGH_PRECISION]
         reason, backend = "; ".join(filter(None, reasons)), linear.backend
     else:
         reason = filtered or find_conversion_obstacle(linear, False) or NOT_CONVERTED
     shape = linear.in_features, linear.out_features
     return LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend)
+
+
+def is_in_high_precision(module: Float8Module) -> bool:
+    """Return whether the config of a float8 linear, or of experts, computes all matmuls in high precision."""
+    return not list_matmul_casts(module.float8_config)
 
 
 def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str:
@@ -298,6 +330,7 @@ def _report_other_weights(
         elif isinstance(module, Float8Grouped):
             frozen = _describe_frozen(get_local_tensor(parameter))
             reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
+            reasons += [IN_HIGH_PRECISION] if is_in_high_precision(module) else []
             reason, backend = "; ".join(filter(None, reasons)), module.backend
         elif is_experts(module):
             reason = filtered or "experts, not converted or new since the conversion"
@@ -308,5 +341,5 @@ def _report_other_weights(
             in_features, out_features = out_features, in_features
         full_name = f"{name}.{leaf}".lstrip(".")
         uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
-        converted = isinstance(module, Float8Grouped) and not idle
+        converted = isinstance(module, Float8Grouped) and not idle and not is_in_high_precision(module)
         yield LayerReport(full_name, in_features, out_features, converted, reason, uses, backend)

@@ -175,6 +175,22 @@ def test_a_backend_is_that_of_the_last_config():
         assert {layer.backend for layer in conversion_report(model).layers} == {backend}
 
 
+def test_a_layer_without_a_float8_matmul_is_no_float8():
+    experts = to_float8_grouped_mm(GroupedExperts(), resolve_config("rowwise"))
+    model = nn.Sequential(convert_to_float8_training(nn.Linear(16, 16)), experts)
+    set_high_precision_matmuls(model, lambda name: MATMULS if name == "0" else ())
+    report = conversion_report(model)
+    assert [layer.converted for layer in report.layers[:2]] == [False, True]
+    assert report.layers[0].reason == "its config computes all matmuls in high precision"
+    assert_refused(model, "  0: its config computes all matmuls in high precision; call set_high_precision_matmuls")
+    set_high_precision_matmuls(model, MATMULS)
+    assert conversion_report(model).float8_flops_fraction == 0
+    assert_refused(model, "  0, 1: its config computes all matmuls in high precision; call")
+    convert_to_high_precision(model[0])
+    set_high_precision_matmuls(model, [])
+    assert_float8_training(model)
+
+
 def test_weights_of_experts_are_checked():
     model = nn.Sequential(nn.Linear(16, 16), to_float8_grouped_mm(GroupedExperts(), resolve_config("rowwise")))
     convert_to_float8_training(model)

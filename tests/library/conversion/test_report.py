@@ -107,6 +107,20 @@ def test_the_report_has_every_linear_and_why():
         assert name in str(report)
 
 
+def test_matmuls_in_high_precision_are_not_counted_and_each_layer_names_its_config():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    convert_to_float8_training(model[0], config="rowwise_with_gw_hp")
+    assert get_layers(conversion_report(model[0]))[""].float8_matmuls == ("output", "grad_input")
+    convert_to_float8_training(model[1], config="rowwise")
+    report = conversion_report(model)
+    assert report.float8_flops_fraction == pytest.approx(5 / 6)
+    lines = str(report).splitlines()
+    for number, (recipe, row) in enumerate(zip(("rowwise_with_gw_hp", "rowwise"), lines[-2:], strict=True), 1):
+        assert f"config {number}: {resolve_config(recipe)}" in lines
+        assert row.endswith(f"config {number}")
+        assert report.config.splitlines()[report.layers[number - 1].config - 1] == str(resolve_config(recipe))
+
+
 def test_convolutions_are_named_because_the_share_of_flops_leaves_them_out():
     model = convert_to_float8_training(nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16, 16)))
     assert conversion_report(model).summary() == (

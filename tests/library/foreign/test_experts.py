@@ -183,7 +183,7 @@ def test_a_model(name):
     model, inputs = mixture(name)
     original = copy.deepcopy(model)
     only_linears = prepare_model_for_float8(
-        copy.deepcopy(model), "rowwise", module_filter_fn=lambda module, _: isinstance(module, nn.Linear)
+        copy.deepcopy(model), "rowwise_with_gw_hp", module_filter_fn=lambda module, _: isinstance(module, nn.Linear)
     )
     report = conversion_report(prepare_model_for_float8(model, "rowwise_with_gw_hp"))
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
