@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +19,7 @@ from quaver.conversion.report import (
 )
 from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.linear.float8_module import Float8Module
+from quaver.linear.last_run import get_last_device
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recipes.torchao_forms import explain_inference_only
@@ -43,7 +43,7 @@ def assert_float8_training(
         allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. Some parameter of the
             model must still require a gradient.
         require_native: whether all float8 linears and experts must have multiplied on float8 units in their last
-            forward (`Float8Linear.backend`). A CPU has no float8 units and always multiplies exactly.
+            forward, eager or compiled (`Float8Linear.backend`). A CPU has no float8 units and multiplies exactly.
     Raises:
         RuntimeError: with one line for each problem. Torchao converted linears. No linear is in float8. The conversion
             of a float8 linear, or of experts, is unfinished; its config computes all matmuls in high precision; its
@@ -53,8 +53,8 @@ def assert_float8_training(
             without a sync of the delayed scales (weights that FSDP2 gathers are not checked). With `require_native`, a
             float8 linear, or experts, multiplied exactly or did not run.
 
-    A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Compiled
-    code is not checked.
+    A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Of
+    compiled code only the backends are checked.
     """
     problems = [*_find_model_problems(model, allow_frozen)]
     if require_native:
@@ -121,7 +121,7 @@ def _find_run_problems(model: nn.Module) -> Iterator[str]:
     for name, module in iter_float8_modules(model):
         if deleted := find_missing_weight(module):
             yield f"{name}: {deleted}"
-        elif (replaced := find_replaced_forward(module)) and module.backend != "not run yet":
+        elif (replaced := find_replaced_forward(module)) and module._last_run.device is not None:
             yield f"{name}: {replaced}"
         elif replaced and name not in idle:
             logger.warning("%s: %s", name, replaced)
@@ -134,7 +134,7 @@ def _find_backend_problems(model: nn.Module) -> Iterator[str]:
     for name, module in iter_float8_modules(model):
         if not (weights := _list_weights(name, module)):
             continue
-        ran_on: torch.device | None = module._last_run.device
+        ran_on = get_last_device(module)
         if ran_on is None or (ran_on.type == "cpu" != weights[0][1].device.type):  # it ran on the CPU, then moved
             idle.append(name)
         elif "exact" in module.backend:
@@ -146,7 +146,11 @@ def _find_backend_problems(model: nn.Module) -> Iterator[str]:
             [f"float8 layers that multiply exactly, not on float8 units: {join_names(exact)}", *list_slow_paths()]
         )
     if idle:
-        yield f"float8 layers that have not run yet, so the backends of their matmuls are unknown: {join_names(idle)}"
+        yield (
+            f"float8 layers that have not run yet, so the backends of their matmuls are unknown: {join_names(idle)}; "
+            "call it after a step. If they run code that was compiled for other modules, run one step under "
+            'torch.compiler.set_stance("force_eager")'
+        )
 
 
 def _find_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:

@@ -43,7 +43,7 @@ def find_replaced_forward(module: Float8Module) -> str:
     """
     if "forward" not in vars(module) or has_run(module) or getattr(module, "planned_dispatcher", None) is not None:
         return ""
-    ran = "" if module.backend == "not run yet" else ", and it has not run since"
+    ran = "" if module._last_run.device is None else ", and it has not run since"
     return (
         f"its forward was replaced on the instance{ran}: it runs in float8 only if the replacement calls the original "
         "forward; run a training step to find out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from quaver.kernels.operands import Operands
 from quaver.linear.class_change import change_class
-from quaver.linear.last_run import LastRun
+from quaver.linear.last_run import LastRun, describe_last_backends
 from quaver.linear.protocols import MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import resolve_prepared
 from quaver.recipes.config import Float8LinearConfig
@@ -30,6 +30,8 @@ class Float8Module(nn.Module):
         "_last_run",
     )
     """The attributes that the float8 class adds to the original class."""
+    _describe_backends: ClassVar[Callable[..., str]]
+    """Returns the backends of the module's matmuls, from a config and a device."""
     float8_config: Float8LinearConfig
     """The config; a Float8Linear stores it as `config`, its name in torchao."""
     gathering: object | None
@@ -60,12 +62,13 @@ class Float8Module(nn.Module):
 
     @property
     def backend(self) -> str:
-        """The backends of the last eager forward: "native", "exact" or "native and exact" (see linear/backends.py).
+        """The backends of the last forward: "native", "exact" or "native and exact" (see linear/backends.py).
 
-        "high precision" if the config disables all casts, and "not run yet" before the first forward.
-        Moving the module, as an offload does, keeps it. Compiled forwards do not change it.
+        "high precision" if the config disables all casts, and "not run yet" before the first forward. Moving the
+        module, as an offload does, keeps it. A compiled forward counts from its trace, which stands for all linears of
+        its shape, or for all experts.
         """
-        return self._last_run.backend
+        return describe_last_backends(self, self.float8_config, self._describe_backends)
 
     def extra_repr(self) -> str:
         recipe = self.float8_config.recipe_name

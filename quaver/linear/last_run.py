@@ -2,15 +2,15 @@
 
 With it a report can tell modules that ran from modules that were only converted.
 
-An eager forward records it in its module. A compiled forward cannot write to its module, so tracing records that
-modules of this kind are compiled; nothing else is known about them.
+An eager forward records it in its module. A compiled forward cannot write to its module, so tracing records on which
+device modules of this kind are compiled. Their backends follow from the device and the config, as in an eager forward.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +19,19 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import assume_constant_result
 
 _clock = itertools.count(1)
-_traced_at: dict[tuple[int, ...], int] = {}
-"""The time on `_clock` at which a module of each kind was last traced."""
+
+
+class _Trace(NamedTuple):
+    """How a module of one kind was last traced."""
+
+    at: int
+    """The time on `_clock`."""
+    device: torch.device
+    has_row_codes_only: bool
+
+
+_traces: dict[tuple[int, ...], _Trace] = {}
+"""The last trace of each kind of modules."""
 
 
 class LastRun:
@@ -29,6 +40,8 @@ class LastRun:
     def __init__(self) -> None:
         self.since = next(_clock)
         """The time on `_clock` at which the module was created, converted or copied."""
+        self.noted_at = 0
+        """The time on `_clock` at which a forward last set `device`, `config`, `has_row_codes_only` and `backend`."""
         self.device: torch.device | None = None
         """The device of the last input; None before the first forward."""
         self.config: Float8LinearConfig | None = None
@@ -58,12 +71,13 @@ def note_run(
     `has_row_codes_only`: an argument of `describe_backends`.
     """
     if torch.compiler.is_compiling():
-        _note_traced(_get_kind(module))
+        _note_traced(_get_kind(module), device, has_row_codes_only)
         return
     run: LastRun = module.__dict__["_last_run"]
     if run.device != device or run.config is not config or run.has_row_codes_only != has_row_codes_only:
         run.device, run.config, run.has_row_codes_only = device, config, has_row_codes_only
         run.backend = describe_backends(config, device, has_row_codes_only=has_row_codes_only)
+        run.noted_at = next(_clock)
     run.forward = module.__dict__.get("forward")
     if module.training and torch.is_grad_enabled():
         run.trained_at = next(_clock)
@@ -75,8 +89,30 @@ def _get_kind(module: Any) -> tuple[int, ...]:
 
 
 @assume_constant_result
-def _note_traced(kind: tuple[int, ...]) -> None:
-    _traced_at[kind] = next(_clock)
+def _note_traced(kind: tuple[int, ...], device: torch.device, has_row_codes_only: bool) -> None:
+    _traces[kind] = _Trace(next(_clock), device, has_row_codes_only)
+
+
+def _find_trace(module: Any) -> _Trace | None:
+    """Return the last trace of this kind of modules if it is newer than what the module's own forward recorded."""
+    run, trace = module._last_run, _traces.get(_get_kind(module))
+    return trace if trace is not None and trace.at > max(run.since, run.noted_at) else None
+
+
+def get_last_device(module: Any) -> torch.device | None:
+    """Return the device of the last forward of `module`, eager or compiled, or None if it did not run."""
+    trace, run = _find_trace(module), module._last_run
+    device: torch.device | None = run.device if trace is None else trace.device
+    return device
+
+
+def describe_last_backends(module: Any, config: Float8LinearConfig, describe_backends: Callable[..., str]) -> str:
+    """Return the backends of the last forward of `module`, eager or compiled, or "not run yet"."""
+    trace, run = _find_trace(module), module._last_run
+    if trace is None:
+        backend: str = run.backend
+        return backend
+    return describe_backends(config, trace.device, has_row_codes_only=trace.has_row_codes_only)
 
 
 def has_run(module: Any) -> bool:
@@ -88,4 +124,4 @@ def has_run(module: Any) -> bool:
 def is_idle(module: Any, trained_at: int) -> bool:
     """Return whether `module` never ran, eager or compiled, although its model trained at `trained_at`."""
     run: LastRun = module._last_run
-    return run.device is None and _traced_at.get(_get_kind(module), 0) <= run.since < trained_at
+    return run.device is None and _find_trace(module) is None and run.since < trained_at

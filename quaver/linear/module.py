@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quaver.linear.backends import describe_backends
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.function import apply_linear, get_checked_operands
 from quaver.linear.nested import apply_to_rows
@@ -30,6 +31,7 @@ class Float8Linear(Float8Module, nn.Linear):
         config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
     """
 
+    _describe_backends = staticmethod(describe_backends)
     replaces: ClassVar[type[nn.Linear]] = nn.Linear
     """A converted nn.Linear is of this class itself (class_change.py); a converted subclass, of a subclass of both."""
     _own_attributes = (*Float8Module._own_attributes, "config", "scaling", "sharding")

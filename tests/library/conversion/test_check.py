@@ -20,7 +20,9 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
-from quaver.linear.last_run import note_run
+from quaver.linear import last_run
+from quaver.linear.backends import assume_native
+from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import resolve_config
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.slow_paths import warn_once
@@ -29,7 +31,7 @@ from tests.mixture import GroupedExperts
 
 def record_run(linear, device, backend):
     """Record a forward as on a device that this machine may lack."""
-    note_run(linear, torch.device(device), linear.config, lambda config, device, **options: backend)
+    last_run.note_run(linear, torch.device(device), linear.config, lambda config, device, **options: backend)
 
 
 def assert_refused(model, message, optimizer=None, **options):
@@ -47,7 +49,7 @@ def test_training_may_be_required_to_multiply_natively():
     for ran_on in (None, "cpu"):  # a smoke test before it moved
         for linear in model if ran_on else ():
             record_run(linear, ran_on, "exact")
-        assert_refused(model, "have not run yet, so the backends .* are unknown: 0, 1$", require_native=True)
+        assert_refused(model, "have not run yet, so the backends .* are unknown: 0, 1; call it", require_native=True)
     for linear in model:
         record_run(linear, "cuda:0", "native")
     assert_float8_training(model, require_native=True)
@@ -58,10 +60,25 @@ def test_training_may_be_required_to_multiply_natively():
         assert_refused(model, "multiply exactly, not on float8 units: 1; no native matmul", require_native=True)
 
 
-def test_a_cpu_has_no_float8_units():
-    model = convert_to_float8_training(nn.Linear(16, 16))
-    model(torch.ones(2, 16))
-    assert_refused(model, "multiply exactly, because a CPU has no float8 units: ", require_native=True)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_cpu_has_no_float8_units(how):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    assert conversion_report(model).layers[0].backend == "not run yet"
+    with torch.compiler.set_stance("force_eager" if how == "eager" else "default"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 16)).sum().backward()
+    assert conversion_report(model).layers[0].backend == "exact"
+    assert_refused(model, "multiply exactly, because a CPU has no float8 units: 0$", require_native=True)
+
+
+def test_compiled_code_multiplies_natively_where_its_device_does():
+    model = nn.Sequential(Float8Linear(16, 16, device="meta"))
+    record_run(model[0], "cpu", "exact")  # a smoke test, before it moved
+    last_run._note_traced(last_run._get_kind(model[0]), torch.device("cuda:0"), False)
+    with assume_native({ScaleKind.TENSORWISE: None}):
+        assert conversion_report(model).layers[0].backend == "native"
+        assert_float8_training(model, require_native=True)
+    with assume_native({ScaleKind.TENSORWISE: "missing"}):
+        assert_refused(model, "multiply exactly, not on float8 units: 0", require_native=True)
 
 
 class Attention(nn.Module):
