@@ -40,11 +40,11 @@ class Dispatcher(Protocol):
     experts: int
     """The number of experts on all ranks."""
 
-    def __call__(self, pairs: int, ends: Tensor, call: str) -> Dispatch:
+    def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> Dispatch:
         """Make the exchange of pairs of a token and an expert. A collective.
 
         Args:
-            pairs: the number of this rank's pairs, including pairs without an expert.
+            tokens: [pairs, D], the tokens of this rank's pairs, including pairs without an expert.
             ends: int32 [E of all ranks]: where the pairs of each expert end, sorted by expert.
             call: a description on which the ranks must agree.
         """

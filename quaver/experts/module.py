@@ -107,7 +107,7 @@ class RoutedExperts(nn.Module):
         gradients = trained if torch.is_grad_enabled() else "none"
         precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
         call = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
-        dispatch = dispatcher(len(tokens), ends, call)
+        dispatch = dispatcher(tokens, ends, call)
         return self._run_sorted(tokens, dispatch.ends, dispatch.experts, dispatch)
 
     def _run_sorted(

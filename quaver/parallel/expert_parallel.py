@@ -26,6 +26,7 @@ them. So results and gradients are bit-identical to that process, and nothing is
 
 from __future__ import annotations
 
+import logging
 import re
 import typing
 import zlib
@@ -52,7 +53,9 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree
-from quaver.runtime.collectives import all_to_all, max_over_ranks
+from quaver.runtime.collectives import all_gather, all_to_all, max_over_ranks
+
+logger = logging.getLogger(__name__)
 
 
 class TokenDispatch:
@@ -151,15 +154,35 @@ class ExpertDispatcher:
     def __init__(self, mesh: DeviceMesh, experts: int, *, grad_weight_from_codes: bool = False) -> None:
         self.mesh, self.ranks, self.experts = mesh, mesh.size(), experts
         self.grad_weight_from_codes = grad_weight_from_codes
+        self._has_compared_tokens = False
 
-    def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
-        """See `Dispatcher`. Raises RuntimeError on every rank if ranks disagree about `call`."""
+    def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> TokenDispatch:
+        """See `Dispatcher`. Raises RuntimeError on every rank if ranks disagree about `call`.
+
+        The first call that records gradients logs a WARNING if all ranks have the same tokens.
+        """
         group = self.mesh.get_group()
         counts, numbers = self.exchange_counts(ends, call)
         sent, received, differs = numbers.tolist()
         if any(differs):
             check_ranks_agree([call], group, what="the tokens that they send to experts")
-        return TokenDispatch(pairs, ends, counts, sent, received, group, self.grad_weight_from_codes)
+        if torch.is_grad_enabled() and not self._has_compared_tokens and self.ranks > 1:
+            self._has_compared_tokens = True
+            self._warn_of_equal_tokens(tokens, group)
+        return TokenDispatch(len(tokens), ends, counts, sent, received, group, self.grad_weight_from_codes)
+
+    def _warn_of_equal_tokens(self, tokens: Tensor, group: ProcessGroup) -> None:
+        """Compare the number and the norm of the tokens of all ranks."""
+        norm = torch.linalg.vector_norm(tokens.detach(), dtype=torch.float32)
+        figures = all_gather(torch.stack([norm, norm.new_tensor(len(tokens))]).view(1, 2), 0, group)
+        if len(tokens) and figures.equal(figures[:1].expand_as(figures)) and group.rank() == 0:
+            logger.warning(
+                "all %d ranks of expert parallelism have the same tokens, so the gradients of the experts' weights are "
+                "%d times those of one rank's loss. The ranks of tensor parallelism have the same tokens: give each "
+                "rank its part of them (sequence parallelism), or leave the experts whole",
+                self.ranks,
+                self.ranks,
+            )
 
     def exchange_counts(self, ends: Tensor, call: str) -> tuple[Tensor, Tensor]:
         """Tell each rank how many rows it gets for each of its experts.
@@ -203,10 +226,12 @@ class ExpertDispatcher:
 class Float8ExpertParallel(ParallelStyle):
     """Splits the experts of a `Float8Experts` over a mesh whose ranks have different tokens.
 
-    It also splits `RoutedExperts` in high precision. Parameters become DTensors in `Shard(0)`, and a state_dict
-    has all experts. Every rank must call the experts and run their backward in each step, even without tokens. Results
-    and gradients are bit-identical to one process with the tokens of all ranks and the sum of the ranks' losses. A norm
-    after the experts is replicated, and its gradient on a rank covers that rank's tokens.
+    If all ranks have the same tokens, as under tensor parallelism without sequence parallelism, each expert computes a
+    token once for each rank, and its gradient is their sum: the first step logs a WARNING. It also splits
+    `RoutedExperts` in high precision. Parameters become DTensors in `Shard(0)`, and a state_dict has all experts. Every
+    rank must call the experts and run their backward in each step, even without tokens. Results and gradients are
+    bit-identical to one process with the tokens of all ranks and the sum of the ranks' losses. A norm after the experts
+    is replicated, and its gradient on a rank covers that rank's tokens.
 
     Args:
         grad_weight_from_codes: send tokens and gradients as codes, one byte per element, even if grad_weight reads

@@ -27,6 +27,7 @@ from quaver import (
 from quaver.distributed import Float8ExpertParallel
 from quaver.experts.module import Float8Experts
 from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.parallel import expert_parallel
 from quaver.runtime import collectives
 from tests.ranks import mesh_of, on_ranks, refusal
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
@@ -232,6 +233,18 @@ def test_experts_under_fsdp_have_the_gradients_of_one_process(recipe, gathers, d
     assert_same_bits(results["out"], steps[rank // 2]["out"].split(sizes)[rank % 2])
     for name in ("gate_up_proj", "down_proj"):
         assert_same_bits(results[name].full_tensor(), (steps[0][name] + steps[1][name]) / 2)
+
+
+@on_ranks(2)
+def test_ranks_with_equal_tokens_are_warned():
+    parts = tokens_of(2, 2)
+    for tokens, expected in ((parts[dist.get_rank()], [0, 0]), (parts[0], [1, 0])):
+        experts, counts = parallelize(convert("rowwise")), []
+        for _ in range(2):
+            with mock.patch.object(expert_parallel.logger, "warning") as warning:
+                step(experts, *tokens)
+            counts.append(warning.call_count)
+        assert counts == (expected if dist.get_rank() == 0 else [0, 0])
 
 
 @on_ranks(2)

@@ -17,7 +17,8 @@ EVEN_LOAD = "expert parallelism: predicted as if the experts of every rank got t
 class _EvenDispatcher(ExpertDispatcher):
     """Sends the same number of rows to each rank, and one more to the first ranks if there is a remainder."""
 
-    def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
+    def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> TokenDispatch:
+        pairs = len(tokens)
         counts, _ = self.exchange_counts(ends, call)  # fake, so the host cannot read the numbers
         sent = [pairs // self.ranks + (rank < pairs % self.ranks) for rank in range(self.ranks)]
         received = [sent[self.mesh.get_local_rank()]] * self.ranks
