@@ -10,8 +10,9 @@ It reads dictionaries in the form of `numerics.jsonl`, so a run and its record g
 [Note: one alarm per cause] A bad tensor soon makes the tensors computed after it bad. Among the tensors that turn bad
 in one sample, only the first in the order of a step raises an alarm: weights, the forward, the backward. The other
 tensors, and tensors that turn bad in the next `FOLLOWS` samples, follow it and raise no alarm while they are bad. An
-alarm is cleared when no rule is bad on its tensor any more. A jump also clears if the tensor stays at its new level
-(`Cleared.stays`). A value that is not finite raises an alarm unless it follows another such value.
+alarm is cleared when no rule is bad on its tensor any more, and its own rule on none of the followers. A jump also
+clears if the tensor stays at its new level (`Cleared.stays`). A value that is not finite raises an alarm unless it
+follows another such value.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Cleared:
-    """The cause of an alarm has ended."""
+    """The cause of an alarm has ended, and so has the alarm's rule on the tensors that followed."""
 
     step: int
     rule: str
@@ -146,10 +147,11 @@ class Alarms:
         read = self._history.read(header, sample)
         self._count += 1
         findings = self._measure(read)
-        followers_first = sorted(findings, key=lambda key: key in self.active)
-        cleared = [event for key in followers_first if (event := self._clear(key, findings[key], read.step))]
         turned = [finding for key, finding in findings.items() if self._turns_bad(key, finding, read.step)]
-        return [*cleared, *self._raise(sorted(turned, key=lambda finding: finding.order), read)]
+        raised = [*self._raise(sorted(turned, key=lambda finding: finding.order), read)]
+        followers_first = sorted(findings, key=lambda key: key in self.active)
+        cleared = [event for key in followers_first if (event := self._clear(key, findings, read.step))]
+        return [*cleared, *raised]
 
     @property
     def active(self) -> list[RuleKey]:
@@ -176,15 +178,19 @@ class Alarms:
                     findings[key] = _Finding(key, rule, rule_number, tensor, measure)
         return findings
 
-    def _clear(self, key: RuleKey, finding: _Finding, step: int) -> Cleared | None:
-        """End a bad state after as many good samples in a row as the rule needs bad samples to alarm."""
-        state = self._states.get(key)
+    def _clear(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> Cleared | None:
+        """End a bad state after as many good samples in a row as the rule needs bad samples to alarm.
+
+        A cause waits for the followers of its tensor, and for those of its rule that this sample has.
+        """
+        state, finding = self._states.get(key), findings[key]
         if state is None or state.cause is None:
             return None
         state.good = 0 if finding.measure.is_near else state.good + 1
         is_cause = state.cause == key
         followers = [name for name, follower in self._states.items() if follower.cause == key != name]
-        if state.good < finding.rule.samples or (is_cause and any(name[1:] == key[1:] for name in followers)):
+        lasting = [name for name in followers if name[1:] == key[1:] or (name[0] == key[0] and name in findings)]
+        if state.good < finding.rule.samples or (is_cause and lasting):
             return None
         self._states[key] = _State()
         level, usual = finding.measure.level, state.usual

@@ -1,7 +1,7 @@
 """Tests alarms over synthetic samples: which rule, tensor and step; one alarm per cause, and when it ends."""
 
 import json
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -108,6 +108,18 @@ def test_consequences_of_a_cause_raise_no_alarm():
     assert rest[0].message == f"{LAYERS[-1]} grad_output: jump has not come back; this is its new level"
     came_back = events(changes, range(12, 14))
     assert [(type(event), getattr(event, "stays", None)) for event in came_back] == [(Alarm, None), (Cleared, False)]
+
+
+def test_an_alarm_lasts_while_its_rule_is_bad_on_a_follower():
+    def make_samples(follower_ends: int) -> Iterator[dict[str, Any]]:
+        for step in range(1, 12):
+            bad = [(UP, "input")] * (step == 5) + [(DOWN, "weight")] * (5 < step < follower_ends)
+            yield make_sample(step, dict.fromkeys(bad, {"nonfinite": 3.0}))
+
+    for follower_ends, cleared in ((0, [6]), (9, [9]), (99, [])):  # the NaN of an input spoils a weight
+        alarm, *rest = update(make_samples(follower_ends))
+        assert (alarm.step, alarm.operand) == (5, "input")
+        assert [event.step for event in rest if isinstance(event, Cleared)] == cleared
 
 
 def test_delayed_scales_may_clip_what_rounding_hides():
