@@ -40,5 +40,5 @@ def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:
     run.flops_per_token[model.name] = model.count_flops_per_token()
     run.progress.fallbacks |= layers
     for name, recipe in layers.items():
-        alarms.display.print_line(f"step {step}: {name} computes in {recipe} from now on")
+        alarms.display.print_line(f"step {step}: fallback: {name} computes in {recipe} from now on")
     open_monitor(run, alarms)
