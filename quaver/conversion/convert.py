@@ -348,7 +348,8 @@ def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[s
         if note not in logged:
             logger.warning(note)
     for obstacle, names in missed.items():
-        logger.warning("%d layers stay in high precision (%s): %s", len(names), join_names(names), obstacle)
+        layers = "layer stays" if len(names) == 1 else "layers stay"
+        logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
     if not has_converted:
         warnings.warn(report.explain_nothing(), stacklevel=3)
 

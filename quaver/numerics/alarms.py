@@ -239,7 +239,7 @@ class Alarms:
         text = rule.text.format(value=measure.value, threshold=measure.raise_at, rank=rank)
         message = f"{tensor.key.layer} {tensor.key.operand}: {text}, since step {state.since:,}"
         if followers:
-            message += f"; {followers} more tensors followed"
+            message += f"; {followers} more tensor{'s' if followers > 1 else ''} followed"
         if words := describe_remedies(remedies):
             message += f". {words}"
         values = float(measure.value), float(measure.raise_at)

@@ -8,6 +8,7 @@ from typing import Any
 
 from quaver.numerics.expected import compute_bulk_db
 from quaver.numerics.history import Sample, TensorStatistics
+from quaver.runtime.names import join_names
 
 EXACT_ACCUMULATION = "use_fast_accum=False"
 """The setting of `Float8GemmConfig`, and of the trainer's [float8]."""
@@ -28,7 +29,7 @@ def suggest_recipes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str,
         for recipe, value in tried.items()
         if value is not None and now is not None and math.isfinite(value) and value - now >= WORTH_DB
     ]
-    remedies.sort(key=lambda remedy: -remedy["gain_db"])
+    remedies.sort(key=lambda remedy: -round(remedy["gain_db"], 1))  # equal ones in the order of the recipes
     return (*remedies, _suggest_high_precision(tensor.key.layer, sample))
 
 
@@ -74,7 +75,13 @@ def _count_products(operands: Mapping[str, list[TensorStatistics]]) -> float | N
 
 def describe_remedies(remedies: tuple[dict[str, Any], ...]) -> str:
     """Describe the remedies of an alarm as a part of its sentence."""
-    words = [f"{remedy['recipe']} gives {remedy['sqnr_db']:.1f} dB" for remedy in remedies if "sqnr_db" in remedy]
+    by_sqnr: dict[str, list[str]] = {}
+    for remedy in remedies:
+        if "sqnr_db" in remedy:
+            by_sqnr.setdefault(f"{remedy['sqnr_db']:.1f} dB", []).append(remedy["recipe"])
+    words = [
+        f"{join_names(recipes)} {'give' if len(recipes) > 1 else 'gives'} {sqnr}" for sqnr, recipes in by_sqnr.items()
+    ]
     words += [
         f"high precision costs {remedy['flops_share']:.1%} of the linears' FLOPs"
         for remedy in remedies

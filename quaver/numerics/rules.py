@@ -335,7 +335,7 @@ UNDERFLOW = "{value:.1%} of the elements become zero, above {threshold:.1%}"
 MISMATCH = "mean exp|difference| of log probabilities to the trainer's is {value:.3f}, above {threshold:.2f}"
 
 RULES = (
-    Rule("nonfinite", _measure_nonfinite, "has {value:g} elements that are not finite"),
+    Rule("nonfinite", _measure_nonfinite, "elements that are not finite: {value:g}"),
     Rule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
     Rule("codes", _measure_codes, WRONG_CODES),
     Rule("saturation", _measure_saturation, CLIPPED, suggest=suggest_recipes),

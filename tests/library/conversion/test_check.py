@@ -264,7 +264,7 @@ def test_a_linear_whose_weight_was_deleted_is_no_float8(recipe, caplog):
     assert report.layers[0].reason.startswith("converted, but its weight was deleted")
     assert_refused(model, "0: converted, but its weight was deleted")
     convert_to_float8_training(model.bfloat16().float(), config=recipe)
-    assert "1 layers stay in high precision (0): converted, but its weight was deleted" in caplog.text
+    assert "1 layer stays in high precision (0): converted, but its weight was deleted" in caplog.text
     with cast_weights_once(model):
         step(model[1])
     assert [type(linear) for linear in convert_to_high_precision(model)] == [nn.Linear, nn.Linear]

@@ -241,7 +241,7 @@ def test_what_cannot_be_converted_is_skipped_and_named(change, reason, caplog):
     before = dict(vars(odd))
     with caplog.at_level(logging.WARNING):
         convert_to_float8_training(model)
-    assert "1 layers stay in high precision (odd): " in caplog.text
+    assert "1 layer stays in high precision (odd): " in caplog.text
     assert reason in caplog.text
     layers = {layer.name: layer for layer in conversion_report(model).layers}
     assert list(layers) == ["odd", "plain"]

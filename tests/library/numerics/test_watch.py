@@ -92,6 +92,6 @@ def test_print_of_an_alarm_is_the_line_that_the_guides_show(tmp_path):
     sink = AlarmSink(tmp_path / "numerics.jsonl", on_event=events.append)
     write(sink, make_header(), *(make_sample(step, NAN if step == 5 else None) for step in range(1, 9)))
     alarm, cleared = events
-    assert str(alarm) == f"step 5: alarm: {LAYERS[2]} input: has 8 elements that are not finite, since step 5"
+    assert str(alarm) == f"step 5: alarm: {LAYERS[2]} input: elements that are not finite: 8, since step 5"
     assert str(cleared) == f"step 6: {LAYERS[2]} input: nonfinite has ended"
     assert repr(alarm).startswith("Alarm(step=5, since=5, rule='nonfinite'")
