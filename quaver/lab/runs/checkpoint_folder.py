@@ -195,9 +195,12 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / RECORD
     if not path.is_file():
+        why = f"it has no {RECORD}" if checkpoint.exists() else "it does not exist"
+        steps = CheckpointFolder(checkpoint.parent).list_steps()
+        saved = f"; the checkpoints beside it are of steps {', '.join(map(str, steps))}" if steps else ""
         raise FileNotFoundError(
-            f"{str(checkpoint)!r} is not a checkpoint: it has no {RECORD}; give a step-... folder of a run's "
-            "checkpoints, or one that quaver convert hf-to-quaver wrote"
+            f"{str(checkpoint)!r} is not a checkpoint: {why}{saved}; give a step-... folder of a run's checkpoints "
+            "(checkpoint.keep_latest_k removes old ones), or one that quaver convert hf-to-quaver wrote"
         )
     checked = read_json(path, _RECORD, CHOOSE)
     record: dict[str, Any] = {**checked, "progress": asdict(checked["progress"])}

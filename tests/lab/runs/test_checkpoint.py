@@ -282,6 +282,9 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     again = run_to_end(changed(begun, training={"steps": 4}))
     assert again.began_at_step == 3
     assert load_config(folder / "config.toml").checkpoint.initial_load_path == str(weights)
+    gone = f"--checkpoint.initial_load_path={finished.checkpoints.folder.path / 'step-00000001'}"
+    line = refused("train", "--dry-run", folder / "config.toml", gone)
+    assert "it does not exist; the checkpoints beside it are of steps 2, 4, 6; give a step-... folder" in line
     other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.find_checkpoint(4)}"
     line = refused("train", "--resume", folder, other)
     assert f"initial_load_path must be '{weights}', from which the run in" in line
