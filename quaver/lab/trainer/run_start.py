@@ -18,8 +18,10 @@ def introduce(run: TrainingRun, display: Display) -> None:
         )
     precisions = " and ".join(model.name for model in run.models)
     display.print_line(f"model        {parameters:,} parameters, trained in {precisions}")
+    places = origin["corrupt_places"]
+    left_out = f" (left out: {origin['corrupt']:,}, such as {places[0]})" if places else ""
     display.print_line(
-        f"data         {origin['path']}: {origin['files']:,} files ({origin['corrupt']:,} corrupt items left out), "
+        f"data         {origin['path']}: {origin['files']:,} files{left_out}, "
         f"{origin['train_tokens']:,} tokens to train, {origin['validation_tokens']:,} to validate"
     )
     display.print_line(

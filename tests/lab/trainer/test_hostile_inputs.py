@@ -71,12 +71,14 @@ def test_an_impossible_input_is_one_line(words, run_words, tmp_path, refused):
     assert WORDS[words] in refused("train", *arguments)
 
 
-def test_a_file_name_that_is_not_utf8_is_data_like_any_other(run_words, tmp_path):
+def test_a_file_name_that_is_not_utf8_is_data_like_any_other_and_an_image_is_none(run_words, tmp_path, capsys):
     folder = tmp_path / "text"
     folder.mkdir()
     (tmp_path / "text.txt").rename(Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xe9.txt")))
+    (folder / "image.png").write_bytes(b"\0")
     assert main(["train", *run_words, f"--data={folder}", "--job.name=odd"]) == 0
-    assert json.loads((tmp_path / "runs" / "odd" / "data.json").read_text())["files"] == 1
+    assert "2 files (left out: 1, such as image.png: a 0 byte, so not text), " in capsys.readouterr().out
+    assert json.loads((tmp_path / "runs" / "odd" / "data.json").read_text())["corrupt"] == 1
 
 
 def test_a_setting_that_is_not_utf8_is_refused(run_words, tmp_path, refused):
