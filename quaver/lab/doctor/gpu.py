@@ -12,12 +12,13 @@ from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.report import conversion_report
 from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
+from quaver.experts.grouped_mm import find_config_obstacle
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear.backends import find_cast_kind
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.linear_casts import MATMULS
+from quaver.recipes.linear_casts import MATMULS, disable
 from quaver.roofline.cost import find_native_obstacle
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.runtime.errors import InputError
@@ -127,6 +128,8 @@ def _pair_casts(config: Float8LinearConfig) -> dict[str, tuple[CastConfig, CastC
 def _describe_recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) -> RecipeOnGpu:
     pairs = _pair_casts(config)
     linear = [_describe_linear_matmul(name, *pair, spec) for name, pair in pairs.items()]
+    if find_config_obstacle(config):  # experts stay in high precision
+        pairs = {name: (disable(left), disable(right)) for name, (left, right) in pairs.items()}
     powers_of_2 = config.round_scales_to_power_of_2
     experts = [_describe_expert_matmul(name, *pair, spec, powers_of_2) for name, pair in pairs.items()]
     return RecipeOnGpu(recipe, linear, experts)

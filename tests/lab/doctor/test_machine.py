@@ -98,6 +98,8 @@ def test_listed_backends_are_those_that_dispatch_finds(card):
                     expected = [
                         ask(*pair, device, emulate=False).value for ask in (predict_backend, predict_grouped_backend)
                     ]
+                if config.has_persistent_scales:  # experts are not converted
+                    expected[1] = "high precision"
                 row = listed[name.value]
                 assert [row.linear[position].backend, row.experts[position].backend] == expected, (name, position)
 
