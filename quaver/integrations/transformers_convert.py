@@ -25,7 +25,7 @@ def prepare_model_for_float8(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """Convert a model of transformers or PEFT to float8 training, in place; returns `model`.
+    """Convert a model of transformers or PEFT, or any other module, to float8 training, in place; returns `model`.
 
     Output heads, adapters of PEFT, routers of mixtures (transformers_roles.py), and linears with a dimension that is
     not a multiple of 16 stay in high precision. `conversion_report(model)` lists each with its reason.
@@ -34,7 +34,7 @@ def prepare_model_for_float8(
     (transformers_conv1d.py).
 
     Args:
-        model: a `PreTrainedModel` or a `PeftModel`.
+        model: a `PreTrainedModel`, a `PeftModel` or any other module.
         config: as for `convert_to_float8_training`; or a recipe for each layer, `LayerRecipes.read(path)`.
         module_filter_fn: as for `convert_to_float8_training`; called with the layers that this function would convert.
         include_subclasses: as for `convert_to_float8_training`; Falcon needs it.

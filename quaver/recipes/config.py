@@ -356,7 +356,8 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
         return resolve_config(accepted)
     raise TypeError(
         "config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None "
-        f"(prepare_model_for_float8 also takes LayerRecipes), got {config!r}"
+        "(for LayerRecipes call prepare_model_for_float8, or this once for each recipe with a filter of its layers), "
+        f"got {config!r}"
     )
 
 
