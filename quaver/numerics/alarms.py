@@ -33,7 +33,11 @@ FOLLOWS = 8
 
 @dataclass(frozen=True)
 class Alarm:
-    """One cause, detected at `step`; `since` is the first bad step."""
+    """One cause, detected at `step`; `since` is the first bad step.
+
+    `layer` and `operand` name the tensor, and `value` is what `rule` measured. Each remedy has the key "recipe" and, if
+    known, "sqnr_db", "gain_db" and "flops_share".
+    """
 
     step: int
     since: int
