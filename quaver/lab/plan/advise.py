@@ -37,6 +37,8 @@ EQUALLY_FAST = 1.02
 """Simulated times with a smaller ratio count as equal: the simulation is no more accurate."""
 NEARLY_FITS = 1.1
 """A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights."""
+ESTIMATE_ERROR = 1.1
+"""The largest ratio of a peak to its estimate in closed form."""
 SAVES_AS_MUCH = 1.1
 """Less precise storage is tried for a setting that exceeds `fit_bytes` by at most this factor times its saved bytes."""
 MAX_TRIED = 60
@@ -116,6 +118,8 @@ def advise(
     search.try_single_changes()
     best = None if fit_bytes is None else search.find_fastest_that_fits()
     rows = search.rows
+    if quick and fit_bytes and best is not None and (rows[best].peak_bytes or 0) * ESTIMATE_ERROR > fit_bytes:
+        search.notes.append("the fastest that fits is nearer to the limit than that: predict its peak without --quick")
     known = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
     nearest = min(known, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None
     return Advice(rows, fit_bytes, best, nearest, None if spec is None else spec.name, search.notes)

@@ -218,6 +218,15 @@ def test_every_setting_is_predicted_once_as_the_run_is(peaks):
     assert best.difference_bytes == 157 - advice.rows[0].peak_bytes
 
 
+@pytest.mark.parametrize(("fit_bytes", "is_near"), [(260, True), (1000, False)])
+def test_an_estimate_near_the_limit_is_said_to_be(peaks, fit_bytes, is_near):
+    config = replace(load_config(LLAMA_8B), training=EAGER, activation_checkpoint=MODES["none"])
+    with patch(f"{ADVISE}.estimate_peak", lambda config, ranks: peaks.bytes(config)):
+        advice = advise(config, 8, fit_bytes=fit_bytes, device="H100", quick=True)
+    assert advice.rows[advice.best].peak_bytes == 258
+    assert any("predict its peak without --quick" in note for note in advice.notes) == is_near
+
+
 def test_an_error_of_the_cost_model_is_no_refusal(peaks, monkeypatch):
     def fail(*_: object) -> None:
         raise ValueError("expected tasks that wait for earlier ones")
