@@ -178,7 +178,7 @@ class TensorScaling(NamedTuple):
     saturates; 2**-n leaves n powers of two unused. It is 1 after a dynamic cast, inf or NaN if amax is, and NaN without
     a cast."""
     saturated: int
-    """The largest number of elements that saturated in one cast on one rank."""
+    """The largest number of elements that saturated in one cast on one rank. A monitor records their share."""
 
 
 class Float8ScalingState:
