@@ -76,10 +76,7 @@ def _make_row(line: dict[str, Any]) -> dict[str, Any]:
     names = ("step", "since", "rule", "layer", "operand", "message", "rank", "action")
     numbers = {name: _format_number(line.get(name)) for name in ("value", "threshold")}
     remedies = [_format_remedy(remedy) for remedy in line.get("remedies") or []]
-    row = {name: line.get(name) for name in names} | numbers | {"remedies": remedies, "until": None}
-    if remedies:  # a column of their own has them
-        row["message"] = line["message"].rpartition(". ")[0] or line["message"]
-    return row
+    return {name: line.get(name) for name in names} | numbers | {"remedies": remedies, "until": None}
 
 
 def _format_number(value: Any) -> str:
