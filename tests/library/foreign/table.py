@@ -5,7 +5,7 @@
 
 import ast
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -45,20 +45,14 @@ LIBRARIES = (
 
 PARTS_OF_A_MODEL = ("heads", "adapters before", "adapters after", "merge", "reference model")
 LACKS = {
-    "transformers' Trainer": (PARTS_OF_A_MODEL[1:], "adapters are PEFT's, and reference models TRL's."),
-    "TRL": (("heads", "adapters before", "merge"), "as with transformers' Trainer and PEFT, which it uses."),
-    "Accelerate": (
-        ("best model", *PARTS_OF_A_MODEL),
-        "it prepares the model that it gets, and knows neither parts of it nor a best one.",
-    ),
-    "Accelerate, mixed_precision=fp8": (
-        ("best model", *PARTS_OF_A_MODEL),
-        "as Accelerate; it leaves the first and the last linear in high precision.",
-    ),
-    "Lightning's Trainer": (PARTS_OF_A_MODEL, "the module is the user's, with what it consists of."),
-    "Fabric": (("best model", *PARTS_OF_A_MODEL), "the model and the loop are the user's."),
+    "transformers' Trainer": PARTS_OF_A_MODEL[1:],
+    "TRL": ("heads", "adapters before", "merge"),
+    "Accelerate": ("best model", *PARTS_OF_A_MODEL),
+    "Accelerate, mixed_precision=fp8": ("best model", *PARTS_OF_A_MODEL),
+    "Lightning's Trainer": PARTS_OF_A_MODEL,
+    "Fabric": ("best model", *PARTS_OF_A_MODEL),
 }
-"""Features for which a library has nothing, and why: no test can show them."""
+"""Features that a library does not have, so that no test can show them."""
 
 
 def proves(library, *features):
@@ -82,33 +76,32 @@ def read_marks() -> Iterator[tuple[str, list[str]]]:
 
 
 def write_table() -> str:
-    """Return the table in Markdown. Raises ValueError for a mark of no row or column, or that LACKS contradicts."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    sentences: list[str] = []
+    """Return the table in Markdown.
 
-    def fill(library: str, features: Iterable[str], word: str, sentence: str = "") -> None:
-        if library not in LIBRARIES or not set(features) <= set(FEATURES):
-            raise ValueError(f"no row {library} or column {features} in the table")
-        if sentence:
-            sentences.append(textwrap.fill(f"{len(sentences) + 1}. {sentence}", 120, subsequent_indent="   "))
-        for feature in features:
-            cells.setdefault((library, feature), []).append(word.format(len(sentences)))
+    Raises ValueError for a mark outside of the table, and for a cell that no test shows or that LACKS contradicts.
+    """
+    proved = {(library, feature) for kind, (library, *words) in read_marks() if kind == "proves" for feature in words}
+    refused = [words for kind, words in read_marks() if kind == "refuses"]
+    notes = {(library, feature): number for number, (library, feature, _) in enumerate(refused, 1)}
+    lacked = {(library, feature) for library, features in LACKS.items() for feature in features}
+    cells = {(library, feature) for library in LIBRARIES for feature in FEATURES}
+    if (proved | notes.keys()) & lacked or proved | notes.keys() | lacked != cells:
+        raise ValueError(
+            "every library either lacks a feature or has a test that proves or refuses it, and nothing else"
+        )
 
-    for kind, (library, *words) in read_marks():
-        if kind == "proves":
-            fill(library, words, "works")
-        else:
-            fill(library, words[:1], "refused ({})", f"{library}, {words[0]}: {words[1]}")
-    for library, (features, sentence) in LACKS.items():
-        for feature in features:
-            if (library, feature) in cells:
-                raise ValueError(f"{library} is marked both as lacking {feature} and as proved")
-        fill(library, features, "({})", f"{library}: {sentence}")
+    def word(cell: tuple[str, str]) -> str:
+        if cell not in notes:
+            return "works" if cell in proved else "–"
+        return f"works, except ({notes[cell]})" if cell in proved else f"refused ({notes[cell]})"
+
     rows = [["", *LIBRARIES], ["---"] * (len(LIBRARIES) + 1)]
-    for feature in FEATURES:
-        words_by_library = (cells.get((library, feature), ["–"]) for library in LIBRARIES)
-        rows.append([feature, *(", ".join(dict.fromkeys(words)) for words in words_by_library)])
+    rows += [[feature, *(word((library, feature)) for library in LIBRARIES)] for feature in FEATURES]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
+    sentences = (
+        textwrap.fill(f"{number}. {library}, {feature}: refused {sentence}", 120, subsequent_indent="   ")
+        for number, (library, feature, sentence) in enumerate(refused, 1)
+    )
     return "\n".join([*lines, "", *sentences]) + "\n"
 
 

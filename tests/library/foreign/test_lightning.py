@@ -227,7 +227,8 @@ def test_a_resumed_fabric_run_goes_on_as_before(tmp_path):
 @refuses(
     "Lightning's Trainer",
     "FSDP2",
-    "`ModelParallelStrategy` shards before the plugin converts. Convert in `configure_model`, before `fully_shard`.",
+    "where `ModelParallelStrategy` shards before the plugin converts. Convert in `configure_model`, before "
+    "`fully_shard`.",
 )
 def test_a_module_that_is_sharded_already_is_refused():
     module = torch.nn.Linear(16, 16)
