@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,8 @@ def _format_card(record: dict[str, Any], report: ConversionReport) -> Iterator[s
             f"multiplied in high precision: SQNR {_format_decibels(logits['sqnr_db'])} dB, largest difference "
             f"{logits['max_difference']:.4g}, the same most likely token at {logits['same_argmax']:.1%} of positions."
         )
-    yield from ("", "## Conversion", "", "```", str(report), "```")
+    layers = [replace(layer, backend="") for layer in report.layers]  # how the exporter ran them, if it did
+    yield from ("", "## Conversion", "", "```", str(replace(report, layers=layers)), "```")
 
 
 def _format_table(name: str, columns: list[str], rows: Mapping[str, list[float | None]]) -> Iterator[str]:

@@ -203,6 +203,7 @@ def test_a_card_tells_of_a_merge(tmp_path, caplog):
     assert "are bit-identical to the forward of the merged model" in card
     assert f"| layer.q_proj.weight | {frozen.layer['q_proj'].weight.requantized_sqnr_db:.2f} |" in card
     assert "| layer.v_proj.weight |" not in card
+    assert "not run yet" not in card
     assert caplog.text.count("changes the logits by 10% to 25%") == 1
 
 
