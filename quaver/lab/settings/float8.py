@@ -37,7 +37,7 @@ class Float8(Settings, section="float8"):
 
     enable_float8_linear: bool = setting(True, "Convert linears to float8; false trains in bfloat16.")
     recipe_name: Annotated[str, OneOf(RECIPES, has_aliases=True)] = setting(
-        "tensorwise", "How operands are scaled; see docs/scaling.md."
+        "tensorwise", "How operands are scaled; docs/which-recipe.md chooses."
     )
     backward: Annotated[str, OneOf(BACKWARDS)] = setting(
         BACKWARDS[0],
