@@ -66,11 +66,12 @@ class Requests:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Requests]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP in the block into `stop`, so that a run ends between two steps.
+    """Turn SIGINT, SIGTERM or SIGHUP in the block into `stop`, so that a run ends between two steps.
 
-    A second SIGINT or SIGTERM has its default effect. A second SIGHUP has none: the shell and the kernel both send one
-    when a terminal is closed. A SIGHUP that the process ignores, as under nohup, stays ignored. Only the main thread
-    receives signals; in another thread nothing changes.
+    A SIGINT after any of them raises KeyboardInterrupt. A second SIGTERM or SIGHUP has no effect: a scheduler signals
+    the ranks and torchrun, which signals the ranks again, and the shell and the kernel both send a SIGHUP when a
+    terminal is closed. A SIGHUP that the process ignores, as under nohup, stays ignored. Only the main thread receives
+    signals; in another thread nothing changes.
     """
     requests = Requests()
     numbers: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
@@ -78,12 +79,10 @@ def catch_stop_signals() -> Iterator[Requests]:
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         numbers += (hangup,)
 
-    def stop(number: int, _frame: FrameType | None) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and requests.stop:
+            signal.default_int_handler(number, frame)
         requests.stop = True
-        if number == hangup:
-            return
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     with _handle(numbers, stop):
         _end_with_launcher()
@@ -180,12 +179,16 @@ def use_determinism(enabled: bool) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
     )
-    os.environ.setdefault(*CUBLAS_WORKSPACE)
+    name, size = CUBLAS_WORKSPACE
+    had_workspace = name in os.environ
+    os.environ.setdefault(name, size)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
+        if not had_workspace:
+            del os.environ[name]
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = before[2]
 
