@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import platform
@@ -133,10 +134,17 @@ def _describe_cpu() -> str:
     return f"{name}, {torch.get_num_threads()} threads, {units}"
 
 
+def _find_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # its distribution has another name, such as pytorch-triton
+        return str(getattr(importlib.import_module(name), "__version__", "unknown"))
+
+
 def _list_versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "torchao"):
-        spec = importlib.util.find_spec(name)
-        versions[name] = "not installed" if spec is None else importlib.metadata.version(name)
+        is_installed = importlib.util.find_spec(name) is not None
+        versions[name] = _find_version(name) if is_installed else "not installed"
     versions["C extension"] = "built" if cpu.AVAILABLE else f"off, casts run in PyTorch: {cpu.UNAVAILABLE_BECAUSE}"
     return versions

@@ -1,6 +1,8 @@
 """Tests quaver doctor: recipes tried on this machine, and with --gpu the backends and layers on another GPU."""
 
 import json
+import sys
+from importlib.metadata import PackageNotFoundError
 from unittest import mock
 
 import pytest
@@ -25,6 +27,12 @@ def test_every_recipe_is_tried_on_the_cpu(run_quaver):
     assert [finding["recipe"] for finding in cpu] == [*RECIPES, *PERSISTENT_RECIPES, *BLOCK_RECIPES]
     assert {finding["verdict"] for finding in cpu} == {"exact"}
     assert report["ok"]
+
+
+def test_the_version_of_a_module_whose_distribution_has_another_name_is_its_own(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("importlib.metadata.version", mock.Mock(side_effect=PackageNotFoundError))
+    assert doctor._list_versions()["triton"] == sys.modules["triton"].__version__
 
 
 def test_a_recipe_that_raises_is_impossible_and_one_with_wrong_results_fails_the_command(capsys):
