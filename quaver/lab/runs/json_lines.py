@@ -55,8 +55,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[bool]:
     """Remove the records after `step`, and an incomplete last line, from files of JSON lines, after the block.
 
-    Yields whether there are any. Memory is bounded by the longest line. An error, in a file or in the block, leaves
-    every file as it was.
+    Yields whether there are any. Memory is bounded by the longest line. An error in the block, or in reading or
+    writing a file, leaves every file as it was.
 
     Raises:
         CheckpointError: a line is not a record.
