@@ -105,6 +105,7 @@ def test_two_ranks_hold_their_run_and_save_at_sigterm(run_words, tmp_path, start
     for process in processes:  # as schedulers do: the ranks, then torchrun, which signals the ranks again
         for pid in (*reversed(list_with_children(process.pid)), process.pid):
             os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)  # signals that are pending count once
     assert f"quaver train --resume {run}" in "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
     (step,) = open_checkpoints(run).list_steps()
     assert list(read_numbers(run)) == list(range(1, step + 1))
