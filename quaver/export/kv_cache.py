@@ -120,13 +120,16 @@ def _compute_kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, f
         local, ranks = ranks[0], [{}] * dist.get_world_size()
         dist.all_gather_object(ranks, local)
     names = [name for name in amaxes if any(name in measured for measured in ranks)]
-    amaxes_of = {name: torch.tensor([measured[name] for measured in ranks if name in measured]) for name in names}
-    largest = {name: by_rank.amax(0).tolist() for name, by_rank in amaxes_of.items()}
+    options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    by_rank = {name: torch.tensor([amaxes[name] for amaxes in ranks if name in amaxes], **options) for name in names}
+    largest = {name: amaxes_of.amax(0).tolist() for name, amaxes_of in by_rank.items()}
     bad = [f"{name} {pair}" for name, pair in largest.items() if not all(0 < amax < float("inf") for amax in pair)]
     if bad or not largest:
         problem = f"the amaxes of keys and values are {join_names(bad)}" if bad else "no batch reached an attention"
         raise RuntimeError(f"calibration of the KV cache: {problem}; no scale was changed")
-    scales = torch.tensor([[amax / E4M3.max for amax in pair] for pair in largest.values()], dtype=torch.float32)
+    scales = torch.tensor(
+        [[amax / E4M3.max for amax in pair] for pair in largest.values()], dtype=torch.float32, device="cpu"
+    )
     return {name: dict(zip(LEAVES, pair, strict=True)) for name, pair in zip(largest, scales.tolist(), strict=True)}
 
 

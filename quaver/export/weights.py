@@ -224,7 +224,7 @@ class Float8Weights:
                 yielded.update(fused)
                 yield from self._quantize_fused(fused)
         for name, scale in self.kv_scales.items():
-            yield name, torch.tensor([scale])
+            yield name, torch.tensor([scale], dtype=torch.float32, device="cpu")
 
     def _cast_high_precision(self, name: str, tensor: Tensor) -> Tensor:
         is_kept = self._dtype is None or not tensor.is_floating_point() or name.endswith(FLOAT32_LEAF)

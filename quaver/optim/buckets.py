@@ -55,7 +55,7 @@ def run_updates(
         get_counter: returns the int64 () counter of a device, to which the number of skipped blocks is added.
         compile: compile the arithmetic of parameters that the C extension does not support.
     """
-    values = torch.tensor(scalars, dtype=torch.float32)
+    values = torch.tensor(scalars, dtype=torch.float32, device="cpu")
     in_buckets = []
     for update in updates:
         if not cpu_adamw.supports(update.tensors.param, update.grad):
@@ -152,7 +152,7 @@ def run_cut_updates(
         updates: (parameter, update, scales of whole rows of both moments or None), in the same order on all ranks,
             including parameters whose shard on this rank is empty.
     """
-    values, unreduced = torch.tensor(scalars, dtype=torch.float32), []
+    values, unreduced = torch.tensor(scalars, dtype=torch.float32, device="cpu"), []
     for parameter, update, _ in updates:
         unreduced.append(block_amaxes := BlockAmaxes.zeros(parameter, 2))
         for span in _split_shard(update):

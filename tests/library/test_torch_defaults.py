@@ -16,6 +16,7 @@ from quaver import convert_to_float8_training, float8_scaling_state, sync_float8
 from quaver.kernels import cpu, widen
 from quaver.linear import backends, gemm
 from quaver.linear.native_mm import ScaleKind
+from quaver.optim import Float8AdamW
 from quaver.recipes.linear_casts import MatmulOptions
 from tests.steps import assert_same, results_of
 
@@ -91,6 +92,19 @@ def test_a_step(recipe, defaults, monkeypatch):
         sync_float8_amax_and_scale_history(model)
         float8_scaling_state(model).reset()
     assert_same(results, expected)
+
+
+@DEFAULTS
+def test_a_step_of_an_optimizer(defaults):
+    def step():
+        weight = nn.Parameter(torch.linspace(-1, 1, 4096, device="cpu", dtype=torch.float32).view(64, 64))
+        weight.grad = weight.detach().cos()
+        Float8AdamW([weight], lr=0.1).step()
+        return weight
+
+    expected = step()
+    with other_defaults(defaults):
+        assert torch.equal(step(), expected)
 
 
 @DEFAULTS
