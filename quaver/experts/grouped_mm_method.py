@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
 from quaver.linear.class_change import change_class, get_class_parts
+from quaver.linear.last_run import note_run
 from quaver.recipes.config import Float8LinearConfig
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
@@ -36,7 +37,7 @@ class Float8GroupedMM(Float8Grouped):
     def _grouped_mm(self, **operands: Any) -> Tensor:
         tokens, weight, ends = self._arguments
         b_t = operands[weight].transpose(-2, -1) if _WEIGHTS[weight] else operands[weight]
-        self.note_run(operands[tokens].device)
+        note_run(self, operands[tokens].device)
         return float8_grouped_mm(operands[tokens], b_t, operands[ends], config=self.float8_config)
 
 

@@ -37,6 +37,7 @@ from quaver.experts.grouped_mm import (
 )
 from quaver.linear.class_change import change_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.last_run import note_run
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
@@ -172,7 +173,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
             weight = (weight.plain() if isinstance(weight, WrapperWeight) else weight).contiguous()
         prepared = self.get_prepared_operands(name)
         operands = operands if prepared is None else prepared
-        self.note_run(tokens.device, has_row_codes_only=has_row_codes_only)
+        note_run(self, tokens.device, has_row_codes_only=has_row_codes_only)
         probe = self.get_probe(name)
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)
 

@@ -31,7 +31,7 @@ class Float8Module(nn.Module):
     )
     """The attributes that the float8 class adds to the original class."""
     _describe_backends: ClassVar[Callable[..., str]]
-    """Returns the backends of the module's matmuls, from a config and a device."""
+    """Returns the backends of the module's matmuls with a config on a device; see `backends.describe_backends`."""
     float8_config: Float8LinearConfig
     """The config; a Float8Linear stores it as `config`, its name in torchao."""
     gathering: object | None
@@ -68,7 +68,7 @@ class Float8Module(nn.Module):
         module, as an offload does, keeps it. A compiled forward counts from its trace, which stands for all linears of
         its shape, or for all experts.
         """
-        return describe_last_backends(self, self.float8_config, self._describe_backends)
+        return describe_last_backends(self)
 
     def extra_repr(self) -> str:
         recipe = self.float8_config.recipe_name

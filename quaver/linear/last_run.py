@@ -9,7 +9,6 @@ device modules of this kind are compiled. Their backends follow from the device 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,25 +57,19 @@ class LastRun:
         return LastRun, ()
 
 
-def note_run(
-    module: nn.Module,
-    device: torch.device,
-    config: Float8LinearConfig,
-    describe_backends: Callable[..., str],
-    *,
-    has_row_codes_only: bool = False,
-) -> None:
-    """Record that a forward of `module` ran on `device`, with the backends that `describe_backends` names.
+def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = False) -> None:
+    """Record that a forward of `module`, a Float8Module, ran on `device`.
 
-    `has_row_codes_only`: an argument of `describe_backends`.
+    `has_row_codes_only`: whether its weight is row-wise and stored once.
     """
     if torch.compiler.is_compiling():
         _note_traced(_get_kind(module), device, has_row_codes_only)
         return
     run: LastRun = module.__dict__["_last_run"]
+    config = module.float8_config
     if run.device != device or run.config is not config or run.has_row_codes_only != has_row_codes_only:
         run.device, run.config, run.has_row_codes_only = device, config, has_row_codes_only
-        run.backend = describe_backends(config, device, has_row_codes_only=has_row_codes_only)
+        run.backend = module._describe_backends(config, device, has_row_codes_only=has_row_codes_only)
         run.noted_at = next(_clock)
     run.forward = module.__dict__.get("forward")
     if module.training and torch.is_grad_enabled():
@@ -106,13 +99,16 @@ def get_last_device(module: Any) -> torch.device | None:
     return device
 
 
-def describe_last_backends(module: Any, config: Float8LinearConfig, describe_backends: Callable[..., str]) -> str:
+def describe_last_backends(module: Any) -> str:
     """Return the backends of the last forward of `module`, eager or compiled, or "not run yet"."""
-    trace, run = _find_trace(module), module._last_run
+    trace = _find_trace(module)
     if trace is None:
-        backend: str = run.backend
-        return backend
-    return describe_backends(config, trace.device, has_row_codes_only=trace.has_row_codes_only)
+        backend: str = module._last_run.backend
+    else:
+        backend = module._describe_backends(
+            module.float8_config, trace.device, has_row_codes_only=trace.has_row_codes_only
+        )
+    return backend
 
 
 def has_run(module: Any) -> bool:
