@@ -47,7 +47,11 @@ class Float8Module(nn.Module):
         self.float8_config = config
         self.gathering = None
         self.prepared_weights = {}
-        self._last_run = LastRun()
+        self._last_run = LastRun(self._name_kind())
+
+    def _name_kind(self) -> str:
+        """Return `LastRun.kind` of this module."""
+        return "experts"
 
     def get_prepared_operands(self, name: str) -> Operands | None:
         """Return the operands that a forward multiplies by instead of quantizing the weight `name`, or None."""
@@ -78,7 +82,7 @@ class Float8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to an open scope, to a model and to this module; probes belong to a monitor.
-        state = {**self.__dict__, "prepared_weights": {}, "gathering": None, "_last_run": LastRun()}
+        state = {**self.__dict__, "prepared_weights": {}, "gathering": None, "_last_run": LastRun(self._last_run.kind)}
         state.pop("probes", None)
         return state
 

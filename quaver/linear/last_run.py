@@ -12,7 +12,6 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import assume_constant_result
@@ -29,14 +28,16 @@ class _Trace(NamedTuple):
     has_row_codes_only: bool
 
 
-_traces: dict[tuple[int, ...], _Trace] = {}
+_traces: dict[str, _Trace] = {}
 """The last trace of each kind of modules."""
 
 
 class LastRun:
     """The last eager forward of a float8 module. Copies and pickles start again as "not run yet"."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        """A name of the modules that may share a compiled graph. Text, because numbers may be symbolic in a trace."""
         self.since = next(_clock)
         """The time on `_clock` at which the module was created, converted or copied."""
         self.noted_at = 0
@@ -53,8 +54,8 @@ class LastRun:
         self.trained_at = 0
         """The time on `_clock` at which it last ran in training mode with gradients; 0 if never."""
 
-    def __reduce__(self) -> tuple[type[LastRun], tuple[()]]:
-        return LastRun, ()
+    def __reduce__(self) -> tuple[type[LastRun], tuple[str]]:
+        return LastRun, (self.kind,)
 
 
 def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = False) -> None:
@@ -63,7 +64,7 @@ def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = Fa
     `has_row_codes_only`: whether its weight is row-wise and stored once.
     """
     if torch.compiler.is_compiling():
-        _note_traced(_get_kind(module), device, has_row_codes_only)
+        _note_traced(module._last_run.kind, device, has_row_codes_only)
         return
     run: LastRun = module.__dict__["_last_run"]
     config = module.float8_config
@@ -76,19 +77,14 @@ def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = Fa
         run.trained_at = next(_clock)
 
 
-def _get_kind(module: Any) -> tuple[int, ...]:
-    """Return a key of the modules that may share a compiled graph: a linear's shape; () for experts."""
-    return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
-
-
 @assume_constant_result
-def _note_traced(kind: tuple[int, ...], device: torch.device, has_row_codes_only: bool) -> None:
+def _note_traced(kind: str, device: torch.device, has_row_codes_only: bool) -> None:
     _traces[kind] = _Trace(next(_clock), device, has_row_codes_only)
 
 
 def _find_trace(module: Any) -> _Trace | None:
     """Return the last trace of this kind of modules if it is newer than what the module's own forward recorded."""
-    run, trace = module._last_run, _traces.get(_get_kind(module))
+    run, trace = module._last_run, _traces.get(module._last_run.kind)
     return trace if trace is not None and trace.at > max(run.since, run.noted_at) else None
 
 

@@ -74,6 +74,9 @@ class Float8Linear(Float8Module, nn.Linear):
         self.scaling = None
         self.sharding = None
 
+    def _name_kind(self) -> str:
+        return f"linear {self.in_features} -> {self.out_features}"
+
     @property
     def float8_config(self) -> Float8LinearConfig:
         """`config`, under the name that it has in every float8 module."""

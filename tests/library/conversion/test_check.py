@@ -75,7 +75,7 @@ def test_a_cpu_has_no_float8_units(how):
 def test_compiled_code_multiplies_natively_where_its_device_does():
     model = nn.Sequential(Float8Linear(16, 16, device="meta"))
     record_run(model[0], "cpu", "exact")  # a smoke test, before it moved
-    last_run._note_traced(last_run._get_kind(model[0]), torch.device("cuda:0"), False)
+    last_run._note_traced(model[0]._last_run.kind, torch.device("cuda:0"), False)
     with assume_native({ScaleKind.TENSORWISE: None}):
         assert conversion_report(model).layers[0].backend == "native"
         assert_float8_training(model, require_native=True)

@@ -351,6 +351,17 @@ def test_a_rank_without_float8_all_gather_ends_the_run_with_an_error():
         run(2, _disagree, "flag", False, timeout=60, collective_timeout=3)
 
 
+@on_ranks(2)
+def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
+    """The sizes of the second one are symbolic in its trace, because both share the code of one forward."""
+    model = convert_to_float8_training(make_model(1), config="tensorwise")
+    for linear in (model[0].up, model[0].down):
+        linear.compile(fullgraph=True, backend="aot_eager")
+    shard_model(None, model=model)
+    model(part_of(batches(1, 2)[0])).sum().backward()
+    assert [linear.backend for linear in (model[0].up, model[0].down)] == ["exact", "exact"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "compiled"),
     [*((recipe, False) for recipe in RECIPES), ("rowwise", True), *at_night([("tensorwise", True)])],
