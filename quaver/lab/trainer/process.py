@@ -1,5 +1,4 @@
-"""Process-wide behavior during a run: signals, a watchdog for steps that hang, deterministic algorithms,
-and the compiler's limit."""
+"""Process-wide behavior during a run: signals, a watchdog for hangs, determinism, the compiler's recompile limit."""
 
 import ctypes
 import faulthandler
