@@ -54,9 +54,14 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype 
 
 
 def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return PyTorch's RMSNorm of `hidden` [..., D] in its dtype; on a CPU autograd saves intermediate results."""
-    # FSDP2 may gather the weight in fewer bits; fused kernels require one dtype.
-    return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps)
+    """Return PyTorch's RMSNorm of `hidden` [..., D] in its dtype, also under autocast.
+
+    Autocast on a GPU would save a float32 copy of a bfloat16 input, and the kernel computes in float32 without one. On
+    a CPU autograd saves intermediate results.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        # FSDP2 may gather the weight in fewer bits; fused kernels require one dtype.
+        return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps)
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
