@@ -1,6 +1,8 @@
 """Tests predictions of a GPU's memory without one: which operations run, what they save, and what is restored."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch._inductor.graph import GraphLowering
 
 from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
+from quaver.lab.memory.devices import autocast
 from quaver.lab.memory.devices.gpu import as_on_a_gpu, predict_for
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import explain
@@ -66,6 +69,51 @@ def test_norms_and_swiglu_of_a_gpu_save_their_inputs_and_a_number_for_each_row()
         if row["module"].endswith("post_attention_layernorm") and row["category"] == "saved_activations"
     ]
     assert plain == [("aten._to_copy", elements * 2), ("aten.new_empty", TOKENS * 4)]
+
+
+def list_autocast_rules(header, macro):
+    """Return the operators of one of the lists in ATen/autocast_mode.h, without torch 2.11's for named dims."""
+    entries = re.search(rf"define {macro}\(_\)((?:.*\\\n)*.*\n)", header).group(1)
+    names = {".".join(entry.split(", ")) for entry in re.findall(r"_\(([\w, ]+)\)", entries)}
+    return {name for name in names if "dimname" not in name.lower()}
+
+
+def test_autocast_computes_in_float32_what_pytorch_lists_for_gpus():
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    assert list_autocast_rules(header, "AT_FORALL_FP32") <= set(autocast.FLOAT32_INPUTS)
+    assert list_autocast_rules(header, "AT_FORALL_FP32_SET_OPT_DTYPE") <= set(autocast.FLOAT32_RESULT)
+    listed = {*autocast.FLOAT32_INPUTS, *autocast.FLOAT32_RESULT, *autocast.FLOAT32_OVERLOAD}
+    assert all(map(autocast.has_gpu_rule, listed - {"rms_norm"}))  # torch 2.11 has none for rms_norm
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_of_a_gpu_keeps_softmax_and_norms_in_float32(compiled):
+    class Attend(torch.nn.Module):
+        def forward(self, scores):
+            weights = torch.softmax(F.layer_norm(scores, (64,)), -1)
+            return [weights, F.rms_norm(scores, (64,)), scores.norm(2, -1), scores.sum(), scores.double().exp()]
+
+    module, dtypes = Attend(), {}
+    if compiled:
+        module.compile()
+
+    def note_dtypes(results):
+        dtypes[device] = [result.dtype for result in results]
+        return sum(result.sum() for result in results)
+
+    for device in ("cpu", "cuda"):
+        scores = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+        explain(module, (scores,), autocast=torch.bfloat16, device=device, loss=note_dtypes)
+    norm = torch.float32 if autocast.has_gpu_rule("rms_norm") else torch.bfloat16
+    assert dtypes["cuda"] == [torch.float32, norm, torch.float32, torch.float32, torch.float64]
+    assert dtypes["cpu"] == [*[torch.bfloat16] * 4, torch.float64]
+
+
+def test_a_norm_of_a_bfloat16_residual_saves_no_float32_copy():
+    source = torch.randn(TOKENS, 256, dtype=torch.bfloat16, requires_grad=True)
+    norm = RMSNorm(256, 1e-5)
+    prediction = explain(norm, (source,), autocast=torch.bfloat16, device="cuda")
+    assert prediction.saved_by_forward_bytes < TOKENS * 256 * 2  # the bytes of such a copy in bfloat16
 
 
 class NormAndSwiGLU(torch.nn.Module):

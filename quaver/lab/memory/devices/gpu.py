@@ -4,8 +4,9 @@ A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tenso
 GPU code on them (`simulate_gpu`): casts write the layouts of the hardware's matmuls, and every kind of scales that
 some hardware multiplies is multiplied natively.
 
-torch's C++ still decides as for a CPU, except for RMSNorm. Attention is the CPU's flash attention. It saves the same
-tensors as the GPU's kernels, FlashAttention-2 and cuDNN, except two numbers of RNG state.
+torch's C++ still decides as for a CPU, except for RMSNorm and the rules of autocast (autocast.py). Attention is the
+CPU's flash attention. It saves the same tensors as the GPU's kernels, FlashAttention-2 and cuDNN, except two numbers
+of RNG state.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quaver.lab.memory.devices.autocast import cast_to_float32, has_gpu_rule, use_gpu_autocast
 from quaver.linear.backends import assume_native
 from quaver.linear.native_mm import ScaleKind
 from quaver.runtime.devices import simulate_gpu
@@ -57,6 +59,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(simulate_gpu(_CAPABILITY))
         stack.enter_context(assume_native(dict.fromkeys(ScaleKind)))
+        stack.enter_context(use_gpu_autocast())
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         # compiled code calls this overload, and torch has a fake implementation only for the default one
@@ -77,6 +80,8 @@ def _rms_norm(
     """
     if torch.compiler.is_compiling():
         return torch.rms_norm(input, list(normalized_shape), weight, eps)
+    if torch.is_autocast_enabled("cpu") and has_gpu_rule("rms_norm"):
+        input, weight = cast_to_float32((input, weight))
     output: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))
     return output
 
@@ -86,7 +91,8 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        inverse_rms = input.new_empty(*input.shape[: input.dim() - dims], *[1] * dims)
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        inverse_rms = input.new_empty(*input.shape[: input.dim() - dims], *[1] * dims, dtype=dtype)
         ctx.save_for_backward(input, weight, inverse_rms)
         return torch.empty_like(input)
 
