@@ -191,9 +191,9 @@ def measure(
     return count_storage_bytes(resident), _least(usages)
 
 
-def predict(case: Case, size: Size) -> Prediction:
-    """Predict a training step of the case on the first of its ranks, on a CPU. Runs and compiles no kernel."""
-    with pretend_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(compiled=case.compiled) as fakes:
+def predict(case: Case, size: Size, device: str = "cpu") -> Prediction:
+    """Predict a training step of the case on the first of its ranks. Runs and compiles no kernel."""
+    with pretend_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(device, compiled=case.compiled) as fakes:
         subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)
         return predict_step(step, subject, optimizer, fakes)
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.published import Published, published
 from benchmarks.record import ROOT, markdown
-from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import parallelize, trained_model
@@ -123,8 +122,7 @@ def predict() -> dict[str, Any]:
 
 def peak_bytes(config: TrainConfig, ranks: int) -> int:
     """Return the predicted live peak of the first rank, on a GPU."""
-    with predict_for("cuda"):
-        return predict_memory(config, ranks).prediction.peak_bytes
+    return predict_memory(config, ranks, "cuda").prediction.peak_bytes
 
 
 def counted_bytes(row: Published) -> int:

@@ -33,7 +33,6 @@ from quaver.lab.memory.compiling.compiled import (
 )
 from quaver.lab.memory.compiling.compiled_rows import CompiledTracker
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
-from quaver.lab.memory.devices.gpu import is_for_a_gpu, predict_for
 from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_tensors, make_fake_copies, make_fake_copy
 from quaver.lab.recorder.allocator import pause_garbage_collection
 from quaver.lab.recorder.recorder import CATEGORIES
@@ -154,7 +153,7 @@ def explain(
         ValueError: the loss is not a scalar that depends on a parameter, or the device is unknown.
     """
     compiled = has_compiled_code(model)
-    with predict_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
+    with fake_tensors(device, compiled=compiled, estimate=estimate) as fakes:
         fake = make_fake_copy(_unwrap(model), fakes)
         if compiled:
             recompile(fake, model)
@@ -193,7 +192,7 @@ def predict_step(
         persistent_scales: float8 scaling state that persists across steps.
         first_step: a shorter step that creates the same states; `step` by default.
     """
-    backend = None if is_for_a_gpu() else GlooBuffers()
+    backend = GlooBuffers() if fakes.device == "cpu" else None
 
     def record() -> Prediction:
         fakes.reads = 0

@@ -1,6 +1,6 @@
 """Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and simulated time.
 
-    advice = advise(config, 8, fit_bytes=80 * 1024**3, device="H100")
+    advice = advise(config, 8, fit_bytes=80 * 1024**3, time_on="H100")
     advice.rows[advice.best].flags
 
 Each setting is predicted for the whole model, compiled if the run is; equal blocks compile once. With `fit_bytes`,
@@ -10,8 +10,9 @@ equal; then the setting with fewer changes wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.plan.calibration import describe_sustained_share
@@ -97,7 +98,8 @@ def advise(
     ranks: int = 1,
     *,
     fit_bytes: int | None = None,
-    device: str | None = None,
+    device: str = "cuda",
+    time_on: str | None = None,
     quick: bool = False,
     progress: Tell | None = None,
 ) -> Advice:
@@ -105,16 +107,19 @@ def advise(
 
     Args:
         fit_bytes: find the fastest setting whose peak is at most this.
-        device: the name of a GPU, such as "H100", for which times are simulated. The default is this machine's GPU. If
+        device: the kind of device whose memory is predicted, "cuda" or "cpu".
+        time_on: the name of a GPU, such as "H100", for which times are simulated. The default is this machine's GPU. If
             that is unknown, it is an H100 with `fit_bytes`; without `fit_bytes` no times are simulated.
         quick: estimate peaks on a GPU in closed form, within 10%, instead of predicting them.
         progress: called with the name of each setting before its prediction.
     Raises:
-        InputError: an unknown device, or an error of the run itself.
+        InputError: an unknown GPU, or an error of the run itself.
         NotImplementedError: the configured run cannot be predicted.
     """
-    spec = _find_spec(device, is_needed=fit_bytes is not None)
-    search = _AdviceSearch(config, ranks, fit_bytes, spec, progress or (lambda activity: None), quick=quick)
+    spec = _find_spec(time_on, is_needed=fit_bytes is not None)
+    compute_peak = estimate_peak if quick else partial(_predict_peak, device=device)
+    search = _AdviceSearch(config, ranks, fit_bytes, spec, compute_peak, progress or (lambda activity: None))
+    search.notes += ["peaks are estimated, within 10%"] if quick else []
     search.try_single_changes()
     best = None if fit_bytes is None else search.find_fastest_that_fits()
     rows = search.rows
@@ -134,15 +139,13 @@ class _AdviceSearch:
         ranks: int,
         fit_bytes: int | None,
         spec: DeviceSpec | None,
+        compute_peak: Callable[[TrainConfig, int], int],
         progress: Tell,
-        *,
-        quick: bool,
     ) -> None:
         self.rows: list[AdvisedSetting] = []
         self.notes = [TIMES, LESS_PRECISE]
         self.notes += [f"times on {spec.name}: {describe_sustained_share(spec)}"] if spec is not None else []
-        self.notes += ["peaks are estimated, within 10%"] if quick else []
-        self._compute_peak = estimate_peak if quick else _predict_peak
+        self._compute_peak = compute_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._progress = spec, progress
         resolved, self._dims = resolve(config, rank=0, world_size=ranks)
@@ -232,8 +235,8 @@ class _AdviceSearch:
         return compute_step_cost(resolved, dims, self._spec)
 
 
-def _predict_peak(config: TrainConfig, ranks: int) -> int:
-    return predict_memory(config, ranks).prediction.peak_bytes
+def _predict_peak(config: TrainConfig, ranks: int, device: str) -> int:
+    return predict_memory(config, ranks, device).prediction.peak_bytes
 
 
 def _sort_by_time(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
@@ -256,7 +259,7 @@ def _count_changes(change: Change) -> int:
     return sum(edit != AS_CONFIGURED for edit in change.edits)
 
 
-def _find_spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
-    if device is not None:
-        return require_device_spec(device, "device")
-    return get_machine_spec() or (require_device_spec("H100", "device") if is_needed else None)
+def _find_spec(time_on: str | None, *, is_needed: bool) -> DeviceSpec | None:
+    if time_on is not None:
+        return require_device_spec(time_on, "time_on")
+    return get_machine_spec() or (require_device_spec("H100", "time_on") if is_needed else None)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.links import name_link, predict_links
 from quaver.lab.memory.runs.predict import make_train_step
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
@@ -58,8 +57,7 @@ def count_collectives(config):
 @pytest.mark.parametrize("case", [*ALWAYS, *at_night((case,) for case in CASES if case not in ALWAYS)])
 def test_predicted_collectives_are_those_that_a_step_starts(case):
     calls, sizes = ranks.run(RANKS, count_collectives, CASES[case])[0]
-    with predict_for("cpu"):
-        links = predict_links(CASES[case], RANKS)
+    links = predict_links(CASES[case], RANKS)
     predicted_calls, predicted_bytes = Counter(), Counter()
     for row in links.traffic:
         predicted_calls[row.kind] += row.number
@@ -71,8 +69,7 @@ def test_predicted_collectives_are_those_that_a_step_starts(case):
 
 
 def predict_rows(config, ranks=4):
-    with predict_for("cpu"):
-        links = predict_links(config, ranks)
+    links = predict_links(config, ranks)
     return links, {(row.link, row.kind, row.dtype): row for row in links.traffic}
 
 

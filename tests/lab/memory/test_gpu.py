@@ -12,7 +12,6 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.lab.memory.devices import autocast
-from quaver.lab.memory.devices.gpu import as_on_a_gpu, predict_for
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import explain
 from quaver.lab.memory.runs.predict import predict_memory
@@ -35,8 +34,7 @@ FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def predict_block(recipe, checkpointing, ranks=1):
-    with predict_for("cuda"):
-        return predict(Case("1 block", recipe, checkpointing, ranks=ranks), SIZE)
+    return predict(Case("1 block", recipe, checkpointing, ranks=ranks), SIZE, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,7 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
     ],
 )
 def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, matmul):
-    with fake_tensors(), as_on_a_gpu():
+    with fake_tensors("cuda"):
         linear = torch.nn.Linear(256, 384, bias=False, dtype=torch.bfloat16)
         linear = convert_to_float8_training(linear, config=recipe)
         input = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
@@ -195,7 +193,7 @@ def test_all_is_put_back_afterwards():
     casts = Float8LinearConfig.from_recipe_name("rowwise").casts
     pair, device = [casts.get(*operand) for operand in MATMULS["output"]], torch.device("cpu")
     before = predict_backend(*pair, device, emulate=False), F.rms_norm
-    with pytest.raises(ZeroDivisionError), fake_tensors(), as_on_a_gpu():
+    with pytest.raises(ZeroDivisionError), fake_tensors("cuda"):
         assert is_cuda(torch.empty(2))
         assert not is_cpu(torch.empty(2))
         assert predict_backend(*pair, device, emulate=False) is not before[0]
@@ -208,8 +206,7 @@ def test_all_is_put_back_afterwards():
 def predict_run(words, ranks, device="cuda"):
     """Predict a small run of the trainer."""
     small = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
-    with predict_for(device):
-        return predict_memory(load_config(*parse_arguments([*small.split(), *words.split()])), ranks).prediction
+    return predict_memory(load_config(*parse_arguments([*small.split(), *words.split()])), ranks, device).prediction
 
 
 @needs_gathers

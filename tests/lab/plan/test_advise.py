@@ -138,7 +138,8 @@ class FakePeaks:
         saved += self.saves["stored"] * config.activation_checkpoint.store_in_float8
         return 50 + sequence * config.training.local_batch_size + gathered - config.training.compile - saved
 
-    def predict(self, config, ranks):
+    def predict(self, config, ranks, device):
+        assert device == "cuda"
         self.configs.append(config)
         return SimpleNamespace(prediction=SimpleNamespace(peak_bytes=self.bytes(config)))
 
@@ -151,7 +152,7 @@ def peaks():
 
 
 def advise_llama(fit_bytes, **settings):
-    return advise(replace(load_config(LLAMA_8B), **settings), 8, fit_bytes=fit_bytes, device="H100")
+    return advise(replace(load_config(LLAMA_8B), **settings), 8, fit_bytes=fit_bytes, time_on="H100")
 
 
 EAGER = Training(seq_len=8192, local_batch_size=2)
@@ -222,7 +223,7 @@ def test_every_setting_is_predicted_once_as_the_run_is(peaks):
 def test_an_estimate_near_the_limit_is_said_to_be(peaks, fit_bytes, is_near):
     config = replace(load_config(LLAMA_8B), training=EAGER, activation_checkpoint=MODES["none"])
     with patch(f"{ADVISE}.estimate_peak", lambda config, ranks: peaks.bytes(config)):
-        advice = advise(config, 8, fit_bytes=fit_bytes, device="H100", quick=True)
+        advice = advise(config, 8, fit_bytes=fit_bytes, time_on="H100", quick=True)
     assert advice.rows[advice.best].peak_bytes == 258
     assert any("predict its peak without --quick" in note for note in advice.notes) == is_near
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
@@ -50,10 +49,9 @@ def count_block_exchanges(config):
     """The numbers and bytes of the collectives of one block, by link and kind, as `quaver memory --links` counts."""
     numbers, sizes = Counter(), Counter()
     for layers, sign in ((2, 1), (1, -1)):
-        with predict_for("cuda"):
-            for traffic in predict_links(changed(config, model={"n_layers": layers}), RANKS).traffic:
-                numbers[traffic.link, traffic.kind] += sign * traffic.number
-                sizes[traffic.link, traffic.kind] += sign * traffic.tensor_bytes
+        for traffic in predict_links(changed(config, model={"n_layers": layers}), RANKS, "cuda").traffic:
+            numbers[traffic.link, traffic.kind] += sign * traffic.number
+            sizes[traffic.link, traffic.kind] += sign * traffic.tensor_bytes
     return {key: (number, sizes[key]) for key, number in numbers.items() if number}
 
 
@@ -154,8 +152,7 @@ def gather_codes(recipe):
     ids=["rowwise, replicas", "blockwise", "delayed", "experts split"],
 )
 def test_a_step_computes_the_trainers_scales(config):
-    with predict_for("cuda"):
-        traffic = predict_links(config, RANKS).traffic
+    traffic = predict_links(config, RANKS, "cuda").traffic
     counted = [(one.tensor_bytes, one.ranks) for one in traffic if one.dtype == "int32" and one.link != "ep"]
     assert sorted((part.tensor_bytes, part.ranks) for part in list_scale_exchanges(plan_run(config))) == sorted(counted)
 
@@ -173,8 +170,7 @@ STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas, the head in flo
 
 @pytest.mark.parametrize("name", [*STEPS_ALWAYS, *at_night((name,) for name in STEPS if name not in STEPS_ALWAYS)])
 def test_a_step_issues_the_trainers_collectives(name):
-    with predict_for("cuda"):
-        links = predict_links(STEPS[name], RANKS)
+    links = predict_links(STEPS[name], RANKS, "cuda")
     counted = Counter()
     for traffic in links.traffic:
         counted[traffic.kind] += traffic.number

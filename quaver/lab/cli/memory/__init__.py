@@ -18,7 +18,6 @@ from quaver.lab.cli.memory.views import (
     summarize_advice,
 )
 from quaver.lab.cli.run_config import load_run
-from quaver.lab.memory.devices.gpu import predict_for
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links
@@ -143,8 +142,8 @@ def run(argv: list[str]) -> int:
 def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> int:
     bandwidth = options.checkpoint_bandwidth
     per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
-    with predict_for(device), show_progress("counting the collectives of a step"):
-        links = predict_links(config, options.ranks)
+    with show_progress("counting the collectives of a step"):
+        links = predict_links(config, options.ranks, device)
     show(iter_link_views(links, per_s))
     _write_json(links.to_dict(), options)
     print(f"saved {options.output}")
@@ -155,9 +154,9 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     estimate, advice = estimate_peak(config, options.ranks), None
     if options.advise or options.fit is not None:
         fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
-        with predict_for("cuda"), show_progress("estimating") as tell:
+        with show_progress("estimating") as tell:
             advice = advise(
-                config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, quick=True, progress=tell
+                config, options.ranks, fit_bytes=fit_bytes, time_on=options.time_on, quick=True, progress=tell
             )
     show([f"about {format_bytes(estimate)} at the peak of one of {options.ranks} ranks, estimated within 10%"])
     if advice is not None:
@@ -179,16 +178,21 @@ def _predict(
         is_over = not other_flags or other_flags[0].startswith("--")
         other_config = load_run(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
     results: dict[str, Any] = {}
-    with predict_for(device), show_progress("predicting a step") as tell:
-        memory = predict_memory(config, options.ranks)
+    with show_progress("predicting a step") as tell:
+        memory = predict_memory(config, options.ranks, device)
         if options.vs is not None:
             tell("predicting a step of the other run")
-            other = predict_memory(other_config, options.ranks)
+            other = predict_memory(other_config, options.ranks, device)
             labels = {"label_a": "as given", "label_b": " ".join(other_flags)}
             results |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
         if options.advise or fit_bytes is not None:
             results["advice"] = advise(
-                config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=tell
+                config,
+                options.ranks,
+                fit_bytes=fit_bytes,
+                device=device,
+                time_on=options.time_on,
+                progress=tell,
             )
     if options.measure:
         with show_progress("training to measure"):

@@ -26,7 +26,7 @@ from torch._inductor.graph import GraphLowering
 
 from quaver.lab.memory.compiling.makers import Maker, find_node, find_readers, get_follower, kernel
 from quaver.lab.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewrite
-from quaver.lab.memory.devices.gpu import is_for_a_gpu
+from quaver.runtime.devices import is_cuda_device
 
 _INDUCTOR = {
     "fx_graph_cache": False,
@@ -53,7 +53,7 @@ def disable_caches() -> Iterator[None]:
 def write_no_kernels() -> Iterator[None]:
     """Let Inductor write code without kernels inside the block, without its caches.
 
-    The code is for a CPU. If predictions are for a GPU, it materializes the same results as code for a GPU.
+    The code is for a CPU. While a GPU is simulated, it materializes the same results as code for a GPU.
 
     Raises:
         NotImplementedError: settings or devices that cannot be followed. It is wrapped in Inductor's error.
@@ -61,7 +61,9 @@ def write_no_kernels() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(disable_caches())
         stack.enter_context(patch.object(GraphLowering, "run", _wrap_run(GraphLowering.run)))
-        if is_for_a_gpu():  # `is_cpu` decides which results are materialized and which are inlined
+        if is_cuda_device(
+            torch.device("cpu")
+        ):  # Inductor's `is_cpu` decides which results are materialized and which are inlined
             stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))
         stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", _make_module_without_kernels))
         # Buffers do not depend on vectorization, and these checks start a C++ compiler for each instruction set.

@@ -28,30 +28,6 @@ from quaver.runtime.devices import simulate_gpu
 DEVICES = ("cpu", "cuda")
 _CAPABILITY = (9, 0)
 
-_target = "cpu"
-
-
-@contextmanager
-def predict_for(device: str) -> Iterator[None]:
-    """Predict for `device` inside the block. The default is a CPU.
-
-    Raises:
-        ValueError: `device` is not in DEVICES.
-    """
-    global _target
-    if device not in DEVICES:
-        raise ValueError(f"expected a device to predict for, {' or '.join(DEVICES)}, got {device!r}")
-    before, _target = _target, device
-    try:
-        yield
-    finally:
-        _target = before
-
-
-def is_for_a_gpu() -> bool:
-    """Return whether predictions are currently for a GPU."""
-    return _target == "cuda"
-
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
-from quaver.lab.memory.devices.gpu import as_on_a_gpu, is_for_a_gpu
+from quaver.lab.memory.devices.gpu import DEVICES, as_on_a_gpu
 from quaver.lab.memory.faking.values import Assumptions, describe_caller, make_dependence_error, make_refusal
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.recipes.scaling import PLAIN_TYPES
@@ -48,10 +48,16 @@ class Fakes(FakeTensorMode):
         integer_reads: the places where integers were read.
         integer: the answer to these reads.
         assumptions: the assumptions of an estimate; None to raise instead.
+
+    Args:
+        device: the device whose memory is predicted, one of DEVICES. Tensors are on the CPU for each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        if device not in DEVICES:
+            raise ValueError(f"expected a device to predict for, {' or '.join(DEVICES)}, got {device!r}")
         super().__init__(allow_non_fake_inputs=True)  # tensors that a module created on import
+        self.device = device
         self.reads = 0
         self.integer_reads: set[str] = set()
         self.integer = 1
@@ -91,22 +97,25 @@ class Fakes(FakeTensorMode):
 
 
 @contextmanager
-def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[Fakes]:
+def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool = False) -> Iterator[Fakes]:
     """Make every tensor fake inside the block.
 
     Args:
+        device: "cpu", or "cuda" to run the code of a GPU (gpu.py).
         compiled: run compiled modules as compiled code without kernels (quaver/lab/memory/compiling), not as eager
             code.
         estimate: assume results that depend on values (values.py).
     Raises:
         NotImplementedError: the shape of an operator's result depends on values, the operator has no fake
             implementation, or the block fails after it has read an integer.
+        ValueError: the device is unknown.
     """
+    fakes = Fakes(device)
     with ExitStack() as stack:
-        stack.enter_context(leave_out_kernels() if compiled else torch.compiler.set_stance("force_eager"))
-        if is_for_a_gpu():
+        if device == "cuda":
             stack.enter_context(as_on_a_gpu())
-        fakes = stack.enter_context(Fakes())
+        stack.enter_context(leave_out_kernels() if compiled else torch.compiler.set_stance("force_eager"))
+        stack.enter_context(fakes)
         stack.enter_context(_without_tracing_in_transformers())
         stack.enter_context(_without_tracing_in_dtensors())
         fakes.assumptions = Assumptions() if estimate else None

@@ -85,14 +85,14 @@ class Links:
         return {**run, "collectives": rows, "checkpoint_bytes": self.checkpoint_bytes}
 
 
-def predict_links(config: TrainConfig, ranks: int) -> Links:
-    """Count the collectives of the second training step of the first of `ranks` processes.
+def predict_links(config: TrainConfig, ranks: int, device: str = "cpu") -> Links:
+    """Count the collectives of the second training step of the first of `ranks` processes on "cpu" or "cuda" devices.
 
     Raises:
         InputError, OSError, NotImplementedError: the run itself would refuse its model or its ranks.
     """
     config = replace(config, training=replace(config.training, compile=False))
-    with fake_run(config, ranks, fake_tensors()) as run:
+    with fake_run(config, ranks, fake_tensors(device)) as run:
         run.step()  # FSDP2 and the optimizer create their state
         with CollectiveCounter() as counted:
             run.step()

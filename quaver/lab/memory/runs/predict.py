@@ -69,8 +69,8 @@ class RunMemory:
         return {**run, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
 
 
-def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
-    """Predict the memory of a training step of the first of `ranks` processes.
+def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> RunMemory:
+    """Predict the memory of a training step of the first of `ranks` processes on "cpu" or "cuda" devices.
 
     With `job.compare` only the requested model is trained, and the other model's parameters are excluded. Code that the
     run compiles is predicted as compiled code (quaver/lab/memory/compiling/compiled.py).
@@ -84,7 +84,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
             f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
             "gathers into fake tensors are invisible; predict one rank, or update torch"
         )
-    with fake_run(config, ranks, fake_tensors(compiled=config.training.compile)) as run:
+    with fake_run(config, ranks, fake_tensors(device, compiled=config.training.compile)) as run:
         model = run.trained.model
         prediction = predict_step(
             run.step,
