@@ -21,6 +21,7 @@ from quaver.lab.cli.doctor_sums import iter_sum_views, make_sums_dict
 from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey
 from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
 from quaver.lab.output_file import check_writable
+from quaver.lab.plan.changes import with_precision
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.float8 import make_linear_config
 from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
@@ -28,6 +29,7 @@ from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import DYNAMIC_RECIPES
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.sqnr import replace_inf
+from quaver.runtime.errors import InputError
 
 SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """The recipes with a column of the table; --json has all."""
@@ -38,15 +40,15 @@ class Survey:
     """The findings of `quaver doctor` on a model."""
 
     surveyed: list[SurveyedLinear]
-    """Sorted by the lowest SQNR under `first`."""
+    """Sorted by the lowest SQNR under `preferred`."""
     recipes: LayerRecipes
-    first: str
+    preferred: str
     """The run's own recipe, or tensorwise."""
     budget_db: float
     float8_share: float
     skipped: list[str]
     not_surveyed: list[str]
-    """The layers of experts, which take the recipe of the model."""
+    """The layers of experts."""
     data: str
     out: Path | None
     hardware: str | None
@@ -66,22 +68,27 @@ def survey_model(path: str, options: DoctorOptions) -> Survey:
     if out is not None:
         check_writable(out, "--out")
     opened = open_surveyed(Path(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
-    own = opened.config.float8.recipe_name
-    first = own if own in DYNAMIC_RECIPES else "tensorwise"
+    run_recipe = opened.config.float8.recipe_name
+    preferred = run_recipe if run_recipe in DYNAMIC_RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)
-    recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, first)
+    experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
+    recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, preferred, experts)
+    share = compute_float8_share(recipes, surveyed, opened.is_skipped)
     if out is not None:
+        if not share:
+            raise InputError(
+                f"--budget-db: expected decibels that a linear reaches, got {options.budget_db:g}; nothing would be in "
+                "float8, so --out has nothing to write"
+            )
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(_format_toml(opened, recipes, options.budget_db), encoding="utf-8")
-    surveyed.sort(key=lambda linear: linear.find_worst(first)[1])
-    share = compute_float8_share(recipes, surveyed, opened.is_skipped)
+    surveyed.sort(key=lambda linear: linear.find_worst(preferred)[1])
     skipped = [linear.name for linear in surveyed if opened.is_skipped(linear.name)]
-    experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
     sums = [] if options.hardware is None else _survey_sums(opened, recipes, options.hardware)
     return Survey(
         surveyed,
         recipes,
-        first,
+        preferred,
         budget_db=options.budget_db,
         float8_share=share,
         skipped=skipped,
@@ -104,11 +111,11 @@ def _survey_sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list
 
 
 def _format_toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
-    chosen = {"enable_float8_linear": True, "recipe_name": recipes.recipe, "layer_recipes": recipes.entries}
-    float8 = replace(opened.config.float8, **chosen)  # type: ignore[arg-type]
+    config = with_precision(opened.config, recipes.recipe)
+    float8 = replace(config.float8, layer_recipes=recipes.entries)
     comment = f"# Written by quaver doctor --model: at least {budget_db:g} dB for each operand of each linear.\n"
     if opened.can_train:
-        return comment + tomli_w.dumps(asdict(replace(opened.config, float8=float8)))
+        return comment + tomli_w.dumps(asdict(replace(config, float8=float8)))
     return comment + tomli_w.dumps({"float8": asdict(float8)})
 
 
@@ -119,12 +126,13 @@ def iter_views(result: Survey) -> Iterator[str | Table]:
     rows = [_make_row(result, linear) for linear in result.surveyed]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=SHOWN)
     yield (
-        f"at least {result.budget_db:g} dB: {result.recipes.recipe}, and {len(result.recipes.layers)} linears "
+        f"at least {result.budget_db:g} dB: {result.recipes.recipe}, and {len(result.recipes.layers)} layers "
         f"otherwise; {result.float8_share:.1%} of the linears' FLOPs in float8"
     )
     if result.not_surveyed:
+        recipe = result.get_recipe(result.not_surveyed[0]).replace("_", " ")
         yield (
-            f"not surveyed: {len(result.not_surveyed)} layers of experts, which get {result.recipes.recipe}: "
+            f"not surveyed: {len(result.not_surveyed)} layers of experts, which get {recipe}: "
             f"{', '.join(result.not_surveyed)}"
         )
     if result.hardware is not None:
@@ -134,14 +142,14 @@ def iter_views(result: Survey) -> Iterator[str | Table]:
 
 
 def _make_row(result: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
-    operand, _ = linear.find_worst(result.first)
+    operand, _ = linear.find_worst(result.preferred)
     figures = (f"{linear.find_worst(recipe)[1]:.1f}" for recipe in SHOWN)
     return f"{linear.name}\n  {operand}; {result.get_recipe(linear.name)}", *figures
 
 
 def make_survey_dict(result: Survey) -> dict[str, Any]:
     """Return all numbers for JSON."""
-    total = sum(linear.products for linear in result.surveyed)
+    total = sum(linear.multiply_adds for linear in result.surveyed)
     return {
         "data": result.data,
         "budget_db": result.budget_db,
@@ -152,7 +160,7 @@ def make_survey_dict(result: Survey) -> dict[str, Any]:
             {
                 "name": linear.name,
                 "recipe": result.get_recipe(linear.name),
-                "flops_share": linear.products / total,
+                "flops_share": linear.multiply_adds / total,
                 "db": {recipe: replace_inf(decibels) for recipe, decibels in linear.db.items()},
             }
             for linear in result.surveyed

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.numerics.extras import DYNAMIC_RECIPES, what_if
-from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import MATMULS
+from quaver.roofline.scaled_matmul import find_scale_kinds
 from quaver.runtime.errors import InputError
 
 
@@ -22,8 +23,8 @@ class SurveyedLinear:
     """One linear. `db[recipe][operand]` is the lowest `what_if` of the operand's casts over all calls."""
 
     name: str
-    products: int = 0
-    """M * K * N of a matmul, summed over calls."""
+    multiply_adds: int = 0
+    """M * K * N of one matmul, summed over calls."""
     db: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, operand: str, db_by_recipe: Mapping[str, float | None]) -> None:
@@ -94,7 +95,7 @@ def _observe(
 ) -> None:
     weight = linear.get_parameter("weight")
     surveyed = linears.setdefault(name, SurveyedLinear(name))
-    surveyed.products += input.numel() * weight.shape[0]
+    surveyed.multiply_adds += input.numel() * weight.shape[0]
     for operand, hp in (("input", input), ("weight", weight)):
         surveyed.add(operand, what_if(hp.to(output.dtype), operand, recipes, direction="both"))
     output.register_hook(
@@ -102,24 +103,31 @@ def _observe(
     )
 
 
-def sort_recipes(first: str, recipes: Sequence[str] = DYNAMIC_RECIPES) -> list[str]:
-    """Sort `recipes` by how many of the three matmuls run in float8, most first; `first` comes before all others."""
-
-    def rank_recipe(recipe: str) -> tuple[bool, int]:
-        casts = Float8LinearConfig.from_recipe_name(recipe).casts
-        return recipe != first, sum(operand.column.is_disabled for operand in casts)
-
-    return sorted(recipes, key=rank_recipe)
+def sort_recipes(preferred: str, recipes: Sequence[str] = DYNAMIC_RECIPES) -> list[str]:
+    """Sort `recipes` by how many of a linear's matmuls run in float8, most first; `preferred` comes before all."""
+    return sorted(recipes, key=lambda recipe: (recipe != preferred, -len(find_scale_kinds(recipe))))
 
 
 def choose_recipes(
-    budget_db: float, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool], first: str = "tensorwise"
+    budget_db: float,
+    surveyed: Sequence[SurveyedLinear],
+    skipped: Callable[[str], bool],
+    preferred: str = "tensorwise",
+    experts: Sequence[str] = (),
 ) -> LayerRecipes:
-    """Choose, for each linear that is not `skipped`, the recipe with most float8 whose operands reach `budget_db`."""
-    order = sort_recipes(first)
+    """Choose, for each linear that is not `skipped`, the recipe with most float8 whose operands reach `budget_db`.
+
+    Args:
+        preferred: the recipe that is tried first.
+        experts: names of layers that were not surveyed. They get the recipe of most linears, or stay in high precision
+            if no linear reaches the budget.
+    """
+    order = sort_recipes(preferred)
     chosen = {linear.name: linear.choose_recipe(budget_db, order) for linear in surveyed if not skipped(linear.name)}
-    used = [recipe for recipe in chosen.values() if recipe != HIGH_PRECISION]
-    rest = max(order, key=used.count) if used else first
+    in_float8 = [recipe for recipe in chosen.values() if recipe != HIGH_PRECISION]
+    if not in_float8:
+        return LayerRecipes(preferred, dict.fromkeys((*chosen, *experts), HIGH_PRECISION))
+    rest = max(order, key=in_float8.count)
     return LayerRecipes(rest, {name: recipe for name, recipe in chosen.items() if recipe != rest})
 
 
@@ -127,11 +135,10 @@ def compute_float8_share(
     recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool]
 ) -> float:
     """Return the share of the linears' FLOPs that run in float8."""
-    total = sum(linear.products for linear in surveyed)
+    total = sum(linear.multiply_adds for linear in surveyed)
     in_float8 = 0.0
     for linear in surveyed:
         recipe = HIGH_PRECISION if skipped(linear.name) else recipes.of(linear.name)
         if recipe != HIGH_PRECISION:
-            casts = Float8LinearConfig.from_recipe_name(recipe).casts
-            in_float8 += linear.products * (3 - any(operand.column.is_disabled for operand in casts)) / 3
+            in_float8 += linear.multiply_adds * len(find_scale_kinds(recipe)) / len(MATMULS)
     return in_float8 / total if total else 0.0

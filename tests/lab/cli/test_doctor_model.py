@@ -49,7 +49,9 @@ def list_recipes(model):
 
 
 def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_quaver):
-    run = run_to_end(tiny_config)
+    """Also a run with delayed scales, whose settings no dynamic recipe has."""
+    delayed = {"enable_float8_linear": True, "recipe_name": "delayed", "delayed_margin": 1}
+    run = run_to_end(changed(tiny_config, float8=delayed))
     out = tmp_path / "recipes.toml"
     options = ["--budget-db", 29, "--out", out, "--hardware", "h100", "--json"]
     report = json.loads(run_quaver("doctor", "--model", run.folder.path, *options))
@@ -93,13 +95,16 @@ def test_the_vocabulary_of_a_model_of_images_and_text_is_that_of_its_embedding(t
     assert "model.language_model.layers.0" in printed
 
 
-def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, run_quaver):
+def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quaver, refused, tmp_path):
     run = run_to_end(changed(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}))
     names = "model.layers.0.mlp.experts, model.layers.1.mlp.experts"
     printed = run_quaver("doctor", "--model", run.folder.path)
     assert f"not surveyed: 2 layers of experts, which get tensorwise: {names}" in printed
     report = json.loads(run_quaver("doctor", "--model", run.folder.path, "--json"))
     assert report["not_surveyed"] == names.split(", ")
+    unreached = ["doctor", "--model", str(run.folder.path), "--budget-db", "1000"]
+    assert f"not surveyed: 2 layers of experts, which get high precision: {names}" in run_quaver(*unreached)
+    assert "--budget-db: expected decibels" in refused(*unreached, "--out", str(tmp_path / "recipes.toml"))
 
 
 @pytest.mark.parametrize(
