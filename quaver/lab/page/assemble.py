@@ -52,7 +52,7 @@ def write_page(path: Path, parts: Parts, *, title: str, data: dict[str, Any]) ->
     """
     text = _fill_page(parts, title, data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", newline="\n")
+    path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")  # file names need not be Unicode
 
 
 def _fill_page(parts: Parts, title: str, data: dict[str, Any]) -> str:

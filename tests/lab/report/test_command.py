@@ -1,6 +1,7 @@
 """Tests what `quaver report` prints and writes, and that bad input is one line."""
 
 import json
+import os
 
 import pytest
 
@@ -44,6 +45,12 @@ def test_a_run_of_the_trainer(tmp_path, run_quaver):
     assert "run: no alarm in 3 samples of " in text
     assert "peak resident memory" in text
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_the_name_of_a_run_need_not_be_unicode(tmp_path, run_quaver):
+    folder = write_run(tmp_path / os.fsdecode(b"run \xff"), layers=make_layers(1))
+    run_quaver("report", folder)
+    assert "run \\udcff" in (folder / "report.html").read_text()
 
 
 def test_a_record_alone_with_a_torn_line(run, tmp_path, run_quaver):
