@@ -56,6 +56,12 @@ def test_a_rotation_is_larger_than_the_cache_and_takes_turns():
     assert len(Rotation(lambda: 0, 1, CPU)) == 256
 
 
+@pytest.mark.parametrize("reported", [0, -1])
+def test_a_cache_that_the_system_does_not_know_has_no_size(reported, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: reported)
+    assert find_cache_bytes(CPU) is None
+
+
 def test_parsed_shapes_and_matrices():
     assert parse_shapes("64, 8x16x32", tokens=1) == [Shape((64, 64, 64)), Shape((8, 16, 32))]
     layers = [str(layer) for layer in parse_shapes("llama-70b", tokens=512, divisor=8)]
