@@ -17,6 +17,7 @@ from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted import check_counts_for, count_costs
 from quaver.lab.plan.device_file import read_device_spec
+from quaver.lab.plan.estimate import ESTIMATE_ERROR
 from quaver.lab.plan.layouts import Layouts, list_layouts, list_precisions
 from quaver.lab.plan.limits import describe_limits, list_links
 from quaver.lab.plan.peak import compute_share_of_peak
@@ -242,8 +243,8 @@ def iter_views(
     if options.explain is not None:
         yield from _explain(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
     yield (
-        f"memory is estimated within 10%: a layout near the limit may not fit. To check a row, write it with "
-        f"--write FILE.toml and run quaver memory FILE.toml --ranks {options.gpus}"
+        f"memory is estimated within {ESTIMATE_ERROR:.0%}: a layout near the limit may not fit. To check a row, write "
+        f"it with --write FILE.toml and run quaver memory FILE.toml --ranks {options.gpus}"
     )
     share = describe_sustained_share(cluster.spec)
     yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"

@@ -24,7 +24,7 @@ from quaver.lab.plan.changes import (
     list_combinations,
     list_single_changes,
 )
-from quaver.lab.plan.estimate import estimate_peak
+from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
@@ -38,8 +38,6 @@ EQUALLY_FAST = 1.02
 """Simulated times with a smaller ratio count as equal: the simulation is no more accurate."""
 NEARLY_FITS = 1.1
 """A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights."""
-ESTIMATE_ERROR = 1.1
-"""The largest ratio of a peak to its estimate in closed form."""
 SAVES_AS_MUCH = 1.1
 """Less precise storage is tried for a setting that exceeds `fit_bytes` by at most this factor times its saved bytes."""
 MAX_TRIED = 60
@@ -110,7 +108,7 @@ def advise(
         device: the kind of device whose memory is predicted, "cuda" or "cpu".
         time_on: the name of a GPU, such as "H100", for which times are simulated. The default is this machine's GPU. If
             that is unknown, it is an H100 with `fit_bytes`; without `fit_bytes` no times are simulated.
-        quick: estimate peaks on a GPU in closed form, within 10%, instead of predicting them.
+        quick: estimate peaks on a GPU in closed form, within ESTIMATE_ERROR, instead of predicting them.
         progress: called with the name of each setting before its prediction.
     Raises:
         InputError: an unknown GPU, or an error of the run itself.
@@ -119,11 +117,11 @@ def advise(
     spec = _find_spec(time_on, is_needed=fit_bytes is not None)
     compute_peak = estimate_peak if quick else partial(_predict_peak, device=device)
     search = _AdviceSearch(config, ranks, fit_bytes, spec, compute_peak, progress or (lambda activity: None))
-    search.notes += ["peaks are estimated, within 10%"] if quick else []
+    search.notes += [f"peaks are estimated, within {ESTIMATE_ERROR:.0%}"] if quick else []
     search.try_single_changes()
     best = None if fit_bytes is None else search.find_fastest_that_fits()
     rows = search.rows
-    if quick and fit_bytes and best is not None and (rows[best].peak_bytes or 0) * ESTIMATE_ERROR > fit_bytes:
+    if quick and fit_bytes and best is not None and (rows[best].peak_bytes or 0) * (1 + ESTIMATE_ERROR) > fit_bytes:
         search.notes.append("the fastest that fits is nearer to the limit than that: predict its peak without --quick")
     known = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
     nearest = min(known, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None

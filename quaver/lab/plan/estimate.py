@@ -9,8 +9,10 @@ with training.reduce = last whole float32 sums.
 All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
 recipes count as the run's recipe.
 
-`quaver.lab.memory.runs.predict.predict_memory` predicts the peak to the byte, in seconds to minutes;
-tests/lab/plan/test_estimate.py holds the two within 5% of each other.
+`quaver.lab.memory.runs.predict.predict_memory` runs the trainer's code with fake tensors, and predicts the peak to the
+byte in seconds to minutes. Nothing runs here: which tensors are alive at each moment is written down. The two share
+the trainer's shapes and degrees, and tests/lab/plan/test_estimate.py holds their results together.
+docs/design/0020-plan.md says why there are two.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ from quaver.lab.trainer.model import SPLIT_DIMS, BlockWeight, list_block_weights
 from quaver.optim.state import MIN_FLOAT8_ELEMENTS
 from quaver.recipes.config import Float8LinearConfig
 
+ESTIMATE_ERROR = 0.1
+"""The largest difference between an estimate and a prediction, as a share of the prediction. The configs of
+tests/lab/plan/test_estimate.py, most of which are within half of it, are a sample of all configs."""
+
 _FLOAT32, _LOW = 4, 2
 """Bytes of an element in float32, and in bfloat16."""
 _STORED = 1 + _FLOAT32 / 128
@@ -37,9 +43,10 @@ _STORED = 1 + _FLOAT32 / 128
 _EMBEDDING = "embed_tokens"
 _ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, HEAD: 0}
 _SLICES = 4
-"""Slices of the logits in float32 that are alive at once in the loss's backward."""
+"""Slices of the logits in float32 that are alive at once in the loss's backward (quaver/lab/trainer/loss.py):
+log-probabilities and gradients of the previous slice, logits and log-probabilities of the next."""
 _SPLIT_SLICES = 1
-"""The same number under tensor parallelism, which splits the vocabulary."""
+"""The same number under tensor parallelism, which splits the vocabulary: the gradients, computed in place."""
 
 
 class _Weight(BlockWeight):
@@ -88,11 +95,11 @@ class Estimate:
         self.stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
         self.is_sharded = dims.data_parallel_degree > 1
-        self.shares = find_float8_shares(config)
+        self.float8_shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
-        self.block = [_Weight(*weight) for weight in list_block_weights(self.model)]
-        self.outside = _list_outside_weights(self.model)
-        self.in_block = sum(prod(weight.find_gathered_shape(dims)) for weight in self.block)
+        self.block_weights = [_Weight(*weight) for weight in list_block_weights(self.model)]
+        self.outside_weights = _list_outside_weights(self.model)
+        self.block_elements = sum(prod(weight.find_gathered_shape(dims)) for weight in self.block_weights)
 
     def count_peak_bytes(self) -> int:
         """Return the bytes of the peak."""
@@ -115,34 +122,44 @@ class Estimate:
         only between the forward and the backward of the whole model.
         """
         model, tp = self.model, self.dims.tensor
-        gradients = self._count_held_gradient_bytes()
-        sharded_gradients = max(self.count_parameter_bytes(), gradients)
+        held_gradients = self._count_held_gradient_bytes()
+        all_gradients = max(self.count_parameter_bytes(), held_gradients)
         embedding = model.vocab_size * model.dim // tp
         is_tied = model.tie_word_embeddings
-        reshard = self.config.parallelism.fsdp_reshard_after_forward
-        root = embedding * self.stream_bytes if self.is_sharded else 0
-        codes = int(self._compute_gathered_bytes() * self.in_block) if self.is_sharded else 0
-        if reshard == "never":
-            root, codes = root + model.n_layers * codes, 0
-        live = root + self.tokens * sum(self._iter_saved_by_blocks()) + self._count_saved_outside()
+        gathered_embedding = embedding * self.stream_bytes if self.is_sharded else 0
+        gathered_block = int(self._compute_gathered_bytes() * self.block_elements) if self.is_sharded else 0
+        gathered_always = gathered_embedding
+        if self.config.parallelism.fsdp_reshard_after_forward == "never":
+            gathered_always += model.n_layers * gathered_block
+            gathered_block = 0
+        saved = self.tokens * sum(self._iter_saved_by_blocks()) + self._count_saved_outside()
         # two gathered blocks, and the temporaries of one
-        block = codes * 2 + self._count_temporary_bytes() + (self.tokens * model.dim * _LOW if tp > 1 else 0)
-        codes_of_gradients = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
-        reduced = (_FLOAT32 + codes_of_gradients) * self.in_block if self.is_sharded else 0
+        in_block = gathered_block * 2 + self._count_temporary_bytes()
+        in_block += self.tokens * model.dim * _LOW if tp > 1 else 0
+        gradient_codes = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
+        reduced_block = (_FLOAT32 + gradient_codes) * self.block_elements if self.is_sharded else 0
         head = 0 if is_tied else embedding
         head_shard, reduced_head = _FLOAT32 * head // self.dims.shard, _FLOAT32 * head if self.is_sharded else 0
         # The gradient of a tied projection waits for the embedding's, to which it is added.
-        tied = embedding * self.stream_bytes if is_tied else 0
-        live, later = live + gradients, root + sharded_gradients + tied
+        tied_gradient = embedding * self.stream_bytes if is_tied else 0
+        at_last_block = gathered_always + saved + held_gradients
+        at_first_block = gathered_always + all_gradients + tied_gradient
         return {
-            **{name: live + head_bytes for name, head_bytes in self._count_head_bytes(embedding, codes).items()},
+            **{
+                name: at_last_block + head_bytes
+                for name, head_bytes in self._count_head_bytes(embedding, gathered_block).items()
+            },
             # its gradients, while the head's or its own are reduced
-            "last block": live + tied + max(0, head_shard - gradients) + block + max(reduced_head, reduced),
-            "first block": later + block + reduced,
+            "last block": at_last_block
+            + tied_gradient
+            + max(0, head_shard - held_gradients)
+            + in_block
+            + max(reduced_head, reduced_block),
+            "first block": at_first_block + in_block + reduced_block,
             # the gradient of the embedding, and its sum with a tied projection's, while the first block's are reduced
-            "embedding": later
+            "embedding": at_first_block
             + (2 if is_tied and self.is_sharded else 1) * embedding * self.stream_bytes
-            + reduced
+            + reduced_block
             + self.tokens * model.dim * _FLOAT32 // tp,
             # the gradient, and the copy that is reduced
             "reduction of the embedding's gradient": self.count_parameter_bytes()
@@ -168,12 +185,12 @@ class Estimate:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
         return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
 
-    def _count_head_bytes(self, weights: int, codes: int) -> dict[str, int]:
+    def _count_head_bytes(self, weights: int, gathered_block: int) -> dict[str, int]:
         """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism.
 
         Args:
             weights: the number of the projection's weights.
-            codes: bytes of a gathered block.
+            gathered_block: bytes of a gathered block.
         """
         tp, stream = self.dims.tensor, self.tokens * self.model.dim * _LOW
         logits = self.tokens * self.model.vocab_size // tp
@@ -186,15 +203,15 @@ class Estimate:
             "forward of the head": (2 * gathered + cast + logits) * _LOW + (stream // tp if tp > 1 else 0),
             "loss": (cast + logits) * _LOW + slices,
             # the weight and its gradient, the logits, the gradient of the input, and the last block's weights
-            "backward of the head": (gathered + cast + logits + weights) * _LOW + codes + stream,
+            "backward of the head": (gathered + cast + logits + weights) * _LOW + gathered_block + stream,
         }
 
-    def _sum(self, number: Callable[[_Weight], int]) -> int:
-        return self.model.n_layers * sum(map(number, self.block)) + sum(map(number, self.outside))
+    def _sum(self, count: Callable[[_Weight], int]) -> int:
+        return self.model.n_layers * sum(map(count, self.block_weights)) + sum(map(count, self.outside_weights))
 
     def count_state_bytes(self) -> int:
         """Return the bytes of the optimizer's states: codes with a scale per 128, or moments in the weights' dtype."""
-        optimizer, blocks = self.config.optimizer, set(self.block)
+        optimizer, blocks = self.config.optimizer, set(self.block_weights)
 
         def count_bytes(weight: _Weight) -> int:
             elements = weight.count_sharded(self.dims)
@@ -219,13 +236,13 @@ class Estimate:
         if self.recipe is None:
             return _LOW
         codes = 1 if has_one_cast(self.config.float8.recipe) else 2
-        sizes = [(name, prod(shape)) for name, shape in self.block if name in SPLIT_DIMS or name == EXPERTS]
+        sizes = [(name, prod(shape)) for name, shape in self.block_weights if name in SPLIT_DIMS or name == EXPERTS]
         share = sum(self._compute_share(name) * size for name, size in sizes) / sum(size for _, size in sizes)
         return share * codes + (1 - share) * _LOW
 
     def _compute_share(self, *names: str) -> float:
         """Return the share of blocks in which all named linears are in float8."""
-        return min(self.shares.get(name, 0.0) for name in names)
+        return min(self.float8_shares.get(name, 0.0) for name in names)
 
     def _compute_gathered_bytes(self) -> float:
         return self._compute_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
@@ -234,7 +251,11 @@ class Estimate:
         """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
         if self.is_sharded and not self.config.float8.cast_weights_once:
             return 0
-        held = sum(weight.count_sharded(self.dims) for weight in self.block) if self.is_sharded else self.in_block
+        held = (
+            sum(weight.count_sharded(self.dims) for weight in self.block_weights)
+            if self.is_sharded
+            else self.block_elements
+        )
         return int(self.model.n_layers * held * self._compute_cast_bytes())
 
     def _count_saved_outside(self) -> int:
@@ -337,9 +358,13 @@ class Estimate:
         return int(saves)
 
     def _count_temporary_bytes(self) -> int:
-        """Return the bytes of a block's weight gradients, and of the gradients in its feed-forward."""
+        """Return the bytes of a block's weight gradients, and of the gradients in its feed-forward.
+
+        Per token these are four in bfloat16 as wide as its hidden layer (of gate, up, silu(gate) and their product),
+        and the gradient of its output in float32.
+        """
         token_bytes = 8 * count_networks(self.model) * self.model.hidden_dim + _FLOAT32 * self.model.dim
-        return _LOW * self.in_block + self.tokens * token_bytes // self.dims.tensor
+        return _LOW * self.block_elements + self.tokens * token_bytes // self.dims.tensor
 
 
 def _list_outside_weights(model: Model) -> list[_Weight]:

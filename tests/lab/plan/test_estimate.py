@@ -1,10 +1,10 @@
-"""Tests that the estimated peak is within 5% of the predicted one, and exact in what a rank holds."""
+"""Tests that the estimated peak is near the predicted one, and exact in what a rank holds."""
 
 import pytest
 import torch
 
 from benchmarks.plan_memory import peak_bytes
-from quaver.lab.plan.estimate import Estimate, estimate_peak
+from quaver.lab.plan.estimate import ESTIMATE_ERROR, Estimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
@@ -96,7 +96,7 @@ PEAKS = [
 
 @pytest.mark.parametrize(("ranks", "settings", "peak"), PEAKS)
 def test_the_estimate_is_near_the_peak(ranks, settings, peak):
-    assert estimate_peak(make_config(*settings), ranks) == pytest.approx(peak, rel=0.05)
+    assert estimate_peak(make_config(*settings), ranks) == pytest.approx(peak, rel=ESTIMATE_ERROR / 2)
 
 
 @pytest.mark.nightly
@@ -131,7 +131,7 @@ CHANGES = [
 @pytest.mark.parametrize(("sections", "added"), CHANGES)
 def test_settings_change_the_estimate_as_they_change_the_peak(sections, added):
     estimated = (estimate_peak(changed(SMALL, **sections)) - estimate_peak(SMALL)) / 1e6
-    assert estimated == pytest.approx(added, abs=13)
+    assert estimated == pytest.approx(added, abs=13)  # 4% of SMALL's peak
 
 
 @pytest.mark.nightly
@@ -145,7 +145,7 @@ def test_the_recorded_changes_are_those_of_today(sections, added):
 def test_the_gradient_of_a_tied_projection_waits_for_the_embeddings(reshard):
     tied = {"vocab_size": 1 << 16, "tie_word_embeddings": True}
     config = changed(SMALL, model=tied, training={"seq_len": 32}, parallelism={"fsdp_reshard_after_forward": reshard})
-    assert estimate_peak(config, 8) == pytest.approx(peak_bytes(config, 8), rel=0.06)
+    assert estimate_peak(config, 8) == pytest.approx(peak_bytes(config, 8), rel=ESTIMATE_ERROR)
 
 
 def test_what_the_policy_saves_is_stored_in_compiled_code():

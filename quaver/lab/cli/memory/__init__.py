@@ -25,7 +25,7 @@ from quaver.lab.memory.runs.measure import measure_memory, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import RunMemory, predict_memory
 from quaver.lab.output_file import check_writable, write_json
 from quaver.lab.plan.advise import advise
-from quaver.lab.plan.estimate import estimate_peak
+from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings import TrainConfig
@@ -57,7 +57,9 @@ class MemoryOptions(Settings):
     fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
     time_on: str | None = setting(None, "GPU whose step time --advise and --fit simulate, such as H100 or B200.")
     quick: bool = setting(
-        False, "Estimate the peak in closed form, within 10%, instead of predicting it; --advise and --fit do so too."
+        False,
+        f"Estimate the peak in closed form, within {ESTIMATE_ERROR:.0%}, instead of predicting it; --advise and --fit "
+        "do so too.",
     )
     measure: bool = setting(False, "Run real steps on this machine, and print them next to the prediction.")
     links: bool = setting(
@@ -158,7 +160,8 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
             advice = advise(
                 config, options.ranks, fit_bytes=fit_bytes, time_on=options.time_on, quick=True, progress=tell
             )
-    show([f"about {format_bytes(estimate)} at the peak of one of {options.ranks} ranks, estimated within 10%"])
+    peak = f"about {format_bytes(estimate)} at the peak of one of {options.ranks} ranks"
+    show([f"{peak}, estimated within {ESTIMATE_ERROR:.0%}"])
     if advice is not None:
         show([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
