@@ -13,6 +13,7 @@ from benchmarks.record import ROOT, markdown
 from quaver.lab.plan import calibration
 from quaver.lab.plan.calibration import Card
 from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.run import Framework
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import build_step
 from quaver.recipes.config import Float8LinearRecipeName
@@ -82,13 +83,15 @@ def run_of(row: Published) -> PipelinedRun:
         reshard_after_forward="default" if row.sharding == "fsdp" else "never",
         casts_weights_once=megatron,
         residual_bytes=2,
-        async_tensor=row.async_tp,
-        async_expert=row.pp_schedule == "DualPipe",
-        exchanged_share=NODE_LIMITED if row.pp_schedule == "DualPipe" else 1.0,
-        compiled=row.compiled or not row.name.startswith(("aws", "torchtitan")),
-        casts_gathered=row.recipe == "rowwise",
-        rescales_rows=True,  # all row-wise runs used torchao
-        attention="cudnn" if megatron or row.gpu.startswith("B200") else "flash",
+        framework=Framework(
+            async_tensor=row.async_tp,
+            async_expert=row.pp_schedule == "DualPipe",
+            exchanged_share=NODE_LIMITED if row.pp_schedule == "DualPipe" else 1.0,
+            compiled=row.compiled or not row.name.startswith(("aws", "torchtitan")),
+            casts_gathered=row.recipe == "rowwise",
+            rescales_rows=True,  # all row-wise runs used torchao
+            attention="cudnn" if megatron or row.gpu.startswith("B200") else "flash",
+        ),
     )
     if row.sharding == "zero1":
         run = replace(run, shard=row.dp_replicate * row.dp_shard, replicate=1, reduce="last")

@@ -95,9 +95,9 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     between = predict_seconds_between_matmuls(
         BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes
     )
-    if not run.compiled:
+    if not run.framework.compiled:
         between = PerPass(*(EAGER_BYTES * seconds for seconds in between))
-    attention = predict_attention_seconds(queries, share, run.seq_len, spec, run.attention)
+    attention = predict_attention_seconds(queries, share, run.seq_len, spec, run.framework.attention)
     forward = sum(map(_time_forward, linears.values()))
     backward = sum(time.total_s - _time_forward(time) for time in linears.values())
     experts = time_experts(run, cluster) if model.n_experts else PerPass(0, 0)
@@ -147,7 +147,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = SPLIT_DIMS.get(name) == 1
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
-    rescales = run.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
+    rescales = run.framework.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
 
     def predict_cost(tokens: int) -> LinearTime:
         linear = predict_linear_cost(
@@ -166,7 +166,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
         return linear.float8 if share else linear.bfloat16
 
     time = predict_cost(run.tokens)
-    if run.async_tensor and split > 1:  # one matmul per rank's tokens, at the rate of its shape
+    if run.framework.async_tensor and split > 1:  # one matmul per rank's tokens, at the rate of its shape
         part = predict_cost(max(1, run.tokens // split))
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not share:
@@ -176,7 +176,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
         time = replace(
             time, weight_casts_s=predict_move_seconds(moved * inputs * outputs, spec) if run.has_one_cast else 0.0
         )
-    if split > 1 and not is_split_by_input and not run.casts_gathered:
+    if split > 1 and not is_split_by_input and not run.framework.casts_gathered:
         # a rank casts its part of the sequence, and changes the layout of the gathered codes
         laid_out_s = predict_move_seconds(2 * run.tokens * inputs, spec) / READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)

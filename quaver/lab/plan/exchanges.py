@@ -80,7 +80,7 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     again = backward and run.checkpointing != "none"
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
     share = fmean(run.get_float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
-    if casts is not None and not run.casts_gathered:
+    if casts is not None and not run.framework.casts_gathered:
         forward, backwards = _count_amaxes(run, casts)
         for number, elements in [forward] * (again or not backward) + [backwards] * backward:
             if number and share:
@@ -88,7 +88,9 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     if backward and share:  # gradients of the norms' weights; bfloat16 blocks start no such collective
         yield Exchange("all_reduce", 2 * dim, 2 * share, *group)
     for is_gradient in [False] * (again or not backward) + [True] * backward:
-        operand = None if casts is None or run.casts_gathered else casts.grad_output if is_gradient else casts.input
+        operand = (
+            None if casts is None or run.framework.casts_gathered else casts.grad_output if is_gradient else casts.input
+        )
         readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
         in_codes = sum(min(map(run.get_float8_share, linears)) for linears in readers)
         for times, casts_of_operand in ((in_codes, operand), (halves - in_codes, None)):
@@ -223,7 +225,7 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     if run.expert == 1:
         return
     model, group = run.model, (run.expert, run.tensor * run.context)
-    rows = run.tokens * model.top_k * run.exchanged_share
+    rows = run.tokens * model.top_k * run.framework.exchanged_share
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
     sends_input = not backward or run.checkpointing != "none"
     if sends_input:

@@ -1,7 +1,7 @@
 """The properties of a run on which its time depends: the degrees of its layout, its shapes and its precision.
 
-`make_planned_run` makes the trainer's runs from a config. Some fields are only for runs that others published: context
-parallelism, asynchronous tensor parallelism and other features that the trainer does not have.
+`make_planned_run` makes the trainer's runs from a config. Runs that others published may also have context parallelism
+and another `Framework`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,29 @@ HEAD = "lm_head"
 EXPERTS = "experts"
 _MOMENTS = {"AdamW": 2, "Float8AdamW": 2, "Muon": 1, "Float8Muon": 1}
 """The optimizer's states per parameter; Muon's are for matrices of blocks."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How the software of a published run computes and sends a block. The defaults are the trainer's."""
+
+    async_tensor: bool = False
+    """Whether tensor parallel collectives overlap with adjacent matmuls."""
+    casts_gathered: bool = False
+    """Whether tensor parallel ranks all-gather bfloat16 and quantize the gathered tensor. The trainer all-gathers
+    codes."""
+    async_expert: bool = False
+    """Whether exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
+    exchanged_share: float = 1.0
+    """The bytes of token exchanges relative to the trainer's. DeepSeek-V3 sends codes, and each token once to a
+    node."""
+    compiled: bool = True
+    """Whether the operations between matmuls are compiled."""
+    attention: str | None = None
+    """The kernel of attention, "flash" or "cudnn"; None for torch's choice (roofline/attention.py)."""
+    rescales_rows: bool = False
+    """Whether row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale per
+    operand, and another pass scales them."""
 
 
 @dataclass(frozen=True)
@@ -74,26 +97,10 @@ class PlannedRun:
     """Whether the step after a checkpoint begins when its bytes are in host memory, before they are written."""
     grad_weight_from_codes: bool = False
     """Whether expert parallel ranks send tokens as codes under all float8 recipes."""
-    async_tensor: bool = False
-    """Whether tensor parallel collectives overlap with adjacent matmuls."""
-    casts_gathered: bool = False
-    """Whether tensor parallel ranks all-gather bfloat16 and quantize the gathered tensor. The trainer all-gathers
-    codes."""
-    async_expert: bool = False
-    """Whether exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
-    exchanged_share: float = 1.0
-    """The bytes of token exchanges relative to the trainer's. DeepSeek-V3 sends codes, and each token once to a
-    node."""
-    compiled: bool = True
-    """Whether the operations between matmuls are compiled."""
-    attention: str | None = None
-    """The kernel of attention, "flash" or "cudnn"; None for torch's choice (roofline/attention.py)."""
-    rescales_rows: bool = False
-    """Whether row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale per
-    operand, and another pass scales them."""
     reduce: str = "every"
     """training.reduce. With "last" and weights that are never resharded, weights and gradients are sent once a step, as
     if only the optimizer's states were sharded (ZeRO-1)."""
+    framework: Framework = Framework()
 
     @property
     def ranks(self) -> int:

@@ -87,10 +87,10 @@ def _count_gathered_bytes(run: PlannedRun, parameters: float, in_float8: float) 
 
 def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
     """Return the kinds of a block's exchanges that overlap with its compute."""
-    tensor = {"all_gather", "reduce_scatter"} if run.async_tensor else set()
-    if run.casts_gathered and run.recipe is not None:  # casts wait for the whole tensor
+    tensor = {"all_gather", "reduce_scatter"} if run.framework.async_tensor else set()
+    if run.framework.casts_gathered and run.recipe is not None:  # casts wait for the whole tensor
         tensor -= {"all_gather"}
-    return frozenset(tensor | ({"all_to_all"} if run.async_expert else set()))
+    return frozenset(tensor | ({"all_to_all"} if run.framework.async_expert else set()))
 
 
 def add_block(

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.record import ROOT
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import time_block, time_head
-from quaver.lab.plan.run import HEAD, PlannedRun, make_planned_run
+from quaver.lab.plan.run import HEAD, Framework, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.trainer.model import SPLIT_DIMS
@@ -107,14 +107,14 @@ def test_slower_settings_take_longer():
     rowwise, split = replace(RUN, recipe=Float8LinearRecipeName.ROWWISE), replace(TENSORWISE, tensor=8)
     base = time_both(TENSORWISE)
     assert base < time_both(rowwise) < time_both(RUN)
-    assert base < time_both(replace(TENSORWISE, compiled=False))
-    assert base == time_both(replace(TENSORWISE, attention="cudnn"))  # torch's choice on an H200
-    assert base < time_both(replace(TENSORWISE, attention="flash"))
-    assert time_both(split) < time_both(replace(split, async_tensor=True))
-    assert time_both(split) < time_both(replace(split, casts_gathered=True))
+    assert base < time_both(replace(TENSORWISE, framework=Framework(compiled=False)))
+    assert base == time_both(replace(TENSORWISE, framework=Framework(attention="cudnn")))  # torch's choice on an H200
+    assert base < time_both(replace(TENSORWISE, framework=Framework(attention="flash")))
+    assert time_both(split) < time_both(replace(split, framework=Framework(async_tensor=True)))
+    assert time_both(split) < time_both(replace(split, framework=Framework(casts_gathered=True)))
     assert sum(time_head(split, CLUSTER)) < sum(time_head(TENSORWISE, CLUSTER)) / 7
-    assert time_both(rowwise) < time_both(replace(rowwise, rescales_rows=True))
-    assert base == time_both(replace(TENSORWISE, rescales_rows=True))
+    assert time_both(rowwise) < time_both(replace(rowwise, framework=Framework(rescales_rows=True)))
+    assert base == time_both(replace(TENSORWISE, framework=Framework(rescales_rows=True)))
 
 
 def test_torch_takes_cudnn_on_hopper_and_blackwell_of_data_centers():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.run import Framework, PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_step
 from quaver.lab.settings import Model
@@ -24,7 +24,7 @@ RUNS = {
     "HSDP": replace(BASE, shard=8, replicate=4),
     "float8 gather": replace(BASE, recipe=TENSORWISE, float8_gather=True),
     "tensor parallel": replace(BASE, tensor=8),
-    "asynchronous": replace(BASE, tensor=8, async_tensor=True),
+    "asynchronous": replace(BASE, tensor=8, framework=Framework(async_tensor=True)),
     "rowwise over nodes": replace(BASE, tensor=16, shard=4, recipe=Float8LinearRecipeName.ROWWISE),
     "context parallel": replace(BASE, context=4),
     "micro-batches": replace(BASE, micro_batches=3, reshard_after_forward="never"),
