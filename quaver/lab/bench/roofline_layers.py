@@ -18,6 +18,7 @@ from quaver.recipes.config import SHARED_INPUTS
 from quaver.runtime.errors import InputError
 
 _SEQ_LEN = 8192
+"""The sequences of Llama 3's training (arXiv 2407.21783, section 3.2)."""
 
 
 @dataclass(frozen=True)

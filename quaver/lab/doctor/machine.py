@@ -22,7 +22,9 @@ from quaver.runtime.devices import compute_capability, has_cuda, is_cuda_device
 from quaver.runtime.slow_paths import error_on_slow_path, list_slow_paths
 
 _SIZE = 64
-_ENOUGH_DB = 20.0  # a wrong result has about 0 dB, the coarsest recipe about 24
+"""M, K and N of the linear that is tried."""
+_ENOUGH_DB = 20.0
+"""A wrong result has about 0 dB, and the coarsest recipe about 24."""
 
 
 Finding = dict[str, str]

@@ -22,6 +22,7 @@ SAVE_SECONDS = GRACE_SECONDS - 30
 JOIN_SECONDS = 600
 """The time in which all hosts must join, torchrun's default."""
 CPUS_PER_GPU = 8
+"""A DGX H100 has 14 cores for each GPU; the rest is the host's."""
 _LONGEST_NAME = 40
 """Kubernetes adds the names of the job and of the pod, and takes 63 characters."""
 
@@ -35,7 +36,7 @@ def make_launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path:
         InputError: `ranks` do not fill hosts of `gpus_per_node` GPUs, or a command cannot contain `path`.
     """
     if not str(path).isprintable():
-        raise InputError(f"the path of a config must be printable characters, got {str(path)!r}")
+        raise InputError(f"expected a path of a config with printable characters, got {str(path)!r}")
     hosts, gpus = split_into_hosts(ranks, gpus_per_node)
     name = _make_dns_label(config.job.name or path.stem)
     arguments = [path.as_posix() if path.as_posix()[0] != "-" else f"./{path.as_posix()}"]
@@ -60,10 +61,8 @@ def split_into_hosts(ranks: int, gpus_per_node: int) -> tuple[int, int]:
     if ranks <= gpus_per_node:
         return 1, ranks
     if ranks % gpus_per_node:
-        expected = f"a multiple of the {gpus_per_node} GPUs of a node, or at most as many"
-        raise InputError(
-            f"GPUs of a run must be {expected}, got {ranks}; torchrun starts equally many ranks on each node"
-        )
+        expected = f"a multiple of the {gpus_per_node} of a node, or at most as many"
+        raise InputError(f"expected GPUs that are {expected}, got {ranks}; torchrun starts equally many on each node")
     return ranks // gpus_per_node, gpus_per_node
 
 

@@ -11,6 +11,7 @@ from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step
 
 _DEPTHS = (2, 4)
+"""Few, and even, so that half of the blocks can be checkpointed. From the second block on, each adds the same time."""
 
 
 def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:

@@ -31,6 +31,7 @@ USABLE = 0.94
 """Share of a GPU's memory that a run may use at its peak. Buffers of CUDA and NCCL, and gaps between blocks, take about
 5 GB of 80; torchtitan's runs of Llama 3 8B reserve up to 0.95."""
 MAX_TASKS = 10_000
+"""Tasks of a step that are simulated, in 0.1 s on one core; two micro-batches of Llama 3 405B have 8,620."""
 
 
 @dataclass(frozen=True)

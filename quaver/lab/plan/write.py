@@ -46,7 +46,7 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
         OSError: a file cannot be written.
     """
     if path.suffix != ".toml":
-        raise InputError(f"the config of a run must be a file whose name ends with .toml, got {str(path)!r}")
+        raise InputError(f"expected a config whose name ends with .toml, got {str(path)!r}")
     resolve(config, world_size=ranks)
     texts = {
         path: format_config(config, comment),

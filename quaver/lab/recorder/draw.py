@@ -37,6 +37,7 @@ MAX_COLUMNS = 1500
 """The most columns of a timeline. If several adjacent events share a column, the highest is drawn."""
 SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
+"""The share of the width below which a phase is labeled vertically."""
 
 
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:

@@ -13,7 +13,9 @@ from quaver.lab.report.statistics import MISSING, NOT_A_NUMBER, STATISTICS, Code
 from quaver.numerics.record import Record, encode_counts
 
 WORST_CELLS = 25
+"""Rows of the table of worst cells."""
 MAX_TRIALS = 500
+"""Rows of the table of other recipes."""
 SQNR = STATISTICS[0].name
 MAX_HISTOGRAM_BYTES = 400_000
 """Limit on the counts of all histograms of a page; in base64 they take 0.5 MB."""

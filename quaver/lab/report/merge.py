@@ -13,6 +13,7 @@ from quaver.lab.report.statistics import Codes
 MAX_CELLS = 3_000_000
 """Bytes of all heat maps of a page; in base64 they take 4 MB."""
 MAX_COLUMNS = 2000
+"""About the pixels of a screen's width."""
 FEWEST_COLUMNS = 200
 """Samples are merged down to this number of columns before tensors are merged."""
 

@@ -166,9 +166,9 @@ def test_one_host_needs_no_head_and_a_run_keeps_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "gpus_per_node", "name", "message"),
     [
-        (12, 8, "run.toml", "GPUs of a run must be a multiple of the 8 GPUs of a node, or at most as many, got 12;"),
-        (8, 8, "run.yaml", "must be a file whose name ends with .toml, got"),
-        (8, 8, "a\nb.toml", "the path of a config must be printable characters, got"),
+        (12, 8, "run.toml", "expected GPUs that are a multiple of the 8 of a node, or at most as many, got 12;"),
+        (8, 8, "run.yaml", "expected a config whose name ends with .toml, got"),
+        (8, 8, "a\nb.toml", "expected a path of a config with printable characters, got"),
         (1, 8, "run.toml", "float8.enable_fsdp_float8_all_gather must be false where no weight is sharded"),
     ],
 )

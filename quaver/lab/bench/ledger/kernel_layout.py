@@ -12,6 +12,7 @@ _ACCESS = re.compile(r"^( *).*tl\.(load|store)\((\w+) \+ (\(.*)$", re.M)
 _UNIT = re.compile(r"(?:^\(|\+ )(x|y|r0_)(?:\d+|index)?(?= \+|\)|,)")
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i32": 4, "i64": 8}
 _SECTOR = 32
+"""Bytes that an NVIDIA GPU moves at least ("Device Memory Accesses", CUDA C++ Programming Guide)."""
 
 
 class TileAccess(NamedTuple):

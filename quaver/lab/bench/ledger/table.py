@@ -23,6 +23,7 @@ COLUMNS = (
 )
 KERNEL_COLUMNS = ("category", "pass", "us", "MB", "kernel and its line", "fuses")
 _LONGEST = 8
+"""Fused operators of a kernel that are shown."""
 
 
 def iter_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:

@@ -33,6 +33,7 @@ STRIDED_COPY_S = 7.4e-12
 closer to a compiled copy (docs/lab/log.md)."""
 
 _SCHEDULERS = 4
+"""Warp schedulers of a multiprocessor, since Volta."""
 
 
 def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
