@@ -258,7 +258,7 @@ def make_layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
 
 
 def _iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchResult) -> Iterator[str]:
-    """Say if steps differ in tokens, or from --global-batch, and why the configured layout is not in the table."""
+    """Say how steps and batches of the table are limited, and why the configured layout is not in it."""
     planned = result.rows[0].run
     steps = {row.run.step_tokens for row in result.rows}
     if len(steps) > 1:
@@ -269,6 +269,11 @@ def _iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchR
             f"{planned.step_tokens // planned.seq_len:,} sequences of {planned.seq_len:,}, "
             "rounded so that ranks divide them"
         )
+    trainings = [candidate.config.training for candidate in layouts.candidates]
+    largest = max(training.local_batch_size for training in trainings)
+    is_step_fixed = len({training.step_batch_size for training in trainings}) == 1
+    if planned.local_batch == largest and (planned.micro_batches > 1 or not is_step_fixed):
+        yield f"row 1 has the largest local batch of the search, {largest}; --training.local_batch_size adds another"
     if layouts.configured_refusal:
         yield f"the configured layout is no row: {layouts.configured_refusal}"
 

@@ -203,6 +203,12 @@ def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, ref
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_the_largest_local_batch_of_a_search_is_said_to_be_it(plan):
+    words, sentence = ["--gpus", "1", "--top", "1", "--memory", "400GiB"], "row 1 has the largest local batch of the"
+    assert f"{sentence} search, 16; --training.local_batch_size adds another" in plan(*words)[0]
+    assert sentence not in plan(*words, "--training.local_batch_size", "64")[0]
+
+
 def test_rows_name_the_backward(plan):
     _, written = plan("--gpus", "8", "--top", "4", recipe="rowwise:dequantized")
     assert "rowwise:dequantized" in {row["precision"] for row in written["rows"]}
