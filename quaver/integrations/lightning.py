@@ -5,7 +5,8 @@
     Trainer(..., callbacks=[Float8Monitor(every=100)])    # writes numerics.jsonl; see docs/monitor.md
 
 The plugins convert the module before it is sharded and run forwards under bfloat16 autocast. After each optimizer step
-they update delayed scales and the scales of float8 all-gathers. Lightning's checkpoints hold the persistent scales.
+they update the delayed scales of the modules that it stepped, and the scales of their float8 all-gathers. The Trainer's
+checkpoints hold the persistent scales. Under Fabric save `float8_scaling_state(model)` with the model.
 
 Both packages have the same classes, and each accepts only its own. The plugins therefore derive from the classes of all
 installed packages, beginning with the packages that the program imported.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import weakref
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,8 @@ class _PrecisionPlugin:
         autocast_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
         self.config, self.module_filter_fn, self.autocast_dtype = config, module_filter_fn, autocast_dtype
-        self._module: nn.Module | None = None
+        self._references: list[weakref.ref[nn.Module]] = []
+        """The converted modules, the last one at the end."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the module in place. Raises RuntimeError if a strategy has already sharded it."""
@@ -85,35 +88,47 @@ class _PrecisionPlugin:
                 "convert_to_float8_training at the beginning of configure_model, before fully_shard, and leave "
                 "the plugin out"
             )
-        self._module = convert_to_float8_training(module, config=self.config, module_filter_fn=self.module_filter_fn)
+        convert_to_float8_training(module, config=self.config, module_filter_fn=self.module_filter_fn)
+        self._references = [other for other in self._references if other() not in (None, module)]
+        self._references.append(weakref.ref(module))
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return an autocast for the device of the module."""
-        parameter = None if self._module is None else next(self._module.parameters(), None)
+        """Return an autocast for the device of the modules."""
+        parameters = (parameter for module in self._list_modules() for parameter in module.parameters())
+        parameter = next(parameters, None)
         device_type = "cpu" if parameter is None else parameter.device.type
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the persistent scales, for Lightning's checkpoint."""
-        return {} if self._module is None else {**float8_scaling_state(self._module).state_dict()}
+    def _list_modules(self) -> list[nn.Module]:
+        return [module for reference in self._references if (module := reference()) is not None]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._module is not None and state_dict:
-            float8_scaling_state(self._module).load_state_dict(state_dict)
-
-    def _after_optimizer_step(self) -> None:
-        if self._module is not None:
-            sync_float8_amax_and_scale_history(self._module)
-            precompute_scales(self._module)
+    def _update_scales(self, optimizer: Any) -> None:
+        """Update the scales of the modules that `optimizer` has stepped."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        modules = self._list_modules()
+        owners = [module for module in modules if any(id(parameter) in stepped for parameter in module.parameters())]
+        for module in owners or modules:  # FSDP1's flat parameters belong to no module inside
+            sync_float8_amax_and_scale_history(module)
+            precompute_scales(module)
 
 
 class Float8Precision(_PrecisionPlugin, _TrainerPrecision):
     """The plugin of Lightning's Trainer."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the persistent scales, for Lightning's checkpoint."""
+        modules = self._list_modules()
+        return {**float8_scaling_state(modules[-1]).state_dict()} if modules else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        modules = self._list_modules()
+        if modules and state_dict:
+            float8_scaling_state(modules[-1]).load_state_dict(state_dict)
+
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:
         result = super().optimizer_step(optimizer, model, closure, **options)
-        self._after_optimizer_step()
+        self._update_scales(optimizer)
         return result
 
 
@@ -151,5 +166,5 @@ class Float8FabricPrecision(_PrecisionPlugin, _FabricPrecision):
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
         result = super().optimizer_step(optimizer, **options)
-        self._after_optimizer_step()
+        self._update_scales(optimizer)
         return result

@@ -8,12 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(
+    r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module|_original_module)\."
+)
+_SECOND_NAME = re.compile(r"\b_original_module\.")
+"""Part of the second name that Lightning Fabric's wrapper gives to all that is in it."""
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a name without the parts that torch.compile, checkpoint wrappers and FSDP1 add."""
+    """Return a name without the parts that torch.compile, checkpoint wrappers, FSDP1 and Fabric add."""
     return _WRAPPERS.sub("", name)
 
 
@@ -33,7 +37,9 @@ def find_parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter by the parameter's id; a tied parameter has several names."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+        names = owners.setdefault(id(parameter), [])
+        if not names or not _SECOND_NAME.search(name):
+            names.append(name)
     return owners
 
 

@@ -20,6 +20,7 @@ from tests.library.foreign.llama import (
     train_by_hand,
 )
 from tests.library.foreign.table import proves, refuses
+from tests.mixture import DIM, make_mixture
 from tests.steps import assert_same
 from tests.thinned import at_night
 
@@ -209,6 +210,20 @@ def test_fabric_with_autocast_differs_by_its_rounding():
     losses, by_hand = loop(model, optimizer, fabric.backward), loop_by_hand()
     assert losses == pytest.approx(by_hand, rel=0.01)
     assert losses != by_hand
+
+
+def test_each_optimizer_of_fabric_updates_the_scales_of_its_own_modules():
+    fabric = Fabric(accelerator="cpu", plugins=[Float8FabricPrecision("delayed", autocast_dtype=None)])
+    sides = [fabric.setup(model, optimizer_of(model)) for model in (make_mixture(), make_mixture())]
+    for model, _ in sides:
+        fabric.backward(model(torch.randn(8, DIM)).sum())
+    for stepped, (_, optimizer) in enumerate(sides, 1):
+        optimizer.step()
+        known = [scales_of(model)["1.out.weight.quant_scale"].item() > 0 for model, _ in sides]
+        assert known == [index < stepped for index in range(2)]
+    layers = conversion_report(sides[0][0]).layers
+    assert {layer.name.removeprefix("_forward_module.") for layer in layers} >= {"1.out", "1.experts.down_proj"}
+    assert not any("tied" in layer.reason for layer in layers)
 
 
 @proves("Fabric", "save, resume", "resume elsewhere")
