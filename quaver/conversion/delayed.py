@@ -207,7 +207,8 @@ class Float8ScalingState:
         history of another length keeps its newest entries.
 
         Raises:
-            ValueError: an entry is not a tensor, or has a wrong number of dims; nothing is then loaded.
+            ValueError: an entry is not a tensor, has a wrong number of dims, or is a scale of inf or NaN; nothing is
+                then loaded.
         """
         missing = load_slots(self._slots, state_dict)
         if missing:

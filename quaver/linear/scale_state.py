@@ -43,6 +43,7 @@ object with the same `quant_scale._version`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -370,13 +371,12 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     Returns:
         The number of missing entries.
     Raises:
-        ValueError: an entry is not a tensor, or has another number of dims; nothing is loaded.
+        ValueError: an entry is not a tensor, has another number of dims, or is an inf or NaN scale; nothing is loaded.
     """
     entries = list_entries(named_slots)
     for name, view in entries.items():
-        dims = given[name].dim() if isinstance(given.get(name), Tensor) else "no tensor"
-        if name in given and dims != view.dim():
-            raise ValueError(f"{name}: expected a tensor of {view.dim()} dims, got {dims}")
+        if name in given:
+            _check_entry(name, given[name], view.dim())
     for name, view in entries.items():
         source = given.get(name, view.new_zeros(()))
         if view.dim() and source.dim() and len(source) != len(view):
@@ -385,3 +385,12 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     for state in {id(state): state for _, state, _ in named_slots}.values():
         state.refresh_after_load()
     return sum(name not in given for name in entries)
+
+
+def _check_entry(name: str, entry: Any, dims: int) -> None:
+    got = entry.dim() if isinstance(entry, Tensor) else "no tensor"
+    if got != dims:
+        raise ValueError(f"{name}: expected a tensor of {dims} dims, got {got}")
+    has_value = not isinstance(entry, FakeTensor) and not entry.is_meta
+    if dims == 0 and has_value and not math.isfinite(entry.item()):
+        raise ValueError(f"{name}: expected a finite scale, got {entry.item()}; load an earlier checkpoint")

@@ -27,7 +27,7 @@ from quaver.compat.delayed_buffers import load_delayed_buffers
 from quaver.fsdp.shard import find_mesh_device
 from quaver.linear.scale_state import ScaleState
 from quaver.runtime.devices import simulate_gpu
-from tests.library.conversion.test_delayed import Ffn, Net, config_of, fared, make, scale_of, states, step
+from tests.library.conversion.test_delayed import INF, NAN, Ffn, Net, config_of, fared, make, scale_of, states, step
 from tests.library.foreign.test_delayed_buffers import old_checkpoint
 from tests.reference import reference_linear, sqnr_db
 from tests.steps import assert_same, by_torch_save, results_of
@@ -132,13 +132,20 @@ def test_a_history_of_another_length_keeps_its_newest_entries():
     assert states(long)["input.amax_history"].tolist() == [0.0, 0.0, 4.0, 5.0, 6.0]
 
 
-@pytest.mark.parametrize("bad", [3.0, torch.zeros(2), "x"], ids=str)
-def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad):
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        *((bad, "a tensor of 0 dims") for bad in (3.0, torch.zeros(2), "x")),
+        *((torch.tensor(bad), "a finite scale") for bad in (INF, NAN)),
+    ],
+    ids=str,
+)
+def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad, expected):
     module = make()
     step(module, torch.randn(2, 64))
     before = states(module)
     entries = {name: value * 2 for name, value in before.items()} | {"grad_output.quant_scale": bad}
-    with pytest.raises(ValueError, match=r"grad_output.quant_scale: expected a tensor of 0 dims, got"):
+    with pytest.raises(ValueError, match=f"grad_output.quant_scale: expected {expected}, got"):
         float8_scaling_state(module).load_state_dict(entries)
     assert_same(before, states(module))
 
