@@ -7,6 +7,8 @@ all-gather that finds no scales computes the scales of every sibling that lacks 
 
 from __future__ import annotations
 
+import functools
+import logging
 import typing
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,8 +27,9 @@ from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, lo
 from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrapperWeight
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
-from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
+
+logger = logging.getLogger(__name__)
 
 
 class AllGatherWeight(Protocol):
@@ -202,12 +205,16 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """
     configs = [weight.config for _, weight in weights_under(module)]
     if configs and not any(config.enable_fsdp_float8_all_gather for config in configs):
-        warn_once(
-            "scales of no all-gather",
-            "precompute_float8_dynamic_scale_for_fsdp has nothing to compute: no config of this model has "
-            "enable_fsdp_float8_all_gather, so FSDP2 gathers its weights in high precision",
-        )
+        _warn_of_no_all_gather()
     precompute_scales(module)
+
+
+@functools.cache
+def _warn_of_no_all_gather() -> None:
+    logger.warning(
+        "precompute_float8_dynamic_scale_for_fsdp has nothing to compute: no config of this model has "
+        "enable_fsdp_float8_all_gather, so FSDP2 gathers its weights in high precision"
+    )
 
 
 def precompute_scales(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ of torch.optim.Optimizer; docs/design/0014-optimizer-states.md says why.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import typing
 from collections import defaultdict
@@ -35,7 +36,6 @@ from quaver.optim.state import (
 )
 from quaver.runtime.devices import is_capturing
 from quaver.runtime.process_group import has_process_group
-from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import get_local_tensor, wait_for_local_tensor
 from quaver.torch_private.optimizer import load_with_hooks
@@ -293,12 +293,17 @@ def check_gradient(parameter: Tensor) -> None:
 def _warn_of_float32(name: str, parameter: Tensor) -> None:
     """Warn why requested float8 moments are float32, unless float8 would save little."""
     if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
-        warn_once(
-            "float32 moments of flat parameters",
-            f"moments of {name} {list(parameter.shape)} stay in float32, 4 bytes per element each, because it is not "
-            "a matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",
-        )
+        _warn_of_vectors()
     elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
         if has_process_group() and dist.get_rank():
             return  # the first rank says it for all
         logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
+
+
+@functools.cache
+def _warn_of_vectors() -> None:
+    logger.warning(
+        "moments of vectors stay in float32, 4 bytes per element each, and this model has vectors of %d elements or "
+        "more; FSDP1 flattens parameters: use fully_shard (FSDP2)",
+        _LARGE_VECTOR,
+    )

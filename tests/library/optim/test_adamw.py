@@ -12,7 +12,7 @@ from torch import nn
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
-from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, base, buckets, float32_embeddings, update
 from quaver.optim.blocks import RowSpan, make_grid, number_blocks
 from quaver.optim.rounding import (
     dequantize_moment,
@@ -23,7 +23,7 @@ from quaver.optim.rounding import (
     take_low16,
 )
 from quaver.recipes.formats import E4M3
-from quaver.runtime.slow_paths import list_slow_paths
+from quaver.runtime.slow_paths import error_on_slow_path
 from tests import steps
 from tests.counting import CollectiveCounter
 from tests.steps import assert_same, by_torch_save
@@ -345,12 +345,13 @@ def test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded(exp_avg, 
         assert steps.max() < 2.5
 
 
-def test_large_vectors_are_said_once_to_stay_in_float32():
+def test_large_vectors_are_said_once_to_stay_in_float32(caplog):
     """FSDP1's parameters are such vectors, with use_orig_params too."""
-    train(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
-    (warning,) = list_slow_paths()
-    assert "[65536] stay in float32" in warning
-    assert "fully_shard" in warning
+    base._warn_of_vectors.cache_clear()
+    with error_on_slow_path():
+        train(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
+    (message,) = caplog.messages
+    assert "this model has vectors of 65536 elements or more" in message
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()

@@ -13,12 +13,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quaver import (
     Float8LinearConfig,
+    assert_float8_training,
+    cast_weights_once,
+    conversion_report,
     convert_to_float8_training,
+    convert_to_high_precision,
     error_on_slow_path,
+    float8_scaling_state,
     freeze_to_float8,
     precompute_float8_dynamic_scale_for_fsdp,
+    sync_float8_amax_and_scale_history,
 )
+from quaver.checkpointing import apply_activation_checkpointing
+from quaver.fsdp import siblings
 from quaver.kernels import cast, cpu, operation
+from quaver.optim import Float8AdamW
 from quaver.runtime.devices import simulate_gpu
 from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths, warn_once
 from tests.isolated import isolated
@@ -95,13 +104,25 @@ def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
         model(torch.randn(4, 16))
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-def test_scales_that_are_computed_for_no_all_gather(gathers):
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
-    precompute_float8_dynamic_scale_for_fsdp(convert_to_float8_training(nn.Linear(16, 16), config=config))
-    precompute_float8_dynamic_scale_for_fsdp(nn.Linear(16, 16))
-    assert bool(list_slow_paths()) is not gathers
-    assert all("so FSDP2 gathers its weights in high precision" in path for path in list_slow_paths())
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
+def test_public_calls_on_an_ordinary_model_are_no_slow_path(caplog):
+    siblings._warn_of_no_all_gather.cache_clear()
+    for config in ("rowwise", "delayed", Float8LinearConfig(enable_fsdp_float8_all_gather=True)):
+        with error_on_slow_path():
+            model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), config=config)
+            apply_activation_checkpointing(model)
+            optimizer = Float8AdamW(model.parameters())
+            with cast_weights_once(model):
+                model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+            sync_float8_amax_and_scale_history(model)
+            precompute_float8_dynamic_scale_for_fsdp(model)
+            assert_float8_training(model)
+            float8_scaling_state(model).load_state_dict(float8_scaling_state(model).state_dict())
+            freeze_to_float8(convert_to_high_precision(model))(torch.randn(4, 16))
+        assert conversion_report(model).notes == list_slow_paths() == []
+    (message,) = caplog.messages
+    assert "so FSDP2 gathers its weights in high precision" in message
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
