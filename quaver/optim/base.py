@@ -87,7 +87,7 @@ class Float8Optimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 

@@ -53,6 +53,8 @@ def test_a_bad_option_is_refused_in_one_line(optimizer, message, options):
     valid = optimizer([nn.Parameter(torch.zeros(64, 64))])
     with pytest.raises(ValueError, match=message):
         valid.add_param_group({"params": parameters, **options})
+    with pytest.raises(TypeError):
+        valid.add_param_group({"params": parameters, "eps": None})
     assert len(valid.param_groups) == 1
 
 
