@@ -31,9 +31,9 @@ from quaver.kernels.cast import CASTS
 from quaver.kernels.operands import expect
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
-from quaver.recipes.formats import E4M3
+from quaver.recipes.formats import E4M3, HP_DTYPES
 from quaver.recipes.scale_layout import make_block_layout
-from quaver.torch_private.fsdp import count_sharded_elements, fsdp_module_class
+from quaver.torch_private.fsdp import fsdp_module_class, list_reductions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -55,7 +55,8 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
     send nothing. The codes are cast from FSDP2's buffers in `reduce_dtype`, for which float32 is best.
 
     Raises:
-        ValueError: the model uses neither, or a rank has fewer than `MIN_ELEMENTS` of a group's gradients.
+        ValueError: the model uses neither, a rank has fewer than `MIN_ELEMENTS` of a group's gradients, or gradients
+            are reduced in another dtype than float32, bfloat16 or float16.
     """
     fsdp_class = fsdp_module_class()
     sharded: list[Any] = []
@@ -72,7 +73,14 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
         )
 
 
-def _check_elements(elements: int, ranks: int, owner: str) -> None:
+def _check_reduction(elements: int, ranks: int, dtype: torch.dtype, owner: str) -> None:
+    if ranks == 1:
+        return
+    if dtype not in HP_DTYPES:
+        raise ValueError(
+            f"{owner} has gradients in {dtype}; expected {', '.join(map(str, HP_DTYPES))} to reduce in float8: set "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32) of FSDP2, or convert the parameters"
+        )
     if elements < MIN_ELEMENTS:
         raise ValueError(
             f"{owner} has {elements:,} gradients for each of {ranks} ranks; expected at least {MIN_ELEMENTS:,} to "
@@ -84,9 +92,8 @@ def _check_elements(elements: int, ranks: int, owner: str) -> None:
 def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module in sharded:
-        for elements, ranks in count_sharded_elements(module):
-            if ranks > 1:
-                _check_elements(elements, ranks, f"the FSDP2 group of {names[module] or type(module).__name__}")
+        for elements, ranks, dtype in list_reductions(module):
+            _check_reduction(elements, ranks, dtype, f"the FSDP2 group of {names[module] or type(module).__name__}")
     reduce_scatter: Any = Float8ReduceScatter()  # without FSDP2's base class, which is private
     for module in sharded:
         module.set_custom_reduce_scatter(reduce_scatter)
@@ -120,9 +127,10 @@ class Float8ReduceScatter:
 
 def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
     group: dist.ProcessGroup = model.process_group
-    elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    if group.size() > 1:
-        _check_elements(elements // group.size(), group.size(), "the model")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements = sum(parameter.numel() for parameter in trained) // group.size()
+    for dtype in {parameter.dtype for parameter in trained}:
+        _check_reduction(elements, group.size(), dtype, "the model")
     # A lambda, since DDP checks the annotations of a hook and expects classes, and this module's are strings.
     model.register_comm_hook(group, lambda group, bucket: _average_bucket(group, bucket))
 

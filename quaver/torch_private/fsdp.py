@@ -7,7 +7,7 @@
 - `param_dtype(module)`: FSDPState._mp_policy, whose `param_dtype` the forward reads. No replacement.
 - `forget_unsharded()`: makes FSDP2 allocate the gathered parameters again, which it does only once. No replacement.
 - `fsdp_module_class()`: public API, without the import of torch.distributed.fsdp ([Note: import time] in dtensor.py).
-- `count_sharded_elements`: the sizes of parameter groups. No replacement.
+- `list_reductions`: the sizes and dtypes of parameter groups. No replacement.
 - `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Remove when FSDP2 hides its hooks from
   selective checkpoints, as https://github.com/pytorch/pytorch/pull/196862 proposes.
 """
@@ -49,15 +49,17 @@ def param_dtype(module: FSDPModule) -> torch.dtype | None:
     return module._get_fsdp_state()._mp_policy.param_dtype
 
 
-def count_sharded_elements(module: FSDPModule) -> Iterator[tuple[int, int]]:
-    """Yield the trained elements per rank, with padding, and the number of shards of each group of `module`."""
+def list_reductions(module: FSDPModule) -> Iterator[tuple[int, int, torch.dtype]]:
+    """Yield the trained elements per rank, with padding, the number of shards and the dtype of each reduction."""
     state: Any = module._get_fsdp_state()
+    dtype = state._mp_policy.reduce_dtype or state._mp_policy.param_dtype
     groups = getattr(state, "_fsdp_param_groups", None)
     for group in [state._fsdp_param_group] if groups is None else groups:
         trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad] if group else []
         if trained:
             ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
-            yield sum(param.padded_sharded_param_size.numel() for param in trained), ranks
+            elements = sum(param.padded_sharded_param_size.numel() for param in trained)
+            yield elements, ranks, dtype or trained[0].sharded_param.dtype
 
 
 def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:

@@ -116,6 +116,11 @@ def test_models_that_cannot_reduce_in_float8_are_refused():
     assert "ValueError: the FSDP2 group of 1 has 100 gradients for each of 2 ranks; expected at least 4,096" in message
     tiny = DistributedDataParallel(nn.Linear(10, 10))
     assert "the model has 55 gradients for each of 2 ranks" in refusal(reduce_gradients_in_float8, tiny)
+    wide = fully_shard(make_model().double())
+    assert "group of FSDPSequential has gradients in torch.float64" in refusal(reduce_gradients_in_float8, wide)
+    wide = DistributedDataParallel(make_model().double())
+    assert "the model has gradients in torch.float64; expected" in refusal(reduce_gradients_in_float8, wide)
+    reduce_gradients_in_float8(fully_shard(make_model().double(), mp_policy=FLOAT32))
     rows = torch.ones(4)
     maximum = refusal(Float8ReduceScatter(), rows[:2], rows, dist.group.WORLD, dist.ReduceOp.MAX)
     assert "NotImplementedError: float8 gradients: expected a synchronous SUM or AVG" in maximum
