@@ -25,8 +25,9 @@ kinds of writes:
                         they find a scale missing together and join the collective that computes it. An optimizer must
                         therefore step empty shards too, and no rank may skip a step that the others make.
     past dispatch       A write into a tensor of a state_dict may happen on some ranks only, since shards can be empty.
-                        A rank sees it in a version counter, but cannot know what the other ranks see. It raises,
-                        because they may not join a collective.
+                        A rank sees it in a version counter, but cannot know what the other ranks see. It raises
+                        before the all-gather: to tell them, each all-gather would need a collective that waits for
+                        the device. The rank must end, since the other ranks wait for it.
 
 [Note: padding]
 FSDP2 pads shorter shards to the length of the others. At its first unshard and after load_state_dict it allocates
