@@ -151,12 +151,13 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     """List every matmul weight of `module`: converted to float8, or skipped and why.
 
     The report shows the modules at the time of the call. It works for wrapped models (under the wrapper's names),
-    submodules, copies, and layers that were replaced or made by hand. Modules other than `nn.Linear` are covered by
-    shape and name: all 2-D and 3-D parameters outside embeddings, convolutions, norms and the like.
+    submodules, copies, and layers that were replaced or made by hand. Of modules other than `nn.Linear` it lists all
+    2-D and 3-D parameters, except those of embeddings, convolutions and norms, and those whose own name says that no
+    matmul reads them, such as `gate_bias`, `pos_embed` or `mask_token`.
 
     A converted layer counts as skipped while its config computes all three matmuls in high precision. After a step, so
     does a layer that did not run while others trained: its parent reads its weight without calling it, or it takes no
-    part in training.
+    part in training. In compiled code a layer counts as run once another one of its shape and config was compiled.
     """
     layers: list[LayerReport] = []
     running: list[Float8Module] = []
@@ -306,21 +307,29 @@ def _describe_shared_scale(linear: Float8Linear, name: str, owners: dict[tuple[i
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS, parametrize.ParametrizationList)
-_NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
+_NO_MATMULS = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    *_CONVOLUTIONS,
+    parametrize.ParametrizationList,
+)
+_NO_WEIGHT = re.compile(r"(.*_)?(bias(es)?|\w*embed(dings?|s)?|tokens?|scales?(_inv)?|table)")
+"""Names of parameters that are added, looked up or scale something. The class of their module does not tell."""
 
 
 def _report_other_weights(
     module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str
 ) -> Iterator[LayerReport]:
-    """Yield the matmul weights of a module other than nn.Linear, judged by their shape and name.
+    """Yield the matmul weights of a module other than nn.Linear, by its class and their shapes and names.
 
     `idle`: why converted experts did not run, or "".
     """
-    kind = type(module).__name__
+    if isinstance(module, _NO_MATMULS) or hasattr(module, "num_embeddings"):
+        return
     for leaf, parameter in module.named_parameters(recurse=False):
-        tied = any(owner != name for owner in owners.get(id(parameter), []))
-        if isinstance(module, _NO_MATMULS) or _NO_WEIGHTS.search(f"{kind}.{leaf}") or tied:
+        if _NO_WEIGHT.fullmatch(leaf) or any(owner != name for owner in owners.get(id(parameter), [])):
             continue
         if nn.parameter.is_lazy(parameter) or parameter.dim() not in (2, 3) or min(parameter.shape) <= 1:
             continue

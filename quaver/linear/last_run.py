@@ -4,6 +4,8 @@ With it a report can tell modules that ran from modules that were only converted
 
 An eager forward records it in its module. A compiled forward cannot write to its module, so tracing records on which
 device modules of this kind are compiled. Their backends follow from the device and the config, as in an eager forward.
+One trace stands for all modules of its kind, which may share the compiled code. So a module that nothing calls counts
+as run once another one of its kind was traced: only an op in the graph could tell them apart, in every step.
 """
 
 from __future__ import annotations
@@ -114,6 +116,6 @@ def has_run(module: Any) -> bool:
 
 
 def is_idle(module: Any, trained_at: int) -> bool:
-    """Return whether `module` never ran, eager or compiled, although its model trained at `trained_at`."""
+    """Return whether `module` did not run and none of its kind was traced, although its model trained at that time."""
     run: LastRun = module._last_run
     return run.device is None and _find_trace(module) is None and run.since < trained_at

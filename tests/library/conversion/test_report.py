@@ -43,19 +43,34 @@ def test_a_report_is_of_the_model_as_it_is():
     assert "replaced on the instance: it runs in float8 only if" in conversion_report(by_hand).layers[0].reason
 
 
+class NormalizedTokenMixer(nn.Module):
+    """No norm, embedding or token, in spite of its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.token_weight = nn.Parameter(torch.randn(8, 16))
+
+
+class ParallelEmbedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_embeddings, self.weight = 8, nn.Parameter(torch.randn(8, 16))
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.w1 = nn.Parameter(torch.randn(4, 24, 16))
         self.bias = nn.Parameter(torch.randn(4, 24))
         self.norm = nn.LayerNorm((4, 16))
-        self.pos_embed = nn.Parameter(torch.randn(1, 8, 16))
+        self.positional_embedding, self.scale_shift_table = (nn.Parameter(torch.randn(8, 16)) for _ in range(2))
         self.conv = nn.Conv1d(16, 16, 3)
         self.embed = nn.Embedding(8, 16)
         self.linear = nn.Linear(16, 16)
         self.conv1d = transformers.pytorch_utils.Conv1D(24, 16)
         self.bilinear = nn.Bilinear(16, 8, 24)
         self.gru = nn.GRU(16, 8)
+        self.mixer, self.parallel = NormalizedTokenMixer(), ParallelEmbedding()
 
 
 def test_weights_of_other_modules_are_listed():
@@ -66,6 +81,7 @@ def test_weights_of_other_modules_are_listed():
         ("bilinear.weight", 8, 16),
         ("gru.weight_ih_l0", 16, 24),
         ("gru.weight_hh_l0", 8, 24),
+        ("mixer.token_weight", 16, 8),
     ]
     assert layers[0].reason == "3-D parameter of Experts, which is not an nn.Linear"
     assert [layer.name for layer in layers if layer.converted] == ["linear"]
