@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +24,12 @@ from quaver import (
     freeze_to_float8,
     serving_config,
 )
-from quaver.distributed import Float8ExpertParallel
+from quaver.distributed import (
+    Float8ColwiseParallel,
+    Float8ExpertParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 from quaver.experts.module import Float8Experts
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.parallel import expert_parallel
@@ -233,6 +238,42 @@ def test_experts_under_fsdp_have_the_gradients_of_one_process(recipe, gathers, d
     assert_same_bits(results["out"], steps[rank // 2]["out"].split(sizes)[rank % 2])
     for name in ("gate_up_proj", "down_proj"):
         assert_same_bits(results[name].full_tensor(), (steps[0][name] + steps[1][name]) / 2)
+
+
+class Block(nn.Module):
+    """A feed-forward and experts. With integers up to 1 as tokens and weights, the feed-forward's sums are exact."""
+
+    def __init__(self):
+        super().__init__()
+        self.ff = nn.Sequential(nn.Linear(DIM, INNER, bias=False), nn.ReLU(), nn.Linear(INNER, DIM, bias=False))
+        self.experts = Experts()
+        with torch.no_grad():
+            for weight in self.ff.parameters():
+                weight.copy_(torch.randint(-1, 2, weight.shape))
+
+    def forward(self, hidden, index, weights):
+        hidden = hidden + self.ff(hidden)
+        return hidden + self.experts(hidden, index, weights)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(4)
+def test_sequence_and_expert_parallelism_on_one_mesh_have_the_gradients_of_one_process(recipe):
+    torch.manual_seed(0)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), round_scales_to_power_of_2=True)
+    block = convert_to_float8_training(Block(), config=config)
+    tokens = torch.randint(-1, 2, (40, DIM)).float(), torch.rand(40, EXPERTS).topk(2).indices, torch.rand(40, 2)
+    grad = torch.randn(40, DIM)
+    expected = step(block, *tokens, grad)
+    shared = PrepareFloat8ModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    down = Float8RowwiseParallel(output_layouts=Shard(0))
+    plan = {"ff": shared, "ff.0": Float8ColwiseParallel(), "ff.2": down, "experts": Float8ExpertParallel()}
+    split = parallelize_module(block, mesh_of((4,)), plan)
+    *mine, out = (tensor.chunk(4)[dist.get_rank()] for tensor in (*tokens, grad, expected["out"]))
+    results = step(split, *mine)
+    assert_same_bits(results["out"], out)
+    for name, _ in block.named_parameters():
+        assert_same_bits(results[name].full_tensor(), expected[name])
 
 
 @on_ranks(2)
