@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -373,7 +373,7 @@ def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
     if saved != trained.config.optimizer.name:
         optimizer = trained.make_optimizer(saved)
     state, reader = _collect_state(trained, optimizer), CheckpointReader(path)
-    if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
+    if trained.scaling and not _fit_histories(state["float8"], read_metadata(reader)):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
     set_model_state_dict(trained.model, state["model"])
@@ -386,6 +386,19 @@ def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
     if "float8" in state:
         trained.scaling.load_state_dict(state["float8"])
     trained.precompute_scales()
+
+
+def _fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
+    """Replace histories by empty ones of the saved lengths, and return whether `metadata` has scales at all.
+
+    `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.
+    """
+    saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("float8.")}
+    for name, tensor in scales.items():
+        entry = saved.get(f"float8.{name}")
+        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+            scales[name] = tensor.new_zeros(entry.size)
+    return bool(saved)
 
 
 def _collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:

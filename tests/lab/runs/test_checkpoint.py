@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
@@ -169,6 +170,14 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
 def test_states_of_another_algorithm_are_refused(config, saved):
     with pytest.raises(CheckpointError, match=r"saved by optimizer.name = AdamW: states of AdamW cannot become .*Muon"):
         prepare(changed(set_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_run_resumes_with_another_length_of_histories(config, finished, saved, length):
+    resumed = prepare(changed(set_steps(config, 8, resume="must"), float8={"delayed_history_len": length}))
+    scales, saved_scales = (run.models[0].scaling.state_dict() for run in (resumed, finished))
+    expected = {name: F.pad(scale, (2, 0))[-length:] if scale.dim() else scale for name, scale in saved_scales.items()}
+    assert_same(scales, expected)
 
 
 def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished, saved):
