@@ -12,7 +12,8 @@ in one sample, only the first in the order of a step raises an alarm: weights, t
 tensors, and tensors that turn bad in the next `FOLLOWS` samples, follow it and raise no alarm while they are bad. An
 alarm is cleared when no rule is bad on its tensor any more, and its own rule on none of the followers. A jump also
 clears if the tensor stays at its new level (`Cleared.stays`). A value that is not finite raises an alarm unless it
-follows another such value.
+follows another such value. After a change of the recipe under a cause, as by a fallback, followers that are still bad
+`FOLLOWS` samples after its alarm have a cause of their own: the first of them raises the next alarm.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class _State:
     """The level before the first bad sample (`Measure.usual`)."""
     cause: RuleKey | None = None
     """The alarm that the tensor raised or follows while it is bad."""
+    recipe: str | None = None
+    """The recipe of the tensor when its alarm was raised."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ class Alarms:
     action: str = "log"
     _history: History = field(default_factory=History, repr=False)
     _states: dict[RuleKey, _State] = field(default_factory=dict, repr=False)
+    _changed: set[RuleKey] = field(default_factory=set, repr=False)
+    """Alarms whose tensor has had another recipe since."""
     _count: int = field(default=0, repr=False)
     _recent: tuple[RuleKey, int] | None = field(default=None, repr=False)
     """The last alarm of a rule that spreads, and the number of its sample."""
@@ -150,6 +155,7 @@ class Alarms:
         """
         read = self._history.read(header, sample)
         self._count += 1
+        self._forget_changed(header)
         findings = self._measure(read)
         turned = [finding for key, finding in findings.items() if self._turns_bad(key, finding, read.step)]
         raised = [*self._raise(sorted(turned, key=lambda finding: finding.order), read)]
@@ -167,6 +173,14 @@ class Alarms:
         """The layers that may soon alarm by a rule with remedies; their next sample should have what-if figures."""
         remedied = {rule.name for rule in self.rules if rule.remedied}
         return {key[1] for key, state in self._states.items() if state.bad and key[0] in remedied and not state.cause}
+
+    def _forget_changed(self, header: Mapping[str, Any]) -> None:
+        """Forget alarms of tensors that have another recipe now or are not measured any more."""
+        recipes = {(about["layer"], about["operand"]): about.get("recipe") for about in header["tensors"]}
+        self._changed |= {key for key in self.active if self._states[key].recipe != recipes.get(key[1:])}
+        for state in self._states.values():
+            if state.cause in self._changed:
+                state.cause = None
 
     def _measure(self, sample: Sample) -> dict[RuleKey, _Finding]:
         """Apply each rule to each tensor, and keep the worst cast of each operand."""
@@ -222,6 +236,8 @@ class Alarms:
             for finding in (first, *followers):
                 self._states[finding.key].cause, self._states[finding.key].good = lasting or first.key, 0
             if lasting is None:
+                self._states[first.key].recipe = first.tensor.about.get("recipe")
+                self._changed.discard(first.key)
                 if first.rule.spreads:
                     self._recent = first.key, self._count
                 yield self._make_alarm(first, len({follower.tensor.key[:2] for follower in followers}), sample)

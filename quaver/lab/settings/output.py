@@ -86,7 +86,7 @@ class Numerics(Settings, section="numerics"):
     on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = setting(
         "log",
         "log: print and record it. stop: end the run with a checkpoint. fallback: from the next step on, the linear "
-        "that the alarm names uses fallback_recipe; tensors that followed keep their recipe. Checkpoints record this.",
+        "that the alarm names uses fallback_recipe; followers do if they stay bad. Checkpoints record this.",
     )
     fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = setting(
         HIGH_PRECISION, "The recipe of a linear that falls back."

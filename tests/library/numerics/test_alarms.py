@@ -122,6 +122,22 @@ def test_an_alarm_lasts_while_its_rule_is_bad_on_a_follower():
         assert [event.step for event in rest if isinstance(event, Cleared)] == cleared
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", None])
+def test_a_follower_that_stays_bad_after_a_fallback_of_its_cause_raises_the_next_alarm(recipe):
+    alarms, header, clipped = Alarms(), make_header(), {"saturated": 0.01, "sqnr_db": 9.0}
+    raised: list[Alarm | Cleared] = []
+    for step in range(1, 40):
+        bad = (UP, DOWN) if step < 6 else (DOWN,)
+        raised += alarms.update(header, make_sample(step, {(layer, "input"): clipped for layer in bad if step > 4}))
+        if step == 5:
+            header["tensors"] = [
+                about | ({"recipe": recipe} if recipe else {"layer": "another"}) if about["layer"] == UP else about
+                for about in header["tensors"]
+            ]
+    assert [(type(event), event.layer, event.step) for event in raised] == [(Alarm, UP, 5), (Alarm, DOWN, 14)]
+    assert alarms.active == [("saturation", DOWN, "input")]
+
+
 def test_delayed_scales_may_clip_what_rounding_hides():
     changes = {(UP, "input"): {"saturated": 1e-4, "sqnr_db": 29.0}}
     assert events(changes, range(12, 99), recipe="delayed") == []
