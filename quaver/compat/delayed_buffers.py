@@ -30,7 +30,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
 
     It reads the buffers of torchao 0.9 and of float8_experimental, whose histories begin with the newest amax. Scales
     are computed from the histories, because torchao may cast to another format. Operands that torchao never cast, or
-    scaled dynamically, have buffers with a scale of 1; their scales stay uninitialized. For a model without delayed
+    scaled dynamically, have buffers with a scale of 1; their scales stay unknown. For a model without delayed
     scaling, the buffers are dropped and a warning is logged.
 
     Returns:

@@ -190,7 +190,7 @@ class Float8AllGatherWeight(WrapperWeight):
         return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, weight))
 
     def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
-        """Quantize the shard: with the persistent scale of the weight if it is initialized, else with dynamic scales.
+        """Quantize the shard: with the persistent scale of the weight if it is known, else with dynamic scales.
 
         Only dynamic scales need a collective. A persistent scale is equal on every rank.
         """
@@ -202,7 +202,7 @@ class Float8AllGatherWeight(WrapperWeight):
             self.shard_state.observed = weight.scaling.weight_observed
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: WholeScales
-        if scale is not None and scale.is_initialized:
+        if scale is not None and scale.is_known:
             power_of_2 = config.round_scales_to_power_of_2
             cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
             operand = expect(cast.row)
@@ -214,7 +214,7 @@ class Float8AllGatherWeight(WrapperWeight):
                 _quantize_shard(shard, cast_scales.quant, float8_dtype, layout)
                 for cast_scales, layout in zip(scales, layouts, strict=True)
             ]
-            if scale is not None:  # so that the next sync initializes it
+            if scale is not None:  # so that the next sync computes it
                 record_amax(scale, matrix_amax(shard.local, None))
         payloads = [
             _pad_to_chunk(shard, code.contiguous().view(torch.uint8), layout)

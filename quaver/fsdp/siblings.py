@@ -122,14 +122,14 @@ def _is_sharded(weight: ModuleWeight) -> bool:
 
 
 def _needs_scales(weight: ModuleWeight) -> bool:
-    """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is initialized."""
+    """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is known."""
     if not _is_sharded(weight):
         return False
     if weight.scaling is None:
         return True
     device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
     scale = weight.scaling.scales(recording=False, device=device).weight
-    return scale is None or not scale.is_initialized
+    return scale is None or not scale.is_known
 
 
 def get_whole_scales(weight: ModuleWeight) -> WholeScales:
@@ -191,7 +191,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
     Call it on every rank after `optimizer.step()`. It is optional: otherwise the first all-gather of the next step
     computes the scales and has to wait for them. A scale is valid until its weight is written to by an optimizer, by
-    `load_state_dict` or by any other op on the parameter. Weights with an initialized delayed or static scale are
+    `load_state_dict` or by any other op on the parameter. Weights with a known delayed or static scale are
     skipped. If no config under `module` sets `enable_fsdp_float8_all_gather`, a message says so once.
 
     The number of collectives does not depend on the number of weights. There is one all-reduce over the ranks that

@@ -3,9 +3,8 @@
                                   CPU            GPU       compiled for a GPU
     cast_with_persistent_scale    C extension    Triton    PyTorch; codes of a materialized matrix by an operation
 
-A kernel checks on the device whether the scale is initialized, and if so reads the matrix once. Code compiled for a GPU
-reads the matrix twice until the host knows that the scale is initialized ([Note: known scales] in
-linear/scale_state.py).
+A kernel checks on the device whether the scale is known, and if so reads the matrix once. Code compiled for a GPU reads
+the matrix twice until the host knows it, too ([Note: known scales] in linear/scale_state.py).
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def cast_with_persistent_scale(
     power_of_2: bool,
     is_materialized: bool = False,
 ) -> Operands:
-    """Quantize with a persistent scale, or with the scale of the matrix's amax if it is uninitialized.
+    """Quantize with a persistent scale, or with the scale of the matrix's amax if it is unknown.
 
     Updates `scale.amax_buffer` to the maximum of itself and the amax and saturated count of this cast, so a second
     call changes nothing. The scales of the operands are the scales that were used, float32 ().
@@ -128,15 +127,19 @@ def _trace_persistent_cast(
     """
     cpu.check_memory(hp, scale.quant_scale)
     given = scale.quant_scale
-    amax, saturated = _observe(hp, given if scale.is_known else given.clamp(min=0), float8_dtype)
+    amax, saturated = _observe(hp, given if scale.is_known_to_compiler else given.clamp(min=0), float8_dtype)
     if scale.amax_buffer is not None:
         elements = scale.elements or scale.amax_buffer.unbind()
         for element, observed in zip(elements, (amax, saturated), strict=True):
             element.copy_(torch.maximum(element, observed.detach()))
-    own = amax - amax if scale.is_known else scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
+    own = (
+        amax - amax
+        if scale.is_known_to_compiler
+        else scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
+    )
     used = torch.where(given > 0, given, own)
     quant, dequant, _ = realize_scales(scaling.Scales(used, scaling.to_dequant_scale(used)))
-    known = given if scale.is_known else quant
+    known = given if scale.is_known_to_compiler else quant
     if is_materialized and row and column:
         row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known)
         return pair_codes(row_codes, column_codes, quant, dequant)

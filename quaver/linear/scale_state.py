@@ -15,12 +15,12 @@ cast in this step is unchanged.
 [Note: cold start] While a slot's scale is unknown, each cast computes a scale from its own amax. The device decides.
 
 [Note: known scales] Code compiled for a GPU can fuse a cast with the producer of the matrix once the scale is known;
-before, the cast reads the matrix twice. It guards on `PersistentScale.is_known`, so a change recompiles it once. On a
-CPU the flag stays False, because PyTorch 2.11 guards on all fields of the arguments, read or not. The host sets the
-flag when slots are loaded and after eager syncs. While a scale is unknown it reads the device only after the 1st, 2nd,
-4th, 8th, ... sync. So a slot that is never cast costs few waits and delays no other slot. Ranks agree, because scales
-are equal on every rank after a sync. Their collectives do not depend on the flag. docs/design/0022 lists changes that
-the flag misses.
+before, the cast reads the matrix twice. It guards on `PersistentScale.is_known_to_compiler`, so a change recompiles it
+once. On a CPU the flag stays False, because PyTorch 2.11 guards on all fields of the arguments, read or not. The host
+sets the flag when slots are loaded and after eager syncs. While a scale is unknown it reads the device only after the
+1st, 2nd, 4th, 8th, ... sync. So a slot that is never cast costs few waits and delays no other slot. Ranks agree,
+because scales are equal on every rank after a sync. Their collectives do not depend on the flag. docs/design/0022 lists
+changes that the flag misses.
 
 [Note: who records] Casts record amaxes in every forward that records gradients, whatever the mode of its module. Its
 backward uses the scales, so they must be updated, also in a layer that is in eval mode while others train. A weight
@@ -78,12 +78,12 @@ class ScaleState:
     Attributes:
         quant_scale, amax_buffer, history: float32 [T], [T, 2], [T, H], on the device of the linears.
         last_step: float32 [T, 3], quant_scale and amax_buffer over all ranks before the last sync, for reports.
-        is_initialized: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
-        known: whether each of the T scales is known; see [Note: known scales].
+        is_known: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
+        is_known_to_compiler: whether each of the T scales is known; see [Note: known scales].
         syncs_with_unknown: eager syncs with an unknown scale since slots were loaded.
-        uncalibrated: whether a static scale has not been measured.
+        has_unknown_static: whether a static scale has not been measured.
         calibrating: whether static scales are being measured.
-        host_decides: whether ranks read is_initialized to decide which amaxes they exchange, so each sync updates it.
+        host_decides: whether ranks read is_known to decide which amaxes they exchange, so each sync updates it.
         forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
         weight_versions: the version of each linear's weight in its first training forward since the last sync.
         is_sync_forgotten: whether a weight changed between training forwards since the last sync.
@@ -109,8 +109,8 @@ class ScaleState:
         self.format_max = torch.tensor([FLOAT8_FORMATS[cast.float8_dtype].max for cast in casts], **options)
         self.has_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in casts)
         self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
-        self.is_initialized = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        self.known = [False] * slots
+        self.is_known = torch.zeros(slots, dtype=torch.bool, device="cpu")
+        self.is_known_to_compiler = [False] * slots
         self.syncs_with_unknown = 0
         self._reset_views()
         self.calibrating = False
@@ -152,8 +152,8 @@ class ScaleState:
             self._persistent[slot, record] = PersistentScale(
                 self.quant_scale[slot],
                 buffer,
-                self.is_initialized[slot],
-                self.known[slot] and not is_cpu(self.quant_scale),
+                self.is_known[slot],
+                self.is_known_to_compiler[slot] and not is_cpu(self.quant_scale),
                 None if buffer is None else tuple(buffer[i] for i in range(2)),
             )
         return self._persistent[slot, record]
@@ -162,7 +162,7 @@ class ScaleState:
     def to(self, device: torch.device) -> None:
         """Move to another device; views follow."""
         for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name != "is_initialized":
+            if isinstance(value, Tensor) and name != "is_known":
                 setattr(self, name, value.to(device))
         self._renew_views()
 
@@ -192,19 +192,19 @@ class ScaleState:
         self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
         self.reset_amax_buffer()
         if not torch.compiler.is_compiling():
-            self._refresh_known()
+            self._refresh_known_after_sync()
         elif self.host_decides:
-            self.is_initialized.copy_(self.quant_scale > 0)
+            self.is_known.copy_(self.quant_scale > 0)
         self.forwards_since_sync, self.weight_versions, self.is_sync_forgotten = 0, {}, False
 
-    def _refresh_known(self) -> None:
-        """Count a sync with unknown scales, and in the syncs of [Note: known scales] read `known` from the device."""
-        if all(self.known):
+    def _refresh_known_after_sync(self) -> None:
+        """Count a sync with unknown scales, and in the syncs of [Note: known scales] read which are known now."""
+        if all(self.is_known_to_compiler):
             return
         self.syncs_with_unknown += 1
         # With an outdated flag, ranks that decide on the host would exchange amaxes of a known scale.
         if self.host_decides or (self.syncs_with_unknown.bit_count() == 1 and not is_capturing()):
-            self.refresh_is_initialized()
+            self.refresh_known()
 
     def reduce_observed(self, group: ProcessGroup | None) -> Tensor:
         """Return the maximum of `amax_buffer` over the ranks of `group`; NaN if one rank has a NaN."""
@@ -213,12 +213,12 @@ class ScaleState:
     def reset_amax_buffer(self) -> None:
         self.amax_buffer.fill_(NOTHING_OBSERVED)
 
-    def refresh_is_initialized(self) -> None:
-        self.is_initialized.copy_(self.quant_scale > 0)
-        is_fake = isinstance(self.is_initialized, FakeTensor)  # predictions assume known scales
-        known = [True] * len(self.known) if is_fake else self.is_initialized.tolist()
-        if known != self.known:
-            self.known = known
+    def refresh_known(self) -> None:
+        self.is_known.copy_(self.quant_scale > 0)
+        is_fake = isinstance(self.is_known, FakeTensor)  # predictions assume known scales
+        known = [True] * len(self.is_known_to_compiler) if is_fake else self.is_known.tolist()
+        if known != self.is_known_to_compiler:
+            self.is_known_to_compiler = known
             self._renew_views()
 
     def count_forward(self, linear: int, weight: Tensor | None) -> None:
@@ -241,10 +241,10 @@ class ScaleState:
     def refresh_after_load(self) -> None:
         """Bring the host's flags up to date after slots were written."""
         missing = self.quant_scale[self.calibrated_slots] <= 0
-        self.uncalibrated = missing.numel() > 0 and bool(missing.any())  # fake tensors have no values
+        self.has_unknown_static = missing.numel() > 0 and bool(missing.any())  # fake tensors have no values
         self.reset_amax_buffer()
         self.syncs_with_unknown = 0
-        self.refresh_is_initialized()
+        self.refresh_known()
 
 
 class LinearScales:
@@ -284,7 +284,7 @@ class LinearScales:
                     "separate call of convert_to_float8_training, or move the model to one device before the step"
                 )
             self.follow(device)
-        if state.uncalibrated and not state.calibrating:
+        if state.has_unknown_static and not state.calibrating:
             raise RuntimeError(
                 "this model has static scales that were never measured: run a few batches inside "
                 "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"

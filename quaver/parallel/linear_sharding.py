@@ -281,7 +281,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         for_grad_weight: bool,
         quant_scale: Tensor | None,
         amax_buffer: Tensor | None,
-        is_initialized: Tensor | None,
+        is_known: Tensor | None,
     ) -> Any:
         dim %= local.dim()
         if dim == local.dim() - 1:
@@ -290,8 +290,8 @@ class _AllGatherFloat8(torch.autograd.Function):
         group = mesh.get_group()
         dtype = get_output_dtype(local)
         scale = None
-        if quant_scale is not None and is_initialized is not None:
-            scale = PersistentScale(quant_scale, amax_buffer, is_initialized)
+        if quant_scale is not None and is_known is not None:
+            scale = PersistentScale(quant_scale, amax_buffer, is_known)
         quantizer = GatheringQuantizer(config.casts.input, dtype, scale, group, dim)
         row, column = quantizer(local, row=True, column=for_grad_weight)
         shape = [*local.shape]

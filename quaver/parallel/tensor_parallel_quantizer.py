@@ -7,10 +7,10 @@ are bit-identical to one device.
 A block's scale depends on that block alone, so shards of whole blocks need no collective. If a shard's features end
 inside a block, `check_can_be_sharded` raises. If its tokens do, they are all-gathered in high precision first.
 
-An initialized persistent scale is equal on every rank since the last sync and needs no collective. Before it is
-initialized, the ranks agree on a scale as in dynamic scaling. All ranks must join that collective, so they decide by
-`PersistentScale.is_initialized`, which is equal on every rank. It is read when the cast runs, not when it is traced, so
-this cast is one op to a compiler.
+A known persistent scale is equal on every rank since the last sync and needs no collective. Before it is known, the
+ranks agree on a scale as in dynamic scaling. All ranks must join that collective, so they decide by
+`PersistentScale.is_known`, which is equal on every rank. It is read when the cast runs, not when it is traced, so this
+cast is one op to a compiler.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class TensorParallelQuantizer(Quantizer):
         if scales is not None or self.scale is None:
             return super().cast(cast, hp, row, column, scales or self._compute_agreed_scales(cast, hp, None))
         quantize = torch.ops.quaver.cast_with_agreed_scale if _is_traced(self.scale) else _cast_with_agreed_scale
-        quant_scale, is_initialized = self.scale.quant_scale, self.scale.is_initialized
+        quant_scale, is_known = self.scale.quant_scale, self.scale.is_known
         dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
-        codes, quant, dequant, observed = quantize(hp, quant_scale, is_initialized, dtype, power_of_2, group_name)
+        codes, quant, dequant, observed = quantize(hp, quant_scale, is_known, dtype, power_of_2, group_name)
         record_observed(self.scale, observed)
         return Operands(
             Operand(lay_out_rows(codes), dequant, TENSORWISE, quant) if row else None,
@@ -179,22 +179,22 @@ def _count_tokens_per_scale(cast: CastConfig, direction: int) -> int:
 
 def _is_traced(scale: PersistentScale) -> bool:
     # In functions that Dynamo calls opaquely (AllGatherInput), AOTAutograd traces with tensors that have no values.
-    return torch.compiler.is_dynamo_compiling() or type(scale.is_initialized) not in PLAIN_TYPES
+    return torch.compiler.is_dynamo_compiling() or type(scale.is_known) not in PLAIN_TYPES
 
 
 def _cast_with_agreed_scale(
     hp: Tensor,
     quant_scale: Tensor,
-    is_initialized: Tensor,
+    is_known: Tensor,
     float8_dtype: torch.dtype,
     power_of_2: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row codes, quant_scale, dequant_scale, and this rank's update of `PersistentScale.amax_buffer`."""
-    check_memory(hp, quant_scale, is_initialized)
+    check_memory(hp, quant_scale, is_known)
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
-    scale = PersistentScale(quant_scale, observed, is_initialized)
-    if is_initialized:
+    scale = PersistentScale(quant_scale, observed, is_known)
+    if is_known:
         row = expect(cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row)
         return row.data, expect(row.quant_scale).clone(), expect(row.dequant_scale), observed
     own = matrix_amax(hp, None)
@@ -208,7 +208,7 @@ def _cast_with_agreed_scale(
 
 _library = torch.library.Library("quaver", "FRAGMENT")
 _library.define(
-    "cast_with_agreed_scale(Tensor hp, Tensor quant_scale, Tensor is_initialized, ScalarType float8_dtype, "
+    "cast_with_agreed_scale(Tensor hp, Tensor quant_scale, Tensor is_known, ScalarType float8_dtype, "
     "bool power_of_2, str group_name) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl("cast_with_agreed_scale", _cast_with_agreed_scale, "CompositeExplicitAutograd")
@@ -216,7 +216,7 @@ _library.impl("cast_with_agreed_scale", _cast_with_agreed_scale, "CompositeExpli
 
 @torch.library.register_fake("quaver::cast_with_agreed_scale", lib=_library)
 def _fake_cast_with_agreed_scale(
-    hp: Tensor, quant_scale: Tensor, is_initialized: Tensor, float8_dtype: torch.dtype, *_: object
+    hp: Tensor, quant_scale: Tensor, is_known: Tensor, float8_dtype: torch.dtype, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, observed = hp.new_empty((), dtype=torch.float32), hp.new_empty(2, dtype=torch.float32)
     return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), observed

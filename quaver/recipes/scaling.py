@@ -81,13 +81,13 @@ class PersistentScale(NamedTuple):
     """The delayed or static scale of one operand, as views of the state that keeps it from step to step."""
 
     quant_scale: Tensor
-    """float32 (). A scale <= 0 or NaN means uninitialized: the operand is then scaled by its own amax."""
+    """float32 (). A scale <= 0 or NaN means unknown: the operand is then scaled by its own amax."""
     amax_buffer: Tensor | None
     """float32 [2]: the largest amax of any cast since the last sync, and the most elements that saturated in one cast;
     -1 before the first cast. None where nothing is recorded."""
-    is_initialized: Tensor
+    is_known: Tensor
     """bool () on the CPU: whether quant_scale is above 0. The host reads it without waiting for the device."""
-    is_known: bool = False
+    is_known_to_compiler: bool = False
     """Whether the host has read that quant_scale is above 0; code compiled for a GPU guards on it."""
     elements: tuple[Tensor, ...] | None = None
     """The elements of amax_buffer as two tensors (): compiled code updates them in fewer kernels."""
@@ -313,7 +313,7 @@ def cast_with_persistent_scale(
 
     Args:
         hp: float32, bfloat16 or float16, any shape.
-        quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: `hp` is then scaled by its own amax.
+        quant_scale: float32 (). A scale <= 0 or NaN means unknown: `hp` is then scaled by its own amax.
         float8_dtype: the dtype of the codes.
         power_of_2: round a scale computed from hp down to a power of two. A given scale is not rounded.
     Returns:

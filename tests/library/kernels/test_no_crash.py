@@ -237,7 +237,7 @@ def arguments(schema, name: str) -> dict[str, object]:
         "a": codes,
         "b": codes.t(),
         "quant_scale": torch.tensor(2.0),
-        "is_initialized": torch.tensor(True),
+        "is_known": torch.tensor(True),
         "row_scale": torch.rand(ROWS, 1) + 1,
         "column_scale": torch.rand(1, COLUMNS) + 1,
         "scale": torch.full((ROWS, 1), 0.5),
@@ -309,7 +309,7 @@ WITH_MEMORY = {
     "one element": lambda tensor: tensor.reshape(-1)[:1].expand(tensor.shape) if tensor.dim() else tensor,
     "strided": lambda tensor: torch.stack([tensor.float()] * 2, -1).to(tensor.dtype)[..., 0],
 }
-TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized", "ends", "group"}
+TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_known", "ends", "group"}
 """PyTorch negates no float8 and no booleans, writes into no zero tensor and no element twice; negated ends descend, and
 negated groups are no indices."""
 ADAMW_REFUSES = {"param", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "skipped"}

@@ -43,9 +43,12 @@ def knows_all_scales(model):
         on_gpu = copy.deepcopy(scalings)
     for scaling, is_on_gpu in [*((scaling, True) for scaling in on_gpu), *((scaling, False) for scaling in scalings)]:
         for scale in filter(None, (*scaling.recorded, *scaling.unrecorded)):
-            assert bool(scale.is_initialized) is bool(scale.quant_scale > 0)
-            assert scale.is_known is (is_on_gpu and bool(scale.is_initialized))
-    return all(all(scaling.state.known[slot] for slot in scaling.slots if slot is not None) for scaling in scalings)
+            assert bool(scale.is_known) is bool(scale.quant_scale > 0)
+            assert scale.is_known_to_compiler is (is_on_gpu and bool(scale.is_known))
+    return all(
+        all(scaling.state.is_known_to_compiler[slot] for slot in scaling.slots if slot is not None)
+        for scaling in scalings
+    )
 
 
 @pytest.mark.parametrize("copy_model", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save])
@@ -202,8 +205,8 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
 
 def test_scales_of_unused_slots_are_read_on_the_host_rarely(monkeypatch):
     model = convert_to_float8_training(Net(), config=config_of())
-    read = mock.Mock(side_effect=ScaleState.refresh_is_initialized)
-    monkeypatch.setattr(ScaleState, "refresh_is_initialized", lambda state: read(state))
+    read = mock.Mock(side_effect=ScaleState.refresh_known)
+    monkeypatch.setattr(ScaleState, "refresh_known", lambda state: read(state))
     counts = []
     for _ in range(10):
         step(model.layers[0], torch.randn(8, 64), sync=False)
@@ -274,7 +277,7 @@ def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
             step(module, torch.randn(4, 64), sync=False)
             sync(module)
             optimizer.step()
-    assert module.scaling.state.is_initialized.all()
+    assert module.scaling.state.is_known.all()
 
 
 def test_a_negative_scale_of_an_earlier_version_is_unknown():
@@ -366,8 +369,8 @@ def test_views_follow_a_move():
     module.scaling.state.to(torch.device("meta"))
     moved = module.scaling.recorded.input
     assert moved.quant_scale.is_meta
-    assert moved.is_initialized is not None
-    assert not moved.is_initialized.is_meta
+    assert moved.is_known is not None
+    assert not moved.is_known.is_meta
     assert not before.quant_scale.is_meta
 
 
