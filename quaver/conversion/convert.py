@@ -145,9 +145,6 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     return module
 
 
-# ---- the decision ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Choice:
     linears: list[tuple[str, nn.Linear]] = field(default_factory=list)
@@ -352,9 +349,6 @@ def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[s
         logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
     if not has_converted:
         warnings.warn(report.explain_nothing(), stacklevel=3)
-
-
-# ---- one linear ------------------------------------------------------------------------------------------------------
 
 
 def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:

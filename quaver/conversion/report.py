@@ -193,9 +193,6 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     return ConversionReport("\n".join(config_numbers), layers, list(dict.fromkeys(notes)), convolutions)
 
 
-# ---- one linear ------------------------------------------------------------------------------------------------------
-
-
 def _report_linear(
     linear: nn.Linear,
     name: str,

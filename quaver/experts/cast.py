@@ -30,8 +30,6 @@ from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scale_rules import has_cast_kernel
 from quaver.runtime.phases import phase
 
-# ---- the reference ---------------------------------------------------------------------------------------------------
-
 
 def _cast_groups(
     hp: Tensor,
@@ -156,9 +154,6 @@ def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Ten
     """Make zeros for dequant_scale and quant_scale."""
     dequant = hp.new_zeros(get_scale_shape(layout, groups, *hp.shape), dtype=torch.float32)
     return dequant, torch.zeros_like(dequant)
-
-
-# ---- CPU -------------------------------------------------------------------------------------------------------------
 
 
 def _cpu_cast_groups(

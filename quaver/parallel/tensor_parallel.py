@@ -34,13 +34,8 @@ from quaver.experts.module import is_experts
 from quaver.linear.module import Float8Linear
 from quaver.linear.protocols import LinearSharding
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.linear_sharding import (
-    AllGatherInput,
-    ColwiseSharding,
-    RowwiseSharding,
-    check_can_be_sharded,
-    to_local,
-)
+from quaver.parallel.gathered_input import AllGatherInput, to_local
+from quaver.parallel.linear_sharding import ColwiseSharding, RowwiseSharding, check_can_be_sharded
 
 
 def _check_linear(style: object, module: nn.Module) -> Float8Linear:

@@ -174,9 +174,6 @@ def _count_tokens_per_scale(cast: CastConfig, direction: int) -> int:
     return cast.known_layout("tensor parallelism")[direction]
 
 
-# ---- with a persistent scale -----------------------------------------------------------------------------------------
-
-
 def _is_traced(scale: PersistentScale) -> bool:
     # In functions that Dynamo calls opaquely (AllGatherInput), AOTAutograd traces with tensors that have no values.
     return torch.compiler.is_dynamo_compiling() or type(scale.is_known) not in PLAIN_TYPES

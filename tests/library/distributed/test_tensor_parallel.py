@@ -26,7 +26,7 @@ from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, Pre
 from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.linear_sharding import AllGatherInput, is_all_gathered_in_float8
+from quaver.parallel.gathered_input import AllGatherInput, is_all_gathered_in_float8
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.counting import CollectiveCounter
 from tests.library.distributed.models import config_of, quantize, world_mesh

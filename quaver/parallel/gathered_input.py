@@ -1,0 +1,143 @@
+"""The float8 all-gather of a sequence-sharded input that one or several linears read, and its reduce-scatter."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from quaver.kernels.operands import Operand, expect
+from quaver.linear.function import get_output_dtype
+from quaver.linear.module import Float8Linear
+from quaver.linear.tensor import Float8Tensor
+from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scaling import PersistentScale
+from quaver.runtime.collectives import reduce_scatter
+
+
+def to_local(parameter: Tensor) -> Tensor:
+    """Return `to_local()` of a DTensor, which is differentiable, and other tensors unchanged."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def check_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
+    """Return `dim` counted from the first one. Raises ValueError if the ranks cannot share it evenly."""
+    dim %= tensor.dim()
+    if tensor.shape[dim] % group.size():
+        raise ValueError(
+            f"sequence parallel: expected dim {dim} of {list(tensor.shape)} to be a multiple of the {group.size()} "
+            "ranks of tensor parallelism; pad the sequence"
+        )
+    return dim
+
+
+class _AllGatherFloat8(torch.autograd.Function):
+    """All-gathers a sequence-sharded activation [.., s, K] as a Float8Tensor. The backward is a reduce-scatter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        dim: int,
+        mesh: DeviceMesh,
+        config: Float8LinearConfig,
+        as_dtensor: bool,
+        for_grad_weight: bool,
+        quant_scale: Tensor | None,
+        amax_buffer: Tensor | None,
+        is_known: Tensor | None,
+    ) -> Any:
+        dim %= local.dim()
+        if dim == local.dim() - 1:
+            raise ValueError("expected an input that is sharded along its tokens, got one sharded along its features")
+        ctx.dim, ctx.mesh = dim, mesh
+        group = mesh.get_group()
+        dtype = get_output_dtype(local)
+        scale = None
+        if quant_scale is not None and is_known is not None:
+            scale = PersistentScale(quant_scale, amax_buffer, is_known)
+        quantizer = GatheringQuantizer(config.casts.input, dtype, scale, group, dim)
+        row, column = quantizer(local, row=True, column=for_grad_weight)
+        shape = [*local.shape]
+        shape[dim] *= group.size()
+        gathered = Float8Tensor.from_operands(
+            _view_operand(expect(row), shape),
+            None if column is None else column._replace(data=column.data.view(shape)),
+            local.dtype,
+        )
+        return DTensor.from_local(gathered, mesh, [Replicate()], run_check=False) if as_dtensor else gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if isinstance(to_local(grad), Float8Tensor):
+            # The graph ends here, so AOTAutograd passes a gradient of the result's type, Float8Tensor.
+            raise NotImplementedError(
+                "torch.compile ended a graph between the float8 all-gather of an input and the linears that read it. "
+                "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"
+            )
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
+        else:
+            grad = reduce_scatter(grad, check_sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
+        return grad, *[None] * 8
+
+
+def _view_operand(operand: Operand, shape: Sequence[int]) -> Operand:
+    scale = operand.dequant_scale
+    if scale is not None and scale.dim():
+        scale = scale.view(*shape[:-1], -1)
+    return Operand(operand.data.view(shape), scale, operand.layout)
+
+
+def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
+    """Return whether the input is all-gathered as codes: both its matmuls read float8, and blocks are not square.
+
+    The scale of a square block belongs to several tokens, so leading dims could not be flattened and split.
+    """
+    cast = config.casts.input
+    return cast.is_float8 and not (cast.row.is_blockwise and not cast.row.depends_on_direction)
+
+
+class AllGatherInput:
+    """All-gathers the sequence-sharded inputs of one module in float8. Constructed when the module is parallelized."""
+
+    def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
+        """`linear`: the first linear that reads the input. Its config and its persistent scale cast the input."""
+        self._dim, self._mesh, self._as_dtensor = typing.cast(Shard, layout).dim, mesh, as_dtensor
+        self._linear = linear
+        self._calls: dict[Float8LinearConfig, Any] = {}
+        self.follow_config()
+        if self.is_used and self._dim == -1:
+            raise ValueError(f"expected a replicated input or one sharded along its tokens, got {layout} (features)")
+
+    def follow_config(self) -> None:
+        """Cast by the linear's current config from now on, and set `is_used`, which says whether codes are gathered."""
+        dim, mesh, config, as_dtensor = self._dim, self._mesh, self._linear.config, self._as_dtensor
+        self.is_used = is_all_gathered_in_float8(config)
+
+        def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:
+            return typing.cast(
+                Tensor, _AllGatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *scale)
+            )
+
+        # Dynamo would trace the backward with a gradient of the result's type, Float8Tensor. As one call in the graph,
+        # the backward is traced by AOTAutograd, with the actual gradient. One function per config, for the guards.
+        if config not in self._calls:
+            self._calls[config] = torch.compiler.allow_in_graph(all_gather_float8)
+        self._call = self._calls[config]
+
+    def __call__(self, local: Tensor, *, for_grad_weight: bool = True, linear: Float8Linear | None = None) -> Tensor:
+        """All-gather this rank's part of the input.
+
+        `for_grad_weight`: whether a linear that reads the input trains its weight. `linear`: the linear whose
+        persistent scale is used; the copy of a module passes its own linear.
+        """
+        scale = (linear or self._linear).persistent_scales(local.device).input or (None, None, None)
+        return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])
