@@ -288,7 +288,7 @@ def explain_unfinished(module: Float8Module) -> Iterator[str]:
 
 def _iter_notes(config: Float8LinearConfig) -> Iterator[str]:
     weight = config.casts.weight
-    has_two = not weight.is_dequantized and any(cast.depends_on_direction for cast in weight[:2])
+    has_two = not weight.is_dequantized and any(cast.depends_on_direction for cast in weight.directions)
     if config.enable_fsdp_float8_all_gather and has_two:
         yield (
             "enable_fsdp_float8_all_gather: both casts of a weight are gathered, 2 bytes per element as in bfloat16; "

@@ -42,7 +42,7 @@ def find_config_obstacle(config: Float8LinearConfig) -> str:
     if config.has_persistent_scales:
         return DYNAMIC_ONLY
     try:
-        for cast in (cast for operand in config.casts for cast in operand[:2] if not cast.is_disabled):
+        for cast in (cast for operand in config.casts for cast in operand.directions if not cast.is_disabled):
             cast.known_layout("experts")
     except NotImplementedError as error:
         return str(error)
@@ -189,7 +189,7 @@ def get_parameter_casts(config: Float8LinearConfig, transposed: bool) -> Operand
 
 def get_parameter_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
     """Return the layouts of the row and column codes of stored weights."""
-    casts = get_parameter_casts(config, transposed)[:2]
+    casts = get_parameter_casts(config, transposed).directions
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
     column = column.get_column_layout()
     if config.casts.weight.is_dequantized:

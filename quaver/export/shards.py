@@ -37,8 +37,8 @@ def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearCon
     """
     layout, (experts, *size) = _get_layout(config), _add_stack_dim(weight.shape)
     first, *offset = _add_stack_dim(local_shape_and_offset(weight)[1], leading=0)
-    counts = [1 if length == ALL else -(-n // length) for length, n in zip(layout[:2], size, strict=True)]
-    amaxes = torch.zeros(experts, *counts, device=local.device)
+    counts = [1 if length == ALL else -(-n // length) for length, n in zip(layout.block_size, size, strict=True)]
+    amaxes = torch.zeros(experts, *counts, dtype=torch.float32, device=local.device)
     if local.numel():
         for index, matrix in enumerate(local.view(_add_stack_dim(local.shape)), start=first):
             amax, corner = compute_part_amaxes(matrix, offset, layout)

@@ -280,7 +280,7 @@ def compute_block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
         return None
     amax = hp.new_empty(layout.get_scale_shape(hp.shape[0], hp.shape[1]))
     addresses = hp.data_ptr(), 0, amax.data_ptr()
-    _call(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=layout[:2])
+    _call(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=layout.block_size)
     return amax
 
 

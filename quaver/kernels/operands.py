@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,41 +124,54 @@ def empty_block_scales(hp: Tensor, layout: ScaleLayout, by_columns: bool) -> lis
     return [quant, torch.empty_like(quant)]
 
 
-FIRST_OUTER_SCALE = 6
-"""The index of the first outer_scale in `flatten_operands`."""
-
-FLAT_TENSORS = FIRST_OUTER_SCALE + 2
-"""The number of tensors in `flatten_operands`."""
-
-
-def flatten_operands(operands: Operands) -> list[Tensor | None]:
-    """List codes, quant_scale and dequant_scale of the row and of the column operand, then both outer_scales.
+class FlatOperands(NamedTuple):
+    """The tensors of `Operands`, as an operation returns them.
 
     None for tensors that were not requested. An operation must return a tensor only once, so it is also None for
     tensors that the column operand shares with the row operand.
     """
+
+    row_codes: Tensor | None = None
+    row_quant: Tensor | None = None
+    row_dequant: Tensor | None = None
+    column_codes: Tensor | None = None
+    column_quant: Tensor | None = None
+    column_dequant: Tensor | None = None
+    row_outer: Tensor | None = None
+    column_outer: Tensor | None = None
+
+
+def flatten_operands(operands: Operands) -> FlatOperands:
+    """List the tensors of both operands."""
     row, column = operands
-    flat: list[Tensor | None] = [None] * FLAT_TENSORS
+    flat = FlatOperands()
     if row is not None:
-        flat[:3] = row.data, row.quant_scale, row.dequant_scale
-        flat[FIRST_OUTER_SCALE] = row.outer_scale
+        flat = FlatOperands(row.data, row.quant_scale, row.dequant_scale, row_outer=row.outer_scale)
     if column is not None and column is not row:
-        flat[3] = column.data
+        flat = flat._replace(column_codes=column.data)
         if row is None or column.quant_scale is not row.quant_scale:
-            flat[4:6] = column.quant_scale, column.dequant_scale
-            flat[-1] = column.outer_scale
+            scales = column.quant_scale, column.dequant_scale, column.outer_scale
+            flat = flat._replace(column_quant=scales[0], column_dequant=scales[1], column_outer=scales[2])
     return flat
 
 
-def unflatten_operands(flat: Sequence[Any], row: bool, column: bool, layout: ScaleLayout) -> Operands:
-    """Invert `flatten_operands`, for an operation that returns tensors of shape (0,) instead of None.
+def unflatten_operands(flat: FlatOperands, row: bool, column: bool, layout: ScaleLayout) -> Operands:
+    """Invert `flatten_operands`, also for an operation's result, with tensors of shape (0,) instead of None.
 
     `layout`: the layout of row codes.
     """
-    outers = [outer if layout.is_packed else None for outer in flat[FIRST_OUTER_SCALE:]] or [None, None]
-    row_operand = Operand(flat[0], flat[2], layout, flat[1], outers[0]) if row else None
+    codes, quant, dequant, column_codes, column_quant, column_dequant, row_outer, column_outer = flat
+    row_outer, column_outer = (row_outer, column_outer) if layout.is_packed else (None, None)
+    row_operand = Operand(expect(codes), dequant, layout, quant, row_outer) if row else None
     if not column:
         return Operands(row_operand, None)
-    if row_operand is None or flat[4].shape != (0,):
-        return Operands(row_operand, Operand(flat[3], flat[5], layout.get_column_layout(), flat[4], outers[1]))
-    return Operands(row_operand, row_operand if flat[3].shape == (0,) else row_operand._replace(data=flat[3]))
+    if row_operand is None or not _is_missing(column_quant):
+        column_layout = layout.get_column_layout()
+        column_operand = Operand(expect(column_codes), column_dequant, column_layout, column_quant, column_outer)
+        return Operands(row_operand, column_operand)
+    is_one = _is_missing(column_codes)
+    return Operands(row_operand, row_operand if is_one else row_operand._replace(data=expect(column_codes)))
+
+
+def _is_missing(tensor: Tensor | None) -> bool:
+    return tensor is None or tensor.shape == (0,)

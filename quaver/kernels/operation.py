@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from quaver.kernels.cpu import check_memory, runs_directly
-from quaver.kernels.operands import FLAT_TENSORS, Operands, flatten_operands, unflatten_operands
+from quaver.kernels.operands import FlatOperands, Operands, flatten_operands, unflatten_operands
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime import phases
@@ -132,7 +132,7 @@ def _format_argument(parameter: inspect.Parameter) -> str:
 
 
 def _format_results(results: int | None) -> str:
-    return "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or FLAT_TENSORS))})"
+    return "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or len(FlatOperands._fields)))})"
 
 
 def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) -> Callable[..., Operands]:
@@ -144,7 +144,7 @@ def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) ->
     row, column = names.index("row"), names.index("column")
 
     def call(*args: Any) -> Operands:
-        return unflatten_operands(registered(*args), args[row], args[column], layout(*args))
+        return unflatten_operands(FlatOperands(*registered(*args)), args[row], args[column], layout(*args))
 
     return call
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, Operands, pair_codes, select_directions, unflatten_operands
+from quaver.kernels.operands import FlatOperands, Operand, Operands, pair_codes, select_directions, unflatten_operands
 from quaver.kernels.triton_amax import compute_amax, compute_amax_by_dim, compute_amax_unless_known, group_amax
 from quaver.kernels.triton_blocks import (
     CastTarget,
@@ -139,7 +139,8 @@ def cast_rowwise(
     row_amax, column_amax = compute_amax_by_dim(hp, rows=row, columns=column)
     row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
     row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast)
-    return unflatten_operands((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column, ROWWISE)
+    flat = FlatOperands(row_codes, *row_scales[1:], column_codes, *column_scales[1:])
+    return unflatten_operands(flat, row, column, ROWWISE)
 
 
 @returns_none_unless(supports)

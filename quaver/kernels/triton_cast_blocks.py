@@ -16,7 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operands, empty_block_scales, has_scales_by_columns, pair_codes, unflatten_operands
+from quaver.kernels.operands import (
+    FlatOperands,
+    Operands,
+    empty_block_scales,
+    has_scales_by_columns,
+    pair_codes,
+    unflatten_operands,
+)
 from quaver.kernels.triton_blocks import (
     Tile,
     amax_to_quant_scale,
@@ -117,7 +124,7 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
-    return unflatten_operands(results, True, True, layout)
+    return unflatten_operands(FlatOperands(*results), True, True, layout)
 
 
 def _cast(
@@ -132,13 +139,13 @@ def _cast(
     """Quantize blocks of one shape, in one read of the matrix."""
     codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
-    rows, columns = (max(size, 32) for size in layout[:2])
+    rows, columns = (max(size, 32) for size in layout.block_size)
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = (
         _make_tile(rows, columns, rows * columns // 1024, rows_of_thread),
         make_cast_target(float8_dtype, power_of_2, mode),
     )
-    blocks = _make_block_rule(*layout[:2], float8_dtype, mode)
+    blocks = _make_block_rule(*layout.block_size, float8_dtype, mode)
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return pair_codes(*codes, quant, dequant, layout)
 

@@ -71,8 +71,12 @@ def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:
     ctx.layouts = []
     tensors: list[Tensor | None] = []
     for operand in operands:
-        ctx.layouts.append(None if operand is None else operand.layout)
-        tensors += [None] * 4 if operand is None else [*operand[:2], *operand[3:]]
+        if operand is None:
+            ctx.layouts.append(None)
+            tensors += [None] * 4
+        else:
+            ctx.layouts.append(operand.layout)
+            tensors += [operand.data, operand.dequant_scale, operand.quant_scale, operand.outer_scale]
     tensors += others
     hooks: Any = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
     if not is_checkpoint_hook(hooks):

@@ -40,6 +40,11 @@ class OperandCasts(NamedTuple):
     """Whether the column operand is the row operand, dequantized for a matmul in high precision."""
 
     @property
+    def directions(self) -> tuple[CastConfig, CastConfig]:
+        """Both casts, row before column."""
+        return self.row, self.column
+
+    @property
     def is_float8(self) -> bool:
         """Whether both directions read float8 codes."""
         return not (self.row.is_disabled or (self.column.is_disabled and not self.is_dequantized))
@@ -98,7 +103,7 @@ class LinearCasts(NamedTuple):
 
     def list_casts(self) -> tuple[CastConfig, ...]:
         """Return the six casts, by operand, row before column."""
-        return tuple(cast for operand in self for cast in operand[:2])
+        return tuple(cast for operand in self for cast in operand.directions)
 
     @property
     def has_blocks(self) -> bool:

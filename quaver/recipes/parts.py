@@ -34,7 +34,7 @@ def compute_part_amaxes(part: Tensor, offset: Sequence[int], layout: ScaleLayout
         [blocks, blocks], the amax of each block that the part touches, from the part's elements only; and the row and
         column of the first of these blocks in the whole matrix.
     """
-    ranges = [_block_range(*place) for place in zip(offset, part.shape, layout[:2], strict=True)]
+    ranges = [_block_range(*place) for place in zip(offset, part.shape, layout.block_size, strict=True)]
     corner, before = [first for first, _, _ in ranges], [cut for _, _, cut in ranges]
     if layout.is_tensorwise:
         return compute_amax(part).view(1, 1), corner
@@ -57,7 +57,7 @@ def select_part_scales(
         size: the rows and columns of the part.
         layout: the layout of the whole matrix.
     """
-    lengths = list(layout[:2])
+    lengths = list(layout.block_size)
     for dim, (start, n) in enumerate(zip(offset, size, strict=True)):
         length = lengths[dim]
         first, blocks, before = _block_range(start, n, length)

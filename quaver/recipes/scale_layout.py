@@ -42,6 +42,11 @@ class ScaleLayout(NamedTuple):
         return ScaleLayout(self.columns, self.rows, self.rows_of_byte, self.columns_of_byte)
 
     @property
+    def block_size(self) -> tuple[int, int]:
+        """The rows and columns that share a scale; `ALL` for a whole dim."""
+        return self.rows, self.columns
+
+    @property
     def is_packed(self) -> bool:
         """Whether two elements share a byte."""
         return self.rows_of_byte * self.columns_of_byte > 1

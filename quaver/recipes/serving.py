@@ -125,4 +125,4 @@ def _describe(config: Float8LinearConfig) -> str:
 def find_serving(config: Float8LinearConfig) -> str | None:
     """Return the first engine with the forward casts of `config`; None if no engine has them."""
     forward = config.casts.input.row, config.casts.weight.row
-    return next((name for name, served in SERVING.items() if served[:2] == forward), None)
+    return next((name for name, served in SERVING.items() if (served.input, served.weight) == forward), None)
