@@ -90,8 +90,8 @@ def _casts(hp: Tensor) -> dict[str, Kernel]:
         )
     groups = torch.arange(hp.shape[0], device=hp.device) * EXPERTS // hp.shape[0]
     kernel_of[f"amax of columns in {EXPERTS} groups of rows"] = (partial(group_amax, hp, groups, EXPERTS), 2)
-    kernel_of["known scale, both"] = (lambda: cast_with_scale(hp, E4M3, one, one), 4)
-    kernel_of["known scale, column"] = (lambda: cast_with_scale(hp, E4M3, None, one), 3)
+    kernel_of["known scale, both"] = (lambda: cast_with_scale(hp, E4M3, one, one, ""), 4)
+    kernel_of["known scale, column"] = (lambda: cast_with_scale(hp, E4M3, None, one, ""), 3)
     return kernel_of
 
 

@@ -27,7 +27,7 @@ from quaver.kernels.operation import register_operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scale_rules import has_cast_kernel
+from quaver.recipes.scale_rules import has_cast_kernel, warn_without_kernel
 from quaver.runtime.phases import phase
 
 
@@ -42,7 +42,7 @@ def _cast_groups(
     granularity: str,
     dot_products: int,
     length: int,
-    mode: str,
+    rule: str,
 ) -> Operands:
     """Quantize groups of rows for one or both of their matmuls.
 
@@ -50,32 +50,33 @@ def _cast_groups(
         hp: [rows, columns].
         ends, groups: see groups.py.
         granularity: a value of `ScalingGranularity`.
-        dot_products, length, mode: with "blockwise" as in `cast_blockwise`, else 0, 0 and `cast_tensorwise`'s mode.
+        dot_products, length, rule: with "blockwise" as in `cast_blockwise`, else 0, 0 and `cast_tensorwise`'s rule.
     Returns:
         Operands with the scales of groups.py.
     """
     cpu.check_memory(hp, ends)
+    warn_without_kernel(rule)
     is_blockwise = granularity == ScalingGranularity.BLOCKWISE.value
-    row_layout = get_cast_layout(granularity, (dot_products, length))
+    row_layout = get_cast_layout(granularity, dot_products, length)
 
     def cast(layout: ScaleLayout) -> Operand:
         rows, columns = layout.rows, layout.columns
         count = count_scale_rows(rows, groups, hp.shape[0])
         scale_row = find_scale_rows(ends, groups, hp.shape[0], rows, hp.device)
         amax = _compute_amaxes(hp, ends, groups, layout, scale_row)
-        amax = amax.to(hp.dtype) if mode else amax  # exact; see `compute_scales`
-        scales = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise)
+        amax = amax.to(hp.dtype) if rule else amax  # exact; see `compute_scales`
+        scales = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=is_blockwise)
         scales = realize_scales(scales)
         quant, dequant, _ = scales
-        factor, division = scaling.choose_factor(scales, mode)
+        factor = scaling.choose_factor(scales, rule)
         shape = get_scale_shape(layout, groups, *hp.shape)
         row_scales, layout_in_row = expand_quant_scales(hp, factor, scale_row, columns)
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
             # The transpose shares no node with row codes, so the backward can recompute it (kernels/cast.py).
-            transposed = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, layout_in_row.t(), True, division)
+            transposed = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, layout_in_row.t(), True, rule)
             codes = transposed.t().contiguous()
         else:
-            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, layout_in_row, True, division)
+            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, layout_in_row, True, rule)
         return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
 
     return cast_by_layout(cast, row, column, row_layout)
@@ -138,16 +139,25 @@ def expand_quant_scales(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, colu
 
 
 def _fake_cast_groups(
-    hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    ends: Tensor | None,
+    groups: int,
+    row: bool,
+    column: bool,
+    power_of_2: bool,
+    granularity: str,
+    dot_products: int,
+    length: int,
+    rule: str,
 ) -> Operands:
     scaling.check_hp(hp)
-    _, granularity, *options = rest
 
     def cast(layout: ScaleLayout) -> Operand:
         dequant, quant = _make_zero_scales(hp, layout, groups)
         return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, layout, quant)
 
-    return cast_by_layout(cast, row, column, get_cast_layout(granularity, options))
+    return cast_by_layout(cast, row, column, get_cast_layout(granularity, dot_products, length))
 
 
 def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
@@ -157,24 +167,31 @@ def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Ten
 
 
 def _cpu_cast_groups(
-    hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    ends: Tensor | None,
+    groups: int,
+    row: bool,
+    column: bool,
+    power_of_2: bool,
+    granularity: str,
+    dot_products: int,
+    length: int,
+    rule: str,
 ) -> Operands | None:
     """Cast each group by the table of casts; or all rows at once, if no scale depends on the groups."""
-    if not cpu.supports(hp, float8_dtype):
+    if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)):
         return None
-    power_of_2, granularity, *options = rest
     name, bounds = ScalingGranularity(granularity), find_bounds(ends, groups, hp.shape[0])
-    if not has_cast_kernel(options[2]):
-        return None
-    by_rule = options[2:] if options[2] else []
-    block_options = options if name is ScalingGranularity.BLOCKWISE else by_rule
-    row_layout = get_cast_layout(granularity, options)
+    is_blockwise = name is ScalingGranularity.BLOCKWISE
+    options = (dot_products, length, rule) if is_blockwise else (rule,)
+    row_layout = get_cast_layout(granularity, dot_products, length)
 
     def cast(layout: ScaleLayout) -> Operand:
         is_column = layout != row_layout
 
         def cast_matrix(matrix: Tensor) -> Operand:
-            operands = CASTS[name](matrix, float8_dtype, not is_column, is_column, power_of_2, *block_options)
+            operands = CASTS[name](matrix, float8_dtype, not is_column, is_column, power_of_2, *options)
             operand: Operand = operands.column if is_column else operands.row
             return operand
 
@@ -188,7 +205,7 @@ def _cpu_cast_groups(
             return Operand(operand.data, dequant, layout, quant)
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _make_zero_scales(hp, layout, groups)
         for group, (start, stop) in enumerate(bounds):
-            if block_options:
+            if is_blockwise or rule:
                 operand = cast_matrix(hp[start:stop])
                 codes[start:stop] = operand.data
                 group_scales = [expect(operand.dequant_scale), expect(operand.quant_scale)]
@@ -215,7 +232,7 @@ _operation = register_operation(
     _cast_groups,
     cpu=_cpu_cast_groups,
     fake=_fake_cast_groups,
-    layout=lambda *args: get_cast_layout(args[7], args[8:]),  # granularity, and the block options
+    layout=lambda *, granularity, dot_products, length, **_: get_cast_layout(granularity, dot_products, length),
 )
 
 
@@ -231,7 +248,7 @@ def cast_groups(
     """
     if cast.is_disabled:
         return select_directions(Operand(hp), row, column)
-    granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.mode)
+    granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.rule)
     cast.known_layout("grouped matmuls")
     operands: Operands = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
     return operands

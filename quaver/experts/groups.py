@@ -19,9 +19,6 @@ ceil(n / r) <= (start + n) // r - start // r + 1. There are rows // r + E rows o
 from __future__ import annotations
 
 import enum
-import typing
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,9 +105,9 @@ def select_group(operand: Operand, group: int, start: int, stop: int) -> Operand
     return Operand(operand.data[start:stop], scale, layout)
 
 
-def get_cast_layout(granularity: str, block_options: Sequence[Any]) -> ScaleLayout:
+def get_cast_layout(granularity: str, dot_products: int, length: int) -> ScaleLayout:
     """Return the layout of row codes; see the table at the top of the file."""
-    layout = ScalingGranularity(granularity).layout(typing.cast("tuple[int, int]", tuple(block_options[:2])))
+    layout = ScalingGranularity(granularity).layout((dot_products, length))
     if layout is None:
         raise NotImplementedError(f"experts: {granularity} casts do not say which elements share a scale")
     return layout

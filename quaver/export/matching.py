@@ -224,9 +224,9 @@ def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) 
         scale = get_input_scale("a linear", linear)
         codes = scaling.cast_to_float8(rows, 1 / scale, dtype)
     elif cast.block_size is not None:
-        codes, _, scale = scaling.dynamic_cast_blocks(rows, dtype, block_size=cast.block_size, mode=cast.mode)
+        codes, _, scale = scaling.dynamic_cast_blocks(rows, dtype, block_size=cast.block_size, rule=cast.rule)
     else:
-        codes, _, scale = scaling.dynamic_cast(rows, dtype, 1 if cast.is_rowwise else None, mode=cast.mode)
+        codes, _, scale = scaling.dynamic_cast(rows, dtype, 1 if cast.is_rowwise else None, rule=cast.rule)
     return codes, scale
 
 

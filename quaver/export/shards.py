@@ -59,15 +59,15 @@ def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearCo
     first, *offset = _add_stack_dim(local_shape_and_offset(weight)[1], leading=0)
     flat_amaxes = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
     scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *get_rounding_rule(config))[0]
-    factor, division = choose_factor(scales, config.casts.weight.row.mode)
-    factor = factor.view_as(amaxes)
+    rule = config.casts.weight.row.rule
+    factor = choose_factor(scales, rule).view_as(amaxes)
     quant, dequant = scales.quant.view_as(amaxes), scales.dequant.view_as(amaxes)
     codes = torch.empty(local.shape, dtype=config.casts.weight.row.float8_dtype, device=local.device)
     if local.numel():
         parts = codes.view(_add_stack_dim(local.shape))
         for index, matrix in enumerate(local.view(_add_stack_dim(local.shape))):
             matrix_factor = factor[first + index].to(local.device)
-            parts[index].copy_(_cast_part(matrix, matrix_factor, offset, layout, codes.dtype, division))
+            parts[index].copy_(_cast_part(matrix, matrix_factor, offset, layout, codes.dtype, rule))
     as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # every backend gathers bytes
     gathered = from_local_like(as_bytes, weight).full_tensor().view(codes.dtype)
     shape = layout.get_scale_shape(*size)
@@ -87,11 +87,11 @@ def _add_stack_dim(shape: tuple[int, ...] | torch.Size, leading: int = 1) -> tup
 
 
 def _cast_part(
-    matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, division: str
+    matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, rule: str
 ) -> Tensor:
     """Return the codes of a shard at `offset`. `factor`: of the whole matrix, from `choose_factor`."""
     factor, layout = select_part_scales(factor, offset, matrix.shape, layout)
     if layout.is_blockwise:
-        return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, division)
+        return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, rule)
     scale = factor.view(()) if layout.is_tensorwise else factor
-    return expect(cast_with_scale(matrix.contiguous(), dtype, scale, None, division)[0])
+    return expect(cast_with_scale(matrix.contiguous(), dtype, scale, None, rule)[0])

@@ -362,5 +362,6 @@ def _quantize_shard(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch
         return cast_blocks_with_scale(shard.local, scale, float8_dtype, shard_layout)
     scale = shard.narrow_scales(quant_scale)
     by_column = layout == COLUMNWISE
-    codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)
+    row_scale, column_scale = (None, scale) if by_column else (scale, None)
+    codes = cast_with_scale(shard.local, float8_dtype, row_scale, column_scale, "")
     return typing.cast(Tensor, codes[by_column])

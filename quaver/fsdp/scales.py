@@ -98,7 +98,7 @@ def compute_whole_scales(shards: Sequence[WeightShard], weights: Sequence[Module
 def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
     """Return the last arguments of `compute_scales_of_parts`. Weights that share them are computed in one call."""
     weight = config.casts.weight
-    return weight.row.float8_dtype, weight.power_of_2, weight.row.mode, weight.row.is_blockwise
+    return weight.row.float8_dtype, weight.power_of_2, weight.row.rule, weight.row.is_blockwise
 
 
 def _compute_local_amaxes(shards: Sequence[WeightShard], casts: Sequence[WeightCast]) -> Tensor:

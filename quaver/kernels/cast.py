@@ -52,7 +52,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import ALL, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, make_block_layout
-from quaver.recipes.scale_rules import has_cast_kernel
+from quaver.recipes.scale_rules import divides, has_cast_kernel, warn_without_kernel
 from quaver.runtime.compile_hints import wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
@@ -63,36 +63,37 @@ _amax = phase("quaver::amax")(scaling.compute_amax)
 
 
 def _cast_tensorwise(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str
 ) -> Operands:
     """Quantize with one scale, computed from the amax of the matrix.
 
-    `mode`: a rule of recipes/scale_rules.py; "" for quaver's rule.
+    `rule`: the name of a rule in recipes/scale_rules.py; "" for quaver's rule.
     """
     cpu.check_memory(hp)
-    scales = realize_scales(scaling.compute_scales(_amax(hp), float8_dtype, power_of_2, mode))
+    warn_without_kernel(rule)
+    scales = realize_scales(scaling.compute_scales(_amax(hp), float8_dtype, power_of_2, rule))
     quant, dequant, _ = scales
-    factor, division = scaling.choose_factor(scales, mode)
+    factor = scaling.choose_factor(scales, rule)
     if not (torch.compiler.is_dynamo_compiling() and column) or is_cpu(hp):
-        codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=True, division=division)
+        codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=True, rule=rule)
         return _make_operands(codes, quant, dequant, row, column)
     # Compiled code converts once for each layout; see `wait_for_codes`.
-    row_codes = cast_row_codes(hp, factor, float8_dtype, True, division) if row else None
+    row_codes = cast_row_codes(hp, factor, float8_dtype, True, rule) if row else None
     column_factor = factor if row_codes is None else wait_for_codes(factor, row_codes)
-    column_codes = cast_column_codes(hp, column_factor, float8_dtype, True, division)
+    column_codes = cast_column_codes(hp, column_factor, float8_dtype, True, rule)
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
 def cast_row_codes(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, rule: str = ""
 ) -> Tensor:
     """Run `scaling.cast_to_float8` on a matrix, in the layout of row codes."""
-    codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, division=division)
+    codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, rule=rule)
     return codes if is_cpu(hp) else codes.contiguous()
 
 
 def cast_column_codes(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, division: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, rule: str = ""
 ) -> Tensor:
     """Run `scaling.cast_to_float8` on a matrix, in the layout of column codes.
 
@@ -100,9 +101,9 @@ def cast_column_codes(
     collective between an amax and the cast, the partitioner would save what both read, hp in float32, for backward.
     """
     if is_cpu(hp) or not torch.compiler.is_dynamo_compiling():
-        codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, division=division)
+        codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, rule=rule)
         return codes if is_cpu(hp) else to_column_major(codes)
-    codes = scaling.cast_to_float8(hp.t(), factor.t(), float8_dtype, own_amax=own_amax, division=division)
+    codes = scaling.cast_to_float8(hp.t(), factor.t(), float8_dtype, own_amax=own_amax, rule=rule)
     return codes.contiguous().t()
 
 
@@ -112,20 +113,21 @@ def _convert_to_column_major(codes: Tensor) -> Tensor:
 
 
 def _cast_rowwise(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str
 ) -> Operands:
     """Quantize rows (for row codes) and columns (for column codes), each with a scale computed from its amax.
 
-    Scales are float32 [R, 1] and [1, C]. `mode`: as for `cast_tensorwise`.
+    Scales are float32 [R, 1] and [1, C]. `rule`: as for `cast_tensorwise`.
     """
     cpu.check_memory(hp)
+    warn_without_kernel(rule)
 
     def cast(layout: ScaleLayout) -> Operand:
         dim, cast_codes = (1, cast_row_codes) if layout == ROWWISE else (0, cast_column_codes)
-        scales = scaling.compute_scales(_amax(hp, dim), float8_dtype, power_of_2, mode)
+        scales = scaling.compute_scales(_amax(hp, dim), float8_dtype, power_of_2, rule)
         scales = scales if dim else realize_scales(scales)  # a kernel over rows computes each scale once anyway
-        factor, division = scaling.choose_factor(scales, mode)
-        return Operand(cast_codes(hp, factor, float8_dtype, True, division), scales.dequant, layout, scales.quant)
+        factor = scaling.choose_factor(scales, rule)
+        return Operand(cast_codes(hp, factor, float8_dtype, True, rule), scales.dequant, layout, scales.quant)
 
     return cast_by_layout(cast, row, column, ROWWISE)
 
@@ -154,25 +156,26 @@ def _cast_blockwise(
     power_of_2: bool,
     dot_products: int,
     length: int,
-    mode: str,
+    rule: str,
 ) -> Operands:
     """Quantize blocks of `dot_products` x `length`, each with a scale computed from its amax.
 
     Row blocks have `length` columns and scales [ceil(R / dot_products), ceil(C / length)]. Column blocks have `length`
-    rows and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are cast once. `mode`: "", the value of a
-    ScaleCalculationMode, or a rule of recipes/scale_rules.py. `has_scales_by_columns` decides the strides of scales.
+    rows and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are cast once. `rule`: as for
+    `scaling.compute_scales`. `has_scales_by_columns` decides the strides of scales.
     """
     cpu.check_memory(hp)
+    warn_without_kernel(rule)
 
     def cast(layout: ScaleLayout) -> Operand:
         amax = scaling.compute_block_amax(hp, layout)
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
-        quant, dequant, outer = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=True)
+        quant, dequant, outer = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=True)
         dequant = dequant.t().contiguous() if by_columns else dequant
         quant, dequant, _ = realize_scales(scaling.Scales(quant, dequant))
         dequant = dequant.t() if by_columns else dequant
-        factor, division = scaling.choose_factor(scaling.Scales(quant, dequant), mode)
-        codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, True, division)
+        factor = scaling.choose_factor(scaling.Scales(quant, dequant), rule)
+        codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, True, rule)
         return Operand(codes, dequant, layout, quant, outer)
 
     operands = cast_by_layout(cast, row, column, make_block_layout(float8_dtype, dot_products, length))
@@ -182,26 +185,32 @@ def _cast_blockwise(
 
 
 def _cast_blockwise_cpu(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, *blocks: Any
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    row: bool,
+    column: bool,
+    power_of_2: bool,
+    dot_products: int,
+    length: int,
+    rule: str,
 ) -> Operands | None:
     """Compute the amaxes and the codes in C, and the scales in between in PyTorch."""
-    dot_products, length, mode = blocks
 
     def cast(layout: ScaleLayout) -> Operand:
         amax: Any = cpu.compute_block_amax(hp, layout)
-        scales = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=True)
-        return _cast_to_operand_cpu(hp, scales, float8_dtype, layout, mode)
+        scales = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=True)
+        return _cast_to_operand_cpu(hp, scales, float8_dtype, layout, rule)
 
     layout = make_block_layout(float8_dtype, dot_products, length)
-    is_supported = cpu.supports(hp, float8_dtype) and has_cast_kernel(mode)
+    is_supported = cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)
     return cast_by_layout(cast, row, column, layout) if is_supported else None
 
 
 def _cast_to_operand_cpu(
-    hp: Tensor, scales: scaling.Scales, float8_dtype: torch.dtype, layout: ScaleLayout, mode: str
+    hp: Tensor, scales: scaling.Scales, float8_dtype: torch.dtype, layout: ScaleLayout, rule: str
 ) -> Operand:
-    factor, division = scaling.choose_factor(scales, mode)
-    codes: Any = cpu.cast_with_scale(hp, factor, float8_dtype, layout, divides=bool(division))
+    factor = scaling.choose_factor(scales, rule)
+    codes: Any = cpu.cast_with_scale(hp, factor, float8_dtype, layout, divides=divides(rule))
     return Operand(codes, scales.dequant, layout, scales.quant)
 
 
@@ -251,10 +260,10 @@ def to_row_major(codes: Tensor) -> Tensor:
 
 
 def _cast_tensorwise_cpu(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str
 ) -> Operands | None:
-    if mode:
-        return _cast_by_rule_cpu(hp, float8_dtype, row, column, TENSORWISE, mode)
+    if rule:
+        return _cast_by_rule_cpu(hp, float8_dtype, row, column, TENSORWISE, rule)
     return _make_operands_cpu(cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2), TENSORWISE, row, column)
 
 
@@ -268,26 +277,26 @@ def _make_operands_cpu(
 
 
 def _cast_by_rule_cpu(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, mode: str
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, rule: str
 ) -> Operands | None:
     """Compute amaxes and scales in PyTorch, and the codes in C."""
-    if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(mode)):
+    if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)):
         return None
 
     def cast(layout: ScaleLayout) -> Operand:
         amax = _amax(hp, None if layout.is_tensorwise else layout.index(ALL))
         return _cast_to_operand_cpu(
-            hp, scaling.compute_scales(amax, float8_dtype, False, mode), float8_dtype, layout, mode
+            hp, scaling.compute_scales(amax, float8_dtype, False, rule), float8_dtype, layout, rule
         )
 
     return cast_by_layout(cast, row, column, row_layout)
 
 
 def _cast_rowwise_cpu(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str
 ) -> Operands | None:
-    if mode:
-        return _cast_by_rule_cpu(hp, float8_dtype, row, column, ROWWISE, mode)
+    if rule:
+        return _cast_by_rule_cpu(hp, float8_dtype, row, column, ROWWISE, rule)
     if row and column:
         tensors = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
         return None if tensors is None else unflatten_operands(FlatOperands(*tensors), row, column, ROWWISE)
@@ -295,18 +304,14 @@ def _cast_rowwise_cpu(
     return _make_operands_cpu(result, ROWWISE if row else COLUMNWISE, row, column)
 
 
-def _cast_tensorwise_fake(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = ""
-) -> Operands:
+def _cast_tensorwise_fake(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str) -> Operands:
     """Compute shapes only: computing scales on fake tensors took a sixth of the compile time."""
     scaling.check_hp(hp)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     return _make_operands(torch.empty_like(hp, dtype=float8_dtype), quant, dequant, row, column)
 
 
-def _cast_rowwise_fake(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = ""
-) -> Operands:
+def _cast_rowwise_fake(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str) -> Operands:
     scaling.check_hp(hp)
     rows, columns = hp.shape
 
@@ -321,16 +326,16 @@ def _cast_rowwise_fake(
     return Operands(make_operand(ROWWISE) if row else None, make_operand(COLUMNWISE) if column else None)
 
 
-def _get_tensorwise_layout(*_: object) -> ScaleLayout:
+def _get_tensorwise_layout(**_: object) -> ScaleLayout:
     return TENSORWISE
 
 
-def _get_rowwise_layout(*_: object) -> ScaleLayout:
+def _get_rowwise_layout(**_: object) -> ScaleLayout:
     return ROWWISE
 
 
-def _get_blockwise_layout(*args: Any) -> ScaleLayout:
-    return make_block_layout(args[1], args[5], args[6])
+def _get_blockwise_layout(*, float8_dtype: torch.dtype, dot_products: int, length: int, **_: object) -> ScaleLayout:
+    return make_block_layout(float8_dtype, dot_products, length)
 
 
 cast_tensorwise = register_operation(
@@ -371,11 +376,11 @@ _ROWS_PER_RUN = 8
 
 
 def _cast_materialized_tensorwise(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str
 ) -> Operands:
-    scales = scaling.compute_scales(_amax(_reduce_runs(hp)), float8_dtype, power_of_2, mode)
-    factor, division = scaling.choose_factor(scales, mode)
-    row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, factor, factor, division)
+    scales = scaling.compute_scales(_amax(_reduce_runs(hp)), float8_dtype, power_of_2, rule)
+    factor = scaling.choose_factor(scales, rule)
+    row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, factor, factor, rule)
     return pair_codes(row_codes, column_codes, scales.quant, scales.dequant)
 
 
@@ -410,14 +415,14 @@ def _cast_with_scale(
     float8_dtype: torch.dtype,
     row_scale: Tensor | None,
     column_scale: Tensor | None,
-    division: str = "",
+    rule: str,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantize with given scales.
 
     Args:
         row_scale: float32 () or [R, 1], the `factor` of the row codes; None for no row codes.
         column_scale: float32 () or [1, C], the `factor` of the column codes; None for no column codes.
-        division: as for `scaling.cast_to_float8`.
+        rule: as for `scaling.cast_to_float8`.
     Returns:
         Row codes, column codes.
     Raises:
@@ -426,12 +431,13 @@ def _cast_with_scale(
     """
     scaling.check_hp(hp)
     cpu.check_memory(hp, row_scale, column_scale)
+    warn_without_kernel(rule)
     row_codes = column_codes = None
     if row_scale is not None:
-        row_codes = cast_row_codes(hp, row_scale, float8_dtype, False, division)
+        row_codes = cast_row_codes(hp, row_scale, float8_dtype, False, rule)
     if column_scale is not None:
         column_scale = column_scale if row_codes is None else wait_for_codes(column_scale.clone(), row_codes)
-        column_codes = cast_column_codes(hp, column_scale, float8_dtype, False, division)
+        column_codes = cast_column_codes(hp, column_scale, float8_dtype, False, rule)
     return row_codes, column_codes
 
 
@@ -440,16 +446,16 @@ def _cast_with_scale_cpu(
     float8_dtype: torch.dtype,
     row_scale: Tensor | None,
     column_scale: Tensor | None,
-    division: str = "",
+    rule: str,
 ) -> tuple[Tensor | None, ...] | None:
     codes: list[Tensor | None] = []
-    if not has_cast_kernel(division):
+    if not has_cast_kernel(rule):
         return None
     for scale in (row_scale, column_scale):
         if scale is not None and not scale.is_contiguous():
             cpu.check_memory(scale)
             scale = scale.contiguous()
-        codes.append(None if scale is None else cpu.cast_with_scale(hp, scale, float8_dtype, divides=bool(division)))
+        codes.append(None if scale is None else cpu.cast_with_scale(hp, scale, float8_dtype, divides=divides(rule)))
         if scale is not None and codes[-1] is None:
             return None
     return tuple(codes)

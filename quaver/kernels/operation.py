@@ -68,7 +68,7 @@ def register_operation(
         gpu: the name of the kernel for GPUs in triton_cast.py, which also returns None for such tensors.
         fake: computes results on fake tensors; None to use the reference.
         in_graphs: whether code compiled for a GPU calls the operation instead of the reference.
-        layout: for a cast, the function that returns the layout of row codes from the cast's arguments.
+        layout: for a cast, the function that returns the layout of row codes from the cast's arguments, by keyword.
         phase: the profiler range of a call (runtime/phases.py).
     """
     name = reference.__name__.removeprefix("_")
@@ -141,10 +141,10 @@ def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) ->
     `layout`: as for `register_operation`.
     """
     names = [argument.name for argument in registered.default._schema.arguments]
-    row, column = names.index("row"), names.index("column")
 
     def call(*args: Any) -> Operands:
-        return unflatten_operands(FlatOperands(*registered(*args)), args[row], args[column], layout(*args))
+        named = dict(zip(names, args, strict=True))
+        return unflatten_operands(FlatOperands(*registered(*args)), named["row"], named["column"], layout(**named))
 
     return call
 

@@ -94,7 +94,7 @@ def cast_with_persistent_scale(
     """
     amax_buffer = scale.amax_buffer
     if hp.is_meta:  # a model on the meta device has scales on another device
-        return cast_tensorwise(hp, float8_dtype, row, column, power_of_2)
+        return cast_tensorwise(hp, float8_dtype, row, column, power_of_2, "")
     if torch.compiler.is_dynamo_compiling() and not is_cpu(hp):
         return _trace_persistent_cast(hp, scale, float8_dtype, row, column, power_of_2, is_materialized)
     if is_cpu(hp) and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
@@ -141,7 +141,7 @@ def _trace_persistent_cast(
     quant, dequant, _ = realize_scales(scaling.Scales(used, scaling.to_dequant_scale(used)))
     known = given if scale.is_known_to_compiler else quant
     if is_materialized and row and column:
-        row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known)
+        row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known, "")
         return pair_codes(row_codes, column_codes, quant, dequant)
     row_codes = cast_row_codes(hp, known, float8_dtype) if row else None
     column_codes = None

@@ -22,7 +22,6 @@ from quaver.kernels.triton_blocks import (
     jit,
     launch,
     load_tile_in_float32,
-    returns_none_unless,
     supports_matrix,
     view_bits,
 )
@@ -31,9 +30,13 @@ with contextlib.suppress(ImportError):  # PyTorch for CPUs lacks it
     import triton.language as tl
 
 
-@returns_none_unless(supports_matrix)
-def compute_amax(hp: Tensor, dim: int | None) -> Tensor:
-    """Run `recipes.scaling.compute_amax` on `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
+def compute_amax(hp: Tensor, dim: int | None) -> Tensor | None:
+    """Run `recipes.scaling.compute_amax` on `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0.
+
+    Returns None for a matrix that the kernels do not support.
+    """
+    if not supports_matrix(hp):
+        return None
     if dim is None:
         return compute_amax_unless_known(hp, None)[0]
     row_amax, column_amax = compute_amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
@@ -60,14 +63,17 @@ def compute_amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tenso
     return row_amax, column_amax
 
 
-@returns_none_unless(supports_matrix)
-def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
+def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor | None:
     """Compute float32 [groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
+
+    Returns None for a matrix that the kernels do not support.
 
     Args:
         group: int64 [R], the group of each row. A program loops from the smallest to the largest group of its rows, so
             it is fast if rows are sorted by group.
     """
+    if not supports_matrix(hp):
+        return None
     amaxes = hp.new_zeros(groups, hp.shape[1], dtype=torch.float32)
     launch(_group_amax, hp, choose_tile(hp), group.contiguous(), amaxes)
     return amaxes

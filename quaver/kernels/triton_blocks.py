@@ -63,32 +63,15 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel, do_not_specialize_on_alignment=["quant_scale_ptr"])
 
 
-def returns_none_unless(is_supported: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a launcher of a kernel return None if `is_supported`, called with the same arguments, is False.
+def supports(hp: Tensor, float8_dtype: torch.dtype, rule: str = "") -> bool:
+    """Return whether the kernels cast `hp` [R, C] by this rule: plain, contiguous, not empty, on a GPU from sm_90 on.
 
-    Kernels differ in the dtypes and layouts that they read. Do not call a launcher while compiling.
+    Under TRITON_INTERPRET the tensor is on the CPU. Do not call it while compiling.
     """
-
-    def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(launcher)
-        def checked(first: Tensor, *args: Any) -> Any:
-            return launcher(first, *args) if is_supported(first, *args) else None
-
-        return checked
-
-    return decorate
+    return float8_dtype in FLOAT8_DTYPES and supports_matrix(hp) and has_cast_kernel(rule)
 
 
-def supports(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
-    """Return whether the kernels cast `hp` [R, C]: plain, contiguous, not empty, on a GPU of sm_90 or newer.
-
-    Under TRITON_INTERPRET the tensor is on the CPU. If the last of `options` is a mode, it must have a kernel.
-    """
-    mode = options[-1] if options and isinstance(options[-1], str) else ""
-    return float8_dtype in FLOAT8_DTYPES and supports_matrix(hp) and not (mode and not has_cast_kernel(mode))
-
-
-def supports_matrix(hp: Tensor, *_: object) -> bool:
+def supports_matrix(hp: Tensor) -> bool:
     """Return `supports` for a kernel that writes no codes."""
     return hp.dtype in HP_DTYPES and hp.dim() == 2 and supports_tensor(hp)
 
@@ -184,32 +167,32 @@ class CastTarget(NamedTuple):
 
 
 @functools.cache
-def make_cast_target(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> CastTarget:
-    """Make the constants of a cast to `float8_dtype` with the argument `mode` of a cast."""
+def make_cast_target(float8_dtype: torch.dtype, power_of_2: bool = False, rule: str = "") -> CastTarget:
+    """Make the constants of a cast to `float8_dtype` whose scales are computed by `rule`."""
     fmt = get_format(float8_dtype)
     pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
     statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
     conversion = "\n".join(("{", *statements, "}"))
     limits = fmt.max, fmt.max / EPS, fmt.saturates_above
     exponents = get_float32_bits(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
-    rule = get_rule(mode)
-    quant_of_zero, dequant_of_zero = rule.zero_scales or (0.0, 0.0)
+    equations = get_rule(rule)
+    quant_of_zero, dequant_of_zero = equations.zero_scales or (0.0, 0.0)
     return CastTarget(
         TRITON_FLOAT8[float8_dtype],
         conversion,
         *limits,
         power_of_2,
         *exponents,
-        by_rule=mode in RULES,
+        by_rule=rule in RULES,
         inverse_max=round_to_float32(1 / fmt.max),
-        form=rule.form,
-        smallest_amax=rule.smallest_amax,
-        smallest_scale=rule.smallest_scale,
-        has_zero=rule.zero_scales is not None,
+        form=equations.form,
+        smallest_amax=equations.smallest_amax,
+        smallest_scale=equations.smallest_scale,
+        has_zero=equations.zero_scales is not None,
         quant_of_zero=quant_of_zero,
         dequant_of_zero=dequant_of_zero,
-        rounds_up=rule.rounds_up,
-        divides=rule.divides,
+        rounds_up=equations.rounds_up,
+        divides=equations.divides,
     )
 
 

@@ -19,8 +19,9 @@ reads is an amax pass (triton_amax.py). Three kernels cast. `_cast_tensorwise` h
 and so computes a scale per row in one read. Casts start at the last tile, which the amax pass left in the cache.
 triton_blocks.py describes grids, tiles and masks.
 
-No call waits for the device. A CUDA graph can capture a call after a first call has compiled the kernels. Results are
-maxima and sums of integers (exact up to 2^24), so they do not depend on the order of programs.
+A function returns None for a matrix or a rule that its kernels do not support. No call waits for the device. A CUDA
+graph can capture a call after a first call has compiled the kernels. Results are maxima and sums of integers (exact up
+to 2^24), so they do not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ from quaver.kernels.triton_blocks import (
     make_column_range,
     make_mask,
     replace_inf_by_nan,
-    returns_none_unless,
     store_column_codes,
     store_row_codes,
     store_scales,
@@ -87,20 +87,20 @@ WIDEST_ROW = 32768
 """The most columns of a row that `_cast_whole_rows` holds in registers."""
 
 
-@returns_none_unless(supports)
 def cast_tensorwise(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
-) -> Operands:
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str = ""
+) -> Operands | None:
     """Run `quaver.recipes.scaling.dynamic_cast` on `hp` [R, C] with one scale, float32 ()."""
-    cast = make_cast_target(float8_dtype, power_of_2, mode)
+    if not supports(hp, float8_dtype, rule):
+        return None
+    cast = make_cast_target(float8_dtype, power_of_2, rule)
     row_codes, quant, dequant, column_codes, _ = _cast_with_one_scale(hp, float8_dtype, row, column, cast, None)
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
-@returns_none_unless(supports)
 def cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor] | None:
     """Run `quaver.recipes.scaling.cast_with_persistent_scale` on `hp` [R, C].
 
     Args:
@@ -109,6 +109,8 @@ def cast_with_persistent_scale(
         Row codes, quant_scale and dequant_scale, float32 (), and column codes; None for codes that were not requested.
         And float32 [2]: the amax of hp, and the number of saturated elements.
     """
+    if not supports(hp, float8_dtype):
+        return None
     return _cast_with_one_scale(hp, float8_dtype, row, column, make_cast_target(float8_dtype, power_of_2), quant_scale)
 
 
@@ -125,12 +127,13 @@ def _cast_with_one_scale(
     return row_codes, quant, dequant, column_codes, observed
 
 
-@returns_none_unless(supports)
 def cast_rowwise(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
-) -> Operands:
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str = ""
+) -> Operands | None:
     """Run `quaver.recipes.scaling.dynamic_cast` on `hp` [R, C] along dim 1 and dim 0, with scales [R, 1] and [1, C]."""
-    cast = make_cast_target(float8_dtype, power_of_2, mode)
+    if not supports(hp, float8_dtype, rule):
+        return None
+    cast = make_cast_target(float8_dtype, power_of_2, rule)
     if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
@@ -143,14 +146,13 @@ def cast_rowwise(
     return unflatten_operands(flat, row, column, ROWWISE)
 
 
-@returns_none_unless(supports)
 def cast_with_scale(
     hp: Tensor,
     float8_dtype: torch.dtype,
     row_scale: Tensor | None,
     column_scale: Tensor | None,
-    division: str = "",
-) -> Codes:
+    rule: str = "",
+) -> Codes | None:
     """Run `quaver.recipes.scaling.cast_to_float8` on `hp` [R, C].
 
     Args:
@@ -159,9 +161,11 @@ def cast_with_scale(
     Returns:
         Row codes, column codes.
     """
+    if not supports(hp, float8_dtype, rule):
+        return None
     row_scales = (None if row_scale is None else row_scale.expand(hp.shape[0], 1), None, None)
     column_scales = (None if column_scale is None else column_scale.expand(1, hp.shape[1]), None, None)
-    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, make_cast_target(float8_dtype, mode=division))
+    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, make_cast_target(float8_dtype, rule=rule))
 
 
 def _cast_by_dim(

@@ -39,7 +39,6 @@ from quaver.kernels.triton_blocks import (
     load_tile_in_float32,
     make_cast_target,
     make_mask,
-    returns_none_unless,
     store_column_codes,
     store_row_codes,
     supports,
@@ -67,12 +66,11 @@ class BlockRule(NamedTuple):
     """`scaling.compute_e8m0_offset`, for E8M0 scales."""
 
 
-def _make_block_rule(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> BlockRule:
-    is_e8m0 = bool(mode) and mode not in RULES
-    return BlockRule(rows, columns, is_e8m0, compute_e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
+def _make_block_rule(rows: int, columns: int, float8_dtype: torch.dtype, rule: str) -> BlockRule:
+    is_e8m0 = bool(rule) and rule not in RULES
+    return BlockRule(rows, columns, is_e8m0, compute_e8m0_offset(float8_dtype, rule) if is_e8m0 else 0)
 
 
-@returns_none_unless(supports)
 def cast_blockwise(
     hp: Tensor,
     float8_dtype: torch.dtype,
@@ -81,18 +79,20 @@ def cast_blockwise(
     power_of_2: bool,
     dot_products: int,
     length: int,
-    mode: str,
-) -> Operands:
+    rule: str,
+) -> Operands | None:
     """Run `recipes.scaling.dynamic_cast_blocks` on `hp` [R, C] along rows and columns. Square blocks are cast once."""
+    if not supports(hp, float8_dtype, rule):
+        return None
 
     def cast(layout: ScaleLayout, row: bool, column: bool) -> Operands:
-        return _cast(hp, float8_dtype, power_of_2, layout, mode, row, column)
+        return _cast(hp, float8_dtype, power_of_2, layout, rule, row, column)
 
     layout = ScaleLayout(dot_products, length)
     if dot_products == length:
         return cast(layout, row, column)
     if row and column and dot_products == 1 and hp.data_ptr() % 16 == 0 and casts_both_at_once(*hp.shape):
-        return _cast_both(hp, float8_dtype, power_of_2, length, mode)
+        return _cast_both(hp, float8_dtype, power_of_2, length, rule)
     return Operands(
         cast(layout, True, False).row if row else None,
         cast(layout.t(), False, True).column if column else None,
@@ -108,7 +108,7 @@ def _make_tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile
     return Tile(rows, columns, warps, rows_of_thread, column_codes_of_store=8 if rows == columns else 16)
 
 
-def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Operands:
+def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, rule: str) -> Operands:
     """Quantize blocks [1, length] for row codes and [length, 1] for column codes.
 
     A thread has 64 elements. With at most 128 registers, two programs of 256 threads share a multiprocessor, so that
@@ -119,8 +119,8 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     row_scales, column_scales = empty_block_scales(hp, layout, True), empty_block_scales(hp, layout.t(), False)
     columns = max(length, 128)
     tile = _make_tile(length, columns, length * columns // 2048, hp.element_size() * 4)
-    cast = make_cast_target(float8_dtype, power_of_2, mode)
-    blocks = _make_block_rule(length, length, float8_dtype, mode)
+    cast = make_cast_target(float8_dtype, power_of_2, rule)
+    blocks = _make_block_rule(length, length, float8_dtype, rule)
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
@@ -132,7 +132,7 @@ def _cast(
     float8_dtype: torch.dtype,
     power_of_2: bool,
     layout: ScaleLayout,
-    mode: str,
+    rule: str,
     row: bool,
     column: bool,
 ) -> Operands:
@@ -143,9 +143,9 @@ def _cast(
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = (
         _make_tile(rows, columns, rows * columns // 1024, rows_of_thread),
-        make_cast_target(float8_dtype, power_of_2, mode),
+        make_cast_target(float8_dtype, power_of_2, rule),
     )
-    blocks = _make_block_rule(*layout.block_size, float8_dtype, mode)
+    blocks = _make_block_rule(*layout.block_size, float8_dtype, rule)
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return pair_codes(*codes, quant, dequant, layout)
 

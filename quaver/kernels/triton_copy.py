@@ -19,7 +19,6 @@ from quaver.kernels.triton_blocks import (
     jit,
     launch,
     load_tile,
-    returns_none_unless,
     store_column_codes,
     supports_tensor,
 )
@@ -36,9 +35,10 @@ def supports_codes(codes: Tensor) -> bool:
     return codes.dtype in FLOAT8_DTYPES and is_matrices and supports_tensor(codes)
 
 
-@returns_none_unless(supports_codes)
-def to_column_major(codes: Tensor) -> Tensor:
-    """Copy `codes` [..., R, C] so that each matrix has strides (1, R)."""
+def to_column_major(codes: Tensor) -> Tensor | None:
+    """Copy `codes` [..., R, C] so that each matrix has strides (1, R); None for codes that it does not support."""
+    if not supports_codes(codes):
+        return None
     height, width = codes.shape[-2:]
     copy = codes.new_empty(codes.mT.shape)
     is_aligned = height % 16 == width % 16 == codes.data_ptr() % 16 == 0

@@ -69,7 +69,7 @@ def find_cast_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
         return None
     if not (left.is_blockwise or right.is_blockwise):
         return ScaleKind.TENSORWISE if a.is_tensorwise and b.is_tensorwise else ScaleKind.ROWWISE
-    has_mantissas = not (left.e8m0_mode and right.e8m0_mode)
+    has_mantissas = None in (left.scale_calculation_mode, right.scale_calculation_mode)
     kind = find_block_kind(a, b)
     if (kind is ScaleKind.BLOCKS_OF_32 and has_mantissas) or E5M2.dtype in (left.target_dtype, right.target_dtype):
         return None

@@ -90,12 +90,12 @@ class Quantizer:
         float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
         if cast.is_tensorwise and scales is not None:
             quant, dequant, _ = scales
-            factor, division = choose_factor(scales, cast.mode)
+            factor = choose_factor(scales, cast.rule)
             if is_cpu(hp):  # one set of codes serves both
-                codes, _ = cast_with_scale(hp, float8_dtype, factor, None, division)
+                codes, _ = cast_with_scale(hp, float8_dtype, factor, None, cast.rule)
                 return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)
             factors = factor if row else None, factor if column else None
-            codes = cast_with_scale(hp, float8_dtype, *factors, division)
+            codes = cast_with_scale(hp, float8_dtype, *factors, cast.rule)
             return pair_codes(codes[0] if row else None, codes[1] if column else None, quant, dequant)
         if cast.is_persistent and self.scale is not None:
             return cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)

@@ -107,9 +107,9 @@ class TokenDispatch:
         experts = self._all_ends.shape[0]
         expert = find_groups(self._all_ends, experts, hp.shape[0], hp.device)[0]
         amax = max_over_ranks(compute_scale_row_amax(hp, expert, experts, ALL), self._group)
-        scales = scaling.compute_scales(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.mode)
-        factor, division = scaling.choose_factor(scales, cast.mode)
-        codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, division)[0]
+        scales = scaling.compute_scales(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.rule)
+        factor = scaling.choose_factor(scales, cast.rule)
+        codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, cast.rule)[0]
         local_experts = self.ends.shape[0]
         local_scales = scales.dequant[:, 0].narrow(0, self._group.rank() * local_experts, local_experts)
         return Operand(self.dispatch(codes), local_scales)

@@ -84,9 +84,9 @@ class TensorParallelQuantizer(Quantizer):
         if agrees_on_rows or agrees_on_columns:
             scales = self._compute_agreed_scales(cast, hp, self.sharded_dim)
             quant, dequant, _ = scales
-            factor, division = choose_factor(scales, cast.mode)
+            factor = choose_factor(scales, cast.rule)
             row_scale, column_scale = (factor, None) if agrees_on_rows else (None, factor)
-            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale, division)
+            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale, cast.rule)
             agreed = Operands(
                 Operand(codes[0], dequant, ROWWISE, quant) if agrees_on_rows else None,
                 Operand(codes[1], dequant, COLUMNWISE, quant) if agrees_on_columns else None,
@@ -98,9 +98,9 @@ class TensorParallelQuantizer(Quantizer):
     def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
         """Return the whole matrix's scales, computed over `dim`, or over both dims for None. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
-        amax = amax.to(hp.dtype) if cast.mode else amax  # exact: an amax is an element of `hp`; see `compute_scales`
+        amax = amax.to(hp.dtype) if cast.rule else amax  # exact: an amax is an element of `hp`; see `compute_scales`
         power_of_2 = self.casts.power_of_2
-        return compute_scales(amax, cast.float8_dtype, power_of_2, cast.mode, is_blockwise=cast.is_blockwise)
+        return compute_scales(amax, cast.float8_dtype, power_of_2, cast.rule, is_blockwise=cast.is_blockwise)
 
 
 class GatheringQuantizer(TensorParallelQuantizer):
@@ -199,7 +199,7 @@ def _cast_with_agreed_scale(
     # Functional collectives also take the name of a group.
     amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
     scales = compute_scales(amax, float8_dtype, power_of_2)
-    codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None)
+    codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None, "")
     return codes, scales.quant, scales.dequant, observed
 
 

@@ -154,9 +154,8 @@ class CastConfig:
 
     @cached_property
     def options(self) -> tuple[int | str, ...]:
-        """The last arguments of a cast: the block size and `mode`; () without blocks under quaver's rule."""
-        mode = () if self.block_size is None and not self.mode else (self.mode,)
-        return (*(self.block_size or ()), *mode)
+        """The last arguments of a cast: the block size, if it has blocks, and `rule`."""
+        return *(self.block_size or ()), self.rule
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         convert_field(self, "scaling_type", ScalingType)
@@ -242,14 +241,10 @@ class CastConfig:
         object.__setattr__(self, "static_quant_scale", scale)
 
     @property
-    def e8m0_mode(self) -> str:
-        """The value of `scale_calculation_mode`; "" for None."""
-        return "" if self.scale_calculation_mode is None else self.scale_calculation_mode.value
-
-    @property
-    def mode(self) -> str:
-        """The argument `mode` of a cast: `scale_rule`, `e8m0_mode`, or "" for quaver's rule."""
-        return self.scale_rule or self.e8m0_mode
+    def rule(self) -> str:
+        """The rule that computes the scales: `scale_rule`, "rceil" or "floor" (E8M0), or "" for quaver's own rule."""
+        e8m0_rule = "" if self.scale_calculation_mode is None else self.scale_calculation_mode.value
+        return self.scale_rule or e8m0_rule
 
     @property
     def float8_dtype(self) -> torch.dtype:
@@ -273,7 +268,7 @@ class CastConfig:
         dtype = "default" if self.target_dtype is None else get_format(self.target_dtype).name
         blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
         usual = ScaleCalculationMode.RCEIL.value if 32 in (self.block_size or ()) else ""
-        rule = "" if self.mode == usual else f"_{self.mode or 'float32'}"
+        rule = "" if self.rule == usual else f"_{self.rule or 'float32'}"
         return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}{blocks}_{dtype}{rule}"
 
     def __str__(self) -> str:

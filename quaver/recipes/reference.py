@@ -82,11 +82,11 @@ def quantize(
             dtype,
             power_of_2=power_of_2,
             block_size=layout if direction == ROW else layout.t(),
-            mode=cast.mode,
+            rule=cast.rule,
         )
     else:
         dim = direction if cast.is_rowwise else None
-        codes, _, dequant_scale = scaling.dynamic_cast(hp, dtype, dim, power_of_2=power_of_2, mode=cast.mode)
+        codes, _, dequant_scale = scaling.dynamic_cast(hp, dtype, dim, power_of_2=power_of_2, rule=cast.rule)
     return CastMatrix(codes, dequant_scale)
 
 

@@ -85,25 +85,33 @@ RULES: dict[str, ScaleRule] = {
 """The rules by name; docs/serving.md lists the function of the engine that each rule follows."""
 
 
-def get_rule(mode: str) -> ScaleRule:
-    """Return the rule called `mode`, or the default `ScaleRule` for modes that name no rule."""
-    return ScaleRule(*_get_fields(mode))
+def get_rule(rule: str) -> ScaleRule:
+    """Return the equations of a rule in `RULES`, or the default `ScaleRule` for other rules."""
+    return ScaleRule(*_get_fields(rule))
 
 
-def has_cast_kernel(mode: str) -> bool:
-    """Return whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
-    if mode and get_rule(mode).in_hp_dtype:
+def divides(rule: str) -> bool:
+    """Return whether codes are quotients by the dequant_scale under a rule, instead of products."""
+    return bool(rule) and get_rule(rule).divides
+
+
+def has_cast_kernel(rule: str) -> bool:
+    """Return whether kernels implement a rule. None computes in the dtype of hp."""
+    return not rule or not get_rule(rule).in_hp_dtype
+
+
+def warn_without_kernel(rule: str) -> None:
+    """Report once that casts by this rule run in PyTorch, unless `has_cast_kernel`. Compiled code needs no kernel."""
+    if not (torch.compiler.is_dynamo_compiling() or has_cast_kernel(rule)):
         warn_once(
-            f"casts by the rule {mode}",
-            f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel implements it",
+            f"casts by the rule {rule}",
+            f"float8 casts by the scale_rule {rule} run in PyTorch: no kernel implements it",
         )
-        return False
-    return True
 
 
 @assume_constant_result  # [Note: floats under dynamic shapes] in scaling.py
-def _get_fields(mode: str) -> tuple[object, ...]:
-    return tuple(RULES.get(mode, _NO_RULE))
+def _get_fields(rule: str) -> tuple[object, ...]:
+    return tuple(RULES.get(rule, _NO_RULE))
 
 
 _NO_RULE = ScaleRule()
@@ -114,32 +122,32 @@ def _get_largest(float8_dtype: torch.dtype) -> float:
     return get_format(float8_dtype).max
 
 
-def compute_scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+def compute_scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> tuple[Tensor, Tensor]:
     """Compute the multipliers and the dequant_scales, float32, for amaxes in the dtype of hp.
 
     Quotients are computed in float64 and rounded: see [Note: one division, two formulas] in scaling.py.
     """
-    rule, largest, hp_dtype = get_rule(mode), _get_largest(float8_dtype), amax.dtype
-    clamped = amax.double().clamp(min=rule.smallest_amax)
-    if rule.form == "reciprocal":
+    equations, largest, hp_dtype = get_rule(rule), _get_largest(float8_dtype), amax.dtype
+    clamped = amax.double().clamp(min=equations.smallest_amax)
+    if equations.form == "reciprocal":
         quant = (1.0 / clamped).float() * largest
         dequant = (1.0 / quant.double()).float()
-    elif rule.form == "amax":
+    elif equations.form == "amax":
         quant, dequant = (largest / clamped).float(), (clamped * round_to_float32(1 / largest)).float()
     else:
         dequant = (clamped / largest).float()
-        if rule.in_hp_dtype:
+        if equations.in_hp_dtype:
             dequant = dequant.to(hp_dtype).float()
             dequant = torch.where(dequant == 0, torch.finfo(hp_dtype).eps, dequant)
-        dequant = dequant.clamp(min=rule.smallest_scale)
+        dequant = dequant.clamp(min=equations.smallest_scale)
         quant = (1.0 / dequant.double()).float()
-    if rule.rounds_up:
-        dequant = round_up_to_power_of_2(dequant.clamp(min=rule.smallest_scale))
+    if equations.rounds_up:
+        dequant = round_up_to_power_of_2(dequant.clamp(min=equations.smallest_scale))
         quant = (1.0 / dequant.double()).float()
-    if rule.zero_scales is not None:
+    if equations.zero_scales is not None:
         is_zero = amax == 0
-        quant = torch.where(is_zero, rule.zero_scales[0], quant)
-        dequant = torch.where(is_zero, rule.zero_scales[1], dequant)
+        quant = torch.where(is_zero, equations.zero_scales[0], quant)
+        dequant = torch.where(is_zero, equations.zero_scales[1], dequant)
     return quant, dequant
 
 

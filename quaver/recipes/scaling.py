@@ -51,7 +51,7 @@ from torch import Tensor
 from quaver.recipes import e2m1
 from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, get_format
 from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, infer_layout
-from quaver.recipes.scale_rules import RULES, compute_scales_by_rule, get_rule
+from quaver.recipes.scale_rules import RULES, compute_scales_by_rule, divides, get_rule
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
@@ -217,23 +217,23 @@ class Scales(NamedTuple):
 
 
 def compute_scales(
-    amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, mode: str = "", *, is_blockwise: bool = False
+    amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, rule: str = "", *, is_blockwise: bool = False
 ) -> Scales:
     """Compute the scales that map amaxes of any shape to the largest number of `float8_dtype`.
 
     Args:
         amax: in the dtype of its tensor, because some rules of scale_rules.py round to it.
         float8_dtype: a float8 dtype, or e2m1.
-        power_of_2: round quant_scale down to a power of two. Ignored where `mode` decides.
-        mode: a rule of scale_rules.py; for blocks also "rceil" or "floor"; "" for quaver's rule.
+        power_of_2: round quant_scale down to a power of two. Ignored where `rule` decides.
+        rule: the name of a rule in scale_rules.py; for blocks also "rceil" or "floor"; "" for quaver's rule.
         is_blockwise: the amaxes are of blocks. quaver's rule then gives a block of zeros a scale of 1.
     """
     if float8_dtype is E2M1.dtype:
         return Scales(*e2m1.compute_block_scales(amax))
-    if mode in RULES:
-        return Scales(*compute_scales_by_rule(amax, float8_dtype, mode))
-    if mode:
-        return compute_e8m0_scales(amax, float8_dtype, mode)
+    if rule in RULES:
+        return Scales(*compute_scales_by_rule(amax, float8_dtype, rule))
+    if rule:
+        return compute_e8m0_scales(amax, float8_dtype, rule)
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     if is_blockwise:
         quant = quant.masked_fill_(amax == 0, 1.0)
@@ -241,39 +241,39 @@ def compute_scales(
 
 
 def compute_scales_of_parts(
-    amaxes: Tensor, lengths: Sequence[int], float8_dtype: torch.dtype, power_of_2: bool, mode: str, is_blockwise: bool
+    amaxes: Tensor, lengths: Sequence[int], float8_dtype: torch.dtype, power_of_2: bool, rule: str, is_blockwise: bool
 ) -> list[Scales]:
     """Run `compute_scales` for several tensors, whose amaxes are parts of a vector; in one call except for e2m1."""
     if float8_dtype is E2M1.dtype:
         parts = amaxes.split(list(lengths))
-        return [compute_scales(part, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise) for part in parts]
-    quant, dequant, _ = compute_scales(amaxes, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise)
+        return [compute_scales(part, float8_dtype, power_of_2, rule, is_blockwise=is_blockwise) for part in parts]
+    quant, dequant, _ = compute_scales(amaxes, float8_dtype, power_of_2, rule, is_blockwise=is_blockwise)
     return [Scales(*pair) for pair in zip(quant.split(list(lengths)), dequant.split(list(lengths)), strict=True)]
 
 
-def choose_factor(scales: Scales, mode: str) -> tuple[Tensor, str]:
-    """Choose the arguments `factor` and `division` of `cast_to_float8` for a rule."""
-    return (scales.dequant, mode) if mode and get_rule(mode).divides else (scales.quant, "")
+def choose_factor(scales: Scales, rule: str) -> Tensor:
+    """Return the scale that `cast_to_float8` applies under a rule: the dequant_scale if the rule divides by it."""
+    return scales.dequant if divides(rule) else scales.quant
 
 
 def cast_to_float8(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, division: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, rule: str = ""
 ) -> Tensor:
     """Scale and cast. Overflows saturate to the largest finite number; inf and NaN become NaN.
 
     Args:
         hp: float32, bfloat16 or float16, any shape.
-        factor: the quant_scale, or the dequant_scale with `division` (`choose_factor`). float32, broadcastable to hp:
-            shape () or hp's shape with 1s.
+        factor: the scale that `choose_factor` returns for `rule`. float32, broadcastable to hp: shape () or hp's shape
+            with 1s.
         float8_dtype: the dtype of the result.
-        own_amax: `factor` was computed from the amax of the elements that it scales. An inf then has a scale of 0
-            and a product of NaN, so the search for infs is skipped. Results are the same.
-        division: a rule of scale_rules.py that divides by `factor`; "" to multiply by it.
+        own_amax: `factor` was computed from the amax of the elements that it scales. The search for infs is then
+            skipped, because an inf makes its quant_scale 0 and its product NaN. Results are the same.
+        rule: as for `compute_scales`. Some rules divide by `factor`, the others multiply by it.
     Returns:
         float8, hp's shape, and hp's strides if they are dense.
     """
-    if division:
-        return _saturate_(_replace_inf_(apply_dequant_scale(hp, factor, division), hp), float8_dtype)
+    if divides(rule):
+        return _saturate_(_replace_inf_(apply_dequant_scale(hp, factor, rule), hp), float8_dtype)
     return _saturate_(apply_quant_scale(hp, factor, own_amax=own_amax), float8_dtype)
 
 
@@ -331,16 +331,16 @@ def cast_with_persistent_scale(
 
 
 def dynamic_cast(
-    hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False, mode: str = ""
+    hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False, rule: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast `hp` with a scale computed from its amax; see `compute_amax` and `compute_scales` for the arguments.
 
     Returns:
         The float8 tensor, and float32 quant_scale and dequant_scale (shape () or hp's shape with `dim` reduced to 1).
     """
-    scales = compute_scales(compute_amax(hp, dim), float8_dtype, power_of_2, mode)
-    factor, division = choose_factor(scales, mode)
-    codes = cast_to_float8(hp, factor, float8_dtype, own_amax=True, division=division)
+    scales = compute_scales(compute_amax(hp, dim), float8_dtype, power_of_2, rule)
+    factor = choose_factor(scales, rule)
+    codes = cast_to_float8(hp, factor, float8_dtype, own_amax=True, rule=rule)
     return codes, scales.quant, scales.dequant
 
 
@@ -368,21 +368,21 @@ def dynamic_cast_blocks(
     *,
     power_of_2: bool = False,
     block_size: Sequence[int] = SQUARE_BLOCKS,
-    mode: str = "",
+    rule: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast a matrix in blocks, each with a scale computed from its amax.
 
     Args:
         hp: [R, C], float32, bfloat16 or float16, any strides.
-        float8_dtype, power_of_2, mode: see `compute_scales`.
+        float8_dtype, power_of_2, rule: see `compute_scales`.
         block_size: rows and columns of a block.
     Returns:
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / rows), ceil(C / columns)].
     """
     layout = ScaleLayout(*block_size)
-    scales = compute_scales(compute_block_amax(hp, layout), float8_dtype, power_of_2, mode, is_blockwise=True)
-    factor, division = choose_factor(scales, mode)
-    return cast_blocks(hp, factor, float8_dtype, layout, True, division), scales.quant, scales.dequant
+    scales = compute_scales(compute_block_amax(hp, layout), float8_dtype, power_of_2, rule, is_blockwise=True)
+    factor = choose_factor(scales, rule)
+    return cast_blocks(hp, factor, float8_dtype, layout, True, rule), scales.quant, scales.dequant
 
 
 def cast_blocks(
@@ -391,12 +391,12 @@ def cast_blocks(
     float8_dtype: torch.dtype,
     layout: ScaleLayout,
     own_amax: bool = False,
-    division: str = "",
+    rule: str = "",
 ) -> Tensor:
     """Run `cast_to_float8` on a matrix [R, C] with one factor per block. The result is contiguous."""
-    if division:
+    if divides(rule):
         element_scales = _multiply_blocks_(torch.ones_like(hp, dtype=torch.float32), factor, layout)
-        return cast_to_float8(hp, element_scales, float8_dtype, division=division).contiguous()
+        return cast_to_float8(hp, element_scales, float8_dtype, rule=rule).contiguous()
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _multiply_blocks_(scaled, factor, layout)
     if float8_dtype is E2M1.dtype:
@@ -411,23 +411,23 @@ def compute_saturation_threshold(float8_dtype: torch.dtype) -> float:
 
 
 @assume_constant_result
-def compute_e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
+def compute_e8m0_offset(float8_dtype: torch.dtype, rule: str) -> int:
     """Return the integer to add to the bits of a float32 amax. Clearing the mantissa then gives the dequant_scale.
 
     RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
     """
     largest = get_float32_bits(FLOAT8_FORMATS[float8_dtype].max)
-    carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
+    carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if rule == "rceil" else 0
     return int(carry - (((largest >> 23) - 127) << 23))
 
 
-def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
-    """Compute E8M0 scales in `mode` "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
+def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> Scales:
+    """Compute E8M0 scales by the rule "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
 
     `amax`: a high-precision dtype, any shape.
     """
     amax = amax.float()
-    bits = amax.view(torch.int32) + compute_e8m0_offset(float8_dtype, mode)
+    bits = amax.view(torch.int32) + compute_e8m0_offset(float8_dtype, rule)
     dequant = bits.bitwise_and_(_MANTISSA_CLEARED).clamp_(min=0)
     quant = (254 << 23) - dequant
     dequant.clamp_(min=1 << 22)  # the bits of 2^-127, a subnormal number

@@ -98,9 +98,9 @@ class WeightFormat:
             codes, _, scale = dynamic_cast(weight, E4M3.dtype, dim, power_of_2=power_of_2)
         else:
             layout = ScaleLayout(*self.block_size)
-            mode = ScaleCalculationMode.RCEIL.value if self.is_mx else ""
+            rule = ScaleCalculationMode.RCEIL.value if self.is_mx else ""
             codes, _, scale = dynamic_cast_blocks(
-                weight, E4M3.dtype, power_of_2=power_of_2, block_size=self.block_size, mode=mode
+                weight, E4M3.dtype, power_of_2=power_of_2, block_size=self.block_size, rule=rule
             )
         return Operand(codes, scale, layout)
 

@@ -134,7 +134,7 @@ def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_o
     layout = MemoryLayout(tensor, block_size)
     matrix = layout.to_matrix(tensor)
     codes, scale, of_scales, *_ = quantize_activation(matrix, block_size)
-    expected = dynamic_cast_blocks(matrix, torch.float8_e4m3fn, power_of_2=True, block_size=(1, block_size), mode="")
+    expected = dynamic_cast_blocks(matrix, torch.float8_e4m3fn, power_of_2=True, block_size=(1, block_size), rule="")
     assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(scale, expected[2])
     again = layout.from_matrix(dequantize_activation(codes, scale, of_scales, dtype))

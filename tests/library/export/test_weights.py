@@ -134,7 +134,7 @@ def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
     for name in PROJECTIONS:
         weight = model.layer[name].weight.detach()
         weight = weight.to_high_precision() if hasattr(weight, "to_high_precision") else weight
-        codes, _, scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn, block_size=(1, 32), mode="rceil")
+        codes, _, scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn, block_size=(1, 32), rule="rceil")
         assert_same(tensors[f"layer.{name}.weight"], codes)
         assert_same(tensors[f"layer.{name}.weight_scale"].view(torch.float8_e8m0fnu).float(), scale)
 

@@ -124,6 +124,6 @@ def test_tiny_blocks_keep_their_own_scale_elsewhere(rule):
     own_codes, _, own_scale = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), power_of_2=True)
     assert not own_codes.float().any()
     assert own_scale == scaling.dynamic_cast_blocks(hp * 0 + 1e-12, E4M3, block_size=(1, 32), power_of_2=True)[2]
-    e8m0_codes, _, e8m0_scale = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), mode="rceil")
+    e8m0_codes, _, e8m0_scale = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), rule="rceil")
     assert_same_bits(e8m0_codes, codes)
     assert_same_bits(e8m0_scale, scale)

@@ -31,7 +31,7 @@ def test_compressed_tensors(strategy, dtype):
         hp = hp if strategy == "token" else hp.nan_to_num(0, 1, 1)
         scale, zero = compute_dynamic_scales_and_zp(hp[None], args, None)
         dim = 1 if strategy == "token" else None
-        codes, _, dequant = scaling.dynamic_cast(hp, E4M3, dim, mode="compressed-tensors")
+        codes, _, dequant = scaling.dynamic_cast(hp, E4M3, dim, rule="compressed-tensors")
         assert_same_bits(codes, quantize(hp[None], scale, zero, args, dtype=E4M3)[0])
         assert_same_bits(dequant.view(-1), scale.float().view(-1))
 
@@ -44,7 +44,7 @@ def test_transformers(scale_fmt, dtype):
     hp = next(samples(dtype)).repeat(2, 1)[:256, :256].contiguous()
     expected = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": hp})
     rule = "transformers" if scale_fmt == "float" else "transformers-ue8m0"
-    codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, mode=rule)
+    codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, rule=rule)
     assert_same_bits(codes, expected["a.weight"])
     assert_same_bits(dequant, expected["a.weight_scale_inv"].float())
 

@@ -20,7 +20,7 @@ def test_codes_and_scales_of_every_bfloat16_value(mode):
     blocks[:, 0] = amax
     theirs = mx_tensor.to_mx(blocks, torch.float8_e4m3fn, 32, config.ScaleCalculationMode(mode))
     their_scale, their_codes = theirs[:2]
-    codes, _, dequant = scaling.dynamic_cast_blocks(blocks, torch.float8_e4m3fn, block_size=(1, 32), mode=mode)
+    codes, _, dequant = scaling.dynamic_cast_blocks(blocks, torch.float8_e4m3fn, block_size=(1, 32), rule=mode)
     finite = blocks.isfinite().all(1)
     bytes_of = dequant.to(torch.float8_e8m0fnu).view(torch.uint8).flatten()
     their_bytes = their_scale.view(torch.uint8).flatten()

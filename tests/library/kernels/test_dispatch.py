@@ -46,12 +46,12 @@ def cast_with_persistent_scale(hp, scale):
 
 
 OPERATIONS = {
-    "cast_tensorwise": lambda hp: cast.cast_tensorwise(hp, E4M3, True, True, False),
-    "cast_rowwise": lambda hp: cast.cast_rowwise(hp, E5M2, True, True, True),
-    "cast_rowwise, rows": lambda hp: cast.cast_rowwise(hp, E4M3, True, False, True),
+    "cast_tensorwise": lambda hp: cast.cast_tensorwise(hp, E4M3, True, True, False, ""),
+    "cast_rowwise": lambda hp: cast.cast_rowwise(hp, E5M2, True, True, True, ""),
+    "cast_rowwise, rows": lambda hp: cast.cast_rowwise(hp, E4M3, True, False, True, ""),
     "cast_blockwise": lambda hp: cast.cast_blockwise(hp, E4M3, True, True, True, 1, 32, ""),
     "cast_blockwise, square": lambda hp: cast.cast_blockwise(hp, E4M3, True, True, True, 128, 128, ""),
-    "cast_with_scale": lambda hp: cast.cast_with_scale(hp, E4M3, torch.tensor(3.0), torch.rand(1, hp.shape[1])),
+    "cast_with_scale": lambda hp: cast.cast_with_scale(hp, E4M3, torch.tensor(3.0), torch.rand(1, hp.shape[1]), ""),
     "cast_with_persistent_scale": lambda hp: cast_with_persistent_scale(hp, 2.0),
     "cast_with_persistent_scale, unknown": lambda hp: cast_with_persistent_scale(hp, 0.0),
     "matrix_amax": lambda hp: cast.matrix_amax(hp, 1),

@@ -42,9 +42,9 @@ def calls(hp=ones, codes=codes, scale=scale, observed=observed):
     yield lambda: widen(codes, torch.bfloat16)
     yield lambda: cpu.mm(codes, codes.t(), scale, scale, None, torch.float32)
     yield lambda: exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, True, *LAYOUTS)
-    yield lambda: torch.ops.quaver.cast_tensorwise(hp, E4M3, True, False, False)
-    yield lambda: torch.ops.quaver.cast_rowwise(hp, E4M3, True, True, False)
-    yield lambda: torch.ops.quaver.cast_with_scale(hp, E4M3, scale, None)
+    yield lambda: torch.ops.quaver.cast_tensorwise(hp, E4M3, True, False, False, "")
+    yield lambda: torch.ops.quaver.cast_rowwise(hp, E4M3, True, True, False, "")
+    yield lambda: torch.ops.quaver.cast_with_scale(hp, E4M3, scale, None, "")
     yield lambda: torch.ops.quaver.cast_with_persistent_scale(hp, E4M3, True, False, False, scale)
     rest = None, torch.bfloat16, False, *LAYOUTS
     yield lambda: torch.ops.quaver.exact_float8_mm(codes, codes.t(), scale, scale, *rest)
@@ -115,7 +115,7 @@ for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeD
 assert cpu.supports(ones, E4M3) and cpu.supports(codes, torch.bfloat16)
 expected = cpu.dynamic_cast(ones * 3, E4M3, 1)
 with torch.device("meta"):  # a function mode, which the operation is called without
-    actual = torch.ops.quaver.cast_rowwise(ones * 3, E4M3, True, False, False)[:3]
+    actual = torch.ops.quaver.cast_rowwise(ones * 3, E4M3, True, False, False, "")[:3]
 assert all(torch.equal(one.float(), other.float()) for one, other in zip(actual, expected))
 """
     )
@@ -133,7 +133,7 @@ def test_the_extension_refuses_tensors_without_memory_of_their_own():
             assert not cpu.supports(hp, E4M3)
             attempt(hp=hp)
             attempt(scale=hp, observed=hp)
-        codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False)
+        codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False, "")
         assert codes.float().unique().tolist() == [-448.0]
         attempt(codes=mode.from_tensor(codes), scale=mode.from_tensor(scale))
         """
@@ -254,7 +254,7 @@ def arguments(schema, name: str) -> dict[str, object]:
         "group_name": "none",
         "dot_products": 1,
         "length": 128,
-        "mode": "",
+        "rule": "",
         "ends": torch.tensor([250, ROWS], dtype=torch.int32),
         "groups": 2,
         "group": torch.arange(2).repeat_interleave(ROWS // 2),

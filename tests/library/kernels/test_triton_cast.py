@@ -66,9 +66,9 @@ def _shapes(hp_dtype, float8_dtype):
     assert_casts(varied(6, 16, hp_dtype).view(-1)[1:81].view(5, 16), float8_dtype)  # starts off 16 bytes
 
 
-def _blocks(hp_dtype, float8_dtype, power_of_2, mode):
+def _blocks(hp_dtype, float8_dtype, power_of_2, rule):
     """Ragged shapes, a block of zeros, and every magnitude of an amax; then unusual amaxes, with NaN and inf."""
-    scales = {"power_of_2": power_of_2, "mode": mode}
+    scales = {"power_of_2": power_of_2, "rule": rule}
     for block_size in BLOCK_SIZES:
         assert_block_casts(varied(144, 144, hp_dtype), float8_dtype, block_size, **scales)
     assert_block_casts(varied(130, 140, hp_dtype), float8_dtype, (128, 128), **scales)
@@ -86,7 +86,7 @@ def _rules(hp_dtype):
     hp[: len(UNUSUAL), :2] = torch.tensor(UNUSUAL, dtype=hp_dtype)
     for rule in RULES:
         if rule == "compressed-tensors":
-            assert not triton_cast.supports(hp, E4M3, True, True, False, rule)
+            assert not triton_cast.supports(hp, E4M3, rule)
         else:
             assert_casts_by_rule(hp, rule)
 
@@ -154,11 +154,11 @@ def _bytes(cast):
     hp = varied(256, 512, torch.bfloat16)
     persistent = triton_cast.cast_with_persistent_scale
     casts = {
-        "tensorwise": lambda *directions: triton_cast.cast_tensorwise(hp, E4M3, *directions, False),
-        "known": lambda *directions: persistent(hp, E4M3, *directions, False, torch.tensor(2.0)),
-        "unknown": lambda *directions: persistent(hp, E4M3, *directions, False, torch.tensor(0.0)),
-        "rowwise": lambda *directions: triton_cast.cast_rowwise(hp, E4M3, *directions, False),
-        "blocks": lambda *directions: triton_cast.cast_blockwise(hp, E4M3, *directions, True, 1, 128, ""),
+        "tensorwise": lambda rows, columns: triton_cast.cast_tensorwise(hp, E4M3, rows, columns, False),
+        "known": lambda rows, columns: persistent(hp, E4M3, rows, columns, False, torch.tensor(2.0)),
+        "unknown": lambda rows, columns: persistent(hp, E4M3, rows, columns, False, torch.tensor(0.0)),
+        "rowwise": lambda rows, columns: triton_cast.cast_rowwise(hp, E4M3, rows, columns, False),
+        "blocks": lambda rows, columns: triton_cast.cast_blockwise(hp, E4M3, rows, columns, True, 1, 128, ""),
         "given": lambda rows, columns: triton_cast.cast_with_scale(
             hp, E4M3, torch.tensor(2.0) if rows else None, torch.ones(1, 512) if columns else None
         ),

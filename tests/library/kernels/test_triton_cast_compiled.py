@@ -190,7 +190,9 @@ def test_amaxes_of_groups_read_16_bytes_at_a_time(compiled, hp_dtype, tmp_path):
 def test_casts_of_blocks_do_not_spill(compiled, hp_dtype, block_size, directions, tmp_path):
     """Blocks of 128 x 128 spill up to 200 bytes where the width is no multiple of 16, and accesses are narrow."""
     mode = "" if 128 in block_size else "rceil"  # as the recipes have them
-    triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *directions, True, *block_size, mode)
+    triton_cast.cast_blockwise(
+        empty(hp_dtype, 144, 304), E4M3, directions[0], directions[1], True, *block_size, rule=mode
+    )
     [[asm]] = compiled.values()
     assert CONVERSION[E4M3] in asm["ptx"]
     assert_fits(asm, tmp_path, 208 if "_cast_rows_and_columns" in compiled else 200)

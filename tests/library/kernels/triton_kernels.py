@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from quaver.kernels import triton_cast
-from quaver.recipes import scale_rules, scaling
+from quaver.recipes import scaling
 from tests.reference import assert_same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,45 +75,43 @@ def assert_operands(operands, row, column, rows, columns):
 
 
 @np.errstate(all="ignore")  # the interpreter's infinities and NaNs are intended
-def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, mode="", directions=DIRECTIONS):
+def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, rule="", directions=DIRECTIONS):
     """Assert the oracle's casts: dynamic, with each `persistent` scale, and with each pair of `given` scales."""
     assert triton_cast.supports(hp, float8_dtype)
     host, device = hp.cpu(), hp.device
     by_matrix, by_row, by_column = (
-        scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2, mode=mode) for dim in (None, 1, 0)
+        scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2, rule=rule) for dim in (None, 1, 0)
     )
-    if not mode:  # no rule changes the amax
+    if not rule:  # no rule changes the amax
         for dim in (None, 0, 1):
             assert_equal([triton_cast.compute_amax(hp, dim)], [scaling.compute_amax(host, dim).float()])
     for rows, columns in directions:
         args = (float8_dtype, rows, columns, power_of_2)
-        assert_operands(triton_cast.cast_tensorwise(hp, *args, mode), by_matrix, by_matrix, rows, columns)
-        assert_operands(triton_cast.cast_rowwise(hp, *args, mode), by_row, by_column, rows, columns)
+        assert_operands(triton_cast.cast_tensorwise(hp, *args, rule), by_matrix, by_matrix, rows, columns)
+        assert_operands(triton_cast.cast_rowwise(hp, *args, rule), by_row, by_column, rows, columns)
         for scale in map(torch.tensor, persistent):
             codes, *rest = scaling.cast_with_persistent_scale(host, scale, float8_dtype, power_of_2=power_of_2)
             row_codes, column_codes = laid_out(codes, codes, rows, columns)
             expected = (row_codes, *rest[:2], column_codes, rest[2])
             assert_equal(triton_cast.cast_with_persistent_scale(hp, *args, scale.to(device)), expected)
-    division = mode if scale_rules.get_rule(mode).divides else ""
     for scales in given:
         expected = [
-            scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype, division=division)
-            for scale in scales
+            scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype, rule=rule) for scale in scales
         ]
         on_device = [scale if scale is None else scale.to(device) for scale in scales]
-        assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device, division), laid_out(*expected))
+        assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device, rule=rule), laid_out(*expected))
 
 
 def assert_casts_by_rule(hp, rule):
     """Assert the casts by a rule of serving engines: of tensors, rows and blocks, and with a given scale."""
     finite = hp[hp.isfinite().all(1)]
-    assert_casts(finite, E4M3, given=[(torch.rand(len(finite), 1) + 0.1, None)], mode=rule, directions=[BOTH, ROWS])
+    assert_casts(finite, E4M3, given=[(torch.rand(len(finite), 1) + 0.1, None)], rule=rule, directions=[BOTH, ROWS])
     for block_size in ((1, 128), (128, 128)):
         assert_block_casts(hp, E4M3, block_size, False, rule)
 
 
 @np.errstate(all="ignore")
-def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, directions=(BOTH,)):
+def assert_block_casts(hp, float8_dtype, block_size, power_of_2, rule, directions=(BOTH,)):
     """Assert the oracle's bits of the cast in blocks, along rows and along columns.
 
     The dequant_scale of row codes along 1 x n, and of column codes alone in square blocks, is column-major.
@@ -122,12 +120,12 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, direction
     for rows, columns in directions:
         expected = []
         for size in (block_size, block_size[::-1]):
-            options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
+            options = {"power_of_2": power_of_2, "block_size": size, "rule": rule}
             codes, quant, dequant = scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options)
             if size[0] == 1 or (size[0] == size[1] and not rows):
                 dequant = torch.empty(dequant.shape[::-1]).t().copy_(dequant)
             expected.append((codes, quant, dequant))
-        operands = triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode)
+        operands = triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, rule=rule)
         assert_operands(operands, *expected, rows=rows, columns=columns)
 
 

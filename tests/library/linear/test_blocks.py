@@ -68,7 +68,7 @@ def test_codes_and_scales_of_each_block(shape, size, mode, dtype):
     power_of_2, mode = mode != "float32", "rceil" if mode == "rceil" else ""
     hp = (torch.randn(shape) * torch.logspace(-2, 2, max(shape[1], 1))[: shape[1]]).to(dtype)
     hp[: size[0], : size[1]] = 0
-    options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
+    options = {"power_of_2": power_of_2, "block_size": size, "rule": mode}
     codes, quant, dequant = scaling.dynamic_cast_blocks(hp.t().contiguous().t(), E4M3, **options)
     assert codes.shape == hp.shape
     assert codes.is_contiguous()

@@ -154,13 +154,13 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power
     def produce_and_cast(x, dims):
         hp = x * 1.7
         if not dims:
-            codes, dequant_scale, _, quant_scale, _ = cast_tensorwise(hp, float8_dtype, True, False, power_of_2).row
-            return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
-        operands, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
+            codes, dequant_scale, _, quant_scale, _ = cast_tensorwise(hp, float8_dtype, True, False, power_of_2, "").row
+            return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None, "")[0]
+        operands, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2, ""), ()
         for dim in dims:
             codes, dequant_scale, _, quant_scale, _ = operands.row if dim == 1 else operands.column
             scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
-            results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
+            results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales, "")[1 - dim]
         return results
 
     x = torch.randn(120, 200).bfloat16()
@@ -181,12 +181,12 @@ def test_the_cast_operations_have_faithful_fakes():
     for hp in (x, x.t(), torch.empty(0, 5)):
         row_scale, column_scale = torch.ones(hp.shape[0], 1), torch.ones(1, hp.shape[1])
         for rows, columns in ((True, False), (False, True)):
-            check(ops.cast_tensorwise, hp, E4M3, rows, columns, True)
+            check(ops.cast_tensorwise, hp, E4M3, rows, columns, True, "")
             check(ops.cast_with_persistent_scale, hp, E4M3, rows, columns, True, scale)
-            check(ops.cast_with_scale, hp, E4M3, scale if rows else None, scale if columns else None)
-            check(ops.cast_with_scale, hp, E4M3, row_scale if rows else None, column_scale if columns else None)
+            check(ops.cast_with_scale, hp, E4M3, scale if rows else None, scale if columns else None, "")
+            check(ops.cast_with_scale, hp, E4M3, row_scale if rows else None, column_scale if columns else None, "")
         for rows, columns in ((True, False), (False, True), (True, True)):
-            check(ops.cast_rowwise, hp, E4M3, rows, columns, True)
+            check(ops.cast_rowwise, hp, E4M3, rows, columns, True, "")
 
 
 class ScalesInside(torch.autograd.Function):

@@ -285,7 +285,7 @@ def block_operands(m, k, n, length, is_square):
     """Return a [m, k] and b [k, n], and their scales."""
     a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
     b = torch.randn(k, n) * torch.logspace(1, -2, n)
-    options = {"power_of_2": True, "mode": {32: "rceil", 128: ""}[length]}
+    options = {"power_of_2": True, "rule": {32: "rceil", 128: ""}[length]}
     a, _, a_scale = dynamic_cast_blocks(a, E4M3, block_size=(1, length), **options)
     b, _, b_scale = dynamic_cast_blocks(b, E4M3, block_size=(length, length if is_square else 1), **options)
     return a, b, a_scale, b_scale

@@ -91,7 +91,7 @@ def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     assert list_slow_paths() == []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        cast.cast_tensorwise(torch.ones(16, 16), torch.float8_e4m3fn, True, False, False)
+        cast.cast_tensorwise(torch.ones(16, 16), torch.float8_e4m3fn, True, False, False, "")
     assert list_slow_paths() == []  # nothing was cast
     model(torch.randn(4, 16)).sum().backward()
     assert list_slow_paths() == [NO_EXTENSION]
