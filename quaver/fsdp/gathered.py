@@ -298,20 +298,20 @@ class Float8AllGatherWeight(WrapperWeight):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8AllGatherWeight({self.wrapped})"
 
-    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.new_zeros.default:
             return Float8AllGatherWeight(func(self.wrapped, *args[1:], **kwargs), self.shard_state, _Padding())
         return NotImplemented
 
-    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+    def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if not _is_padding_copy(func, args):
             self.shard_state.scales = self.shard_state.observed = None
             self.shard_state.writes += 1
 
-    def view_of(self, view: Tensor) -> Tensor:
+    def wrap_view(self, view: Tensor) -> Tensor:
         return Float8AllGatherWeight(view, self.shard_state, self.padding)
 
-    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
+    def wrap_copy(self, func: OpOverload, copied: Tensor) -> Tensor:
         return Float8AllGatherWeight(copied, ShardState(self.shard_state.name))
 
 

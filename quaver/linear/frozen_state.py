@@ -87,9 +87,9 @@ class FrozenState(FrozenFloat8Weight):
     def tolist(self) -> Any:
         return self.to_high_precision().tolist()
 
-    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._foreach_copy_.default:
-            return super().own_op(func, args, kwargs)
+            return super().run_op(func, args, kwargs)
         if args[0] is not self:
             return NotImplemented
         is_same_view = func is aten.view.default and tuple(args[1]) == tuple(self.shape)
@@ -98,7 +98,7 @@ class FrozenState(FrozenFloat8Weight):
             alias.values_hp = self.values_hp
             return alias
         if func in COPIES and self.has_codes:
-            return super().own_op(func, args, kwargs)
+            return super().run_op(func, args, kwargs)
         if self.values_hp is None and func is aten.copy_.default:
             self._copy(args[1])
             return self
@@ -108,11 +108,11 @@ class FrozenState(FrozenFloat8Weight):
             return rows
         return NotImplemented
 
-    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+    def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         writes_later = is_written and func.namespace in COLLECTIVES
         return self.memory() if is_view(func) or writes_later else self.to_high_precision()
 
-    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+    def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if func.namespace not in COLLECTIVES:
             self._copy(values)
 

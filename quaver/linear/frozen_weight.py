@@ -381,7 +381,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     # ---- ops -----------------------------------------------------------------------------------------------------
 
-    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._foreach_copy_.default:
             for target, source in zip(args[0], args[1], strict=True):
                 target.copy_(source)
@@ -409,7 +409,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             )
         return NotImplemented
 
-    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+    def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         if is_written and func.namespace in COLLECTIVES:
             raise NotImplementedError(
                 f"{func}: a frozen float8 weight has no high-precision memory that a collective could write to; "
@@ -423,7 +423,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             )
         return self.to_high_precision()
 
-    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+    def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         self.write(values)
 
 

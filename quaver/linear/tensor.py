@@ -173,11 +173,11 @@ class Float8Tensor(TensorForm):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8Tensor(shape={list(self.shape)}, {self.data_fp8.dtype} for {self.dtype}, device={self.device})"
 
-    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = _HANDLERS.get(func)
-        return self.op_values(func, False) if handler is None else handler(func, *args, **kwargs)
+        return self.get_values(func, False) if handler is None else handler(func, *args, **kwargs)
 
-    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+    def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         raise NotImplementedError(
             f"{func} is not defined on a Float8Tensor: its codes mean nothing without their scales. "
             "Give it to a Float8Linear, or call to_high_precision() first"

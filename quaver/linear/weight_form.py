@@ -6,8 +6,8 @@
     WrapperWeight    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary_weight.py)
 
 [Note: dispatch] All forms share `TensorForm.__torch_dispatch__`. The first form among the arguments may handle an op
-itself (`own_op`). Other ops run on plain tensors instead of the forms, whether these are arguments, in lists, or
-`out=`. Then `after_write` is called on each form that was written to. Subclasses define the plain tensor, views and
+itself (`run_op`). Other ops run on plain tensors instead of the forms, whether these are arguments, in lists, or
+`out=`. Then `handle_write` is called on each form that was written to. Subclasses define the plain tensor, views and
 writes. An op that would change the shape or the memory of a form raises.
 
 [Note: inference mode] A form is an inference tensor if the tensor inside is one, as torch's views are. PyTorch does not
@@ -53,25 +53,25 @@ class TensorForm(Tensor):
 
     __torch_function__ = skip_torch_function  # type: ignore[assignment]
 
-    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op whose first form argument is this one.
 
         Returns NotImplemented for ops that run on plain tensors. Raises NotImplementedError for unsupported ops.
         """
         return NotImplemented
 
-    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+    def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         """Return the plain tensor of this shape and dtype that `func` reads, and writes to if `is_written`."""
         raise NotImplementedError
 
-    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        """Handle a write of `func` to `values`, from `op_values`. A collective may write later: see `COLLECTIVES`."""
+    def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+        """Handle a write of `func` to `values`, from `get_values`. A collective may write later: see `COLLECTIVES`."""
 
-    def view_of(self, view: Tensor) -> Tensor:
+    def wrap_view(self, view: Tensor) -> Tensor:
         """Wrap a view of the values that an op returned. By default views stay plain tensors."""
         return view
 
-    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
+    def wrap_copy(self, func: OpOverload, copied: Tensor) -> Tensor:
         """Wrap a copy of the values that an op of `COPIES` returned. By default copies stay plain tensors."""
         return copied
 
@@ -83,7 +83,7 @@ class TensorForm(Tensor):
         if _is_composite_view(func):
             return decompose(func, args, kwargs)
         forms = find_forms((args, kwargs))
-        own = forms[0].own_op(func, args, kwargs)
+        own = forms[0].run_op(func, args, kwargs)
         if own is not NotImplemented:
             return own
         writes = {id(form): form for form in find_writes(func, args, kwargs)}
@@ -93,7 +93,7 @@ class TensorForm(Tensor):
                 f"{func} would change the shape or the memory of a {type(form).__name__}; write values with copy_ "
                 "under torch.no_grad(), or convert the model back first (convert_to_high_precision)"
             )
-        values = {id(form): form.op_values(func, id(form) in writes) for form in forms}
+        values = {id(form): form.get_values(func, id(form) in writes) for form in forms}
         form_of_values = {id(values[key]): form for key, form in writes.items()}
         args_plain, kwargs_plain = tree_map_only(TensorForm, lambda form: values[id(form)], (args, kwargs))
         out_arguments = select_outputs(func, kwargs)
@@ -106,12 +106,12 @@ class TensorForm(Tensor):
             values[key].copy_(output)
             form_of_values[id(output)] = writes[key]
         for key, form in writes.items():
-            form.after_write(func, args, values[key])
+            form.handle_write(func, args, values[key])
         if writes:
             return tree_map_only(Tensor, lambda tensor: form_of_values.get(id(tensor), tensor), result)
         if is_view(func):
-            return tree_map_only(Tensor, forms[0].view_of, result)
-        return forms[0].copy_of(func, result) if func in COPIES else result
+            return tree_map_only(Tensor, forms[0].wrap_view, result)
+        return forms[0].wrap_copy(func, result) if func in COPIES else result
 
 
 def match_inference_mode(tensor: Tensor) -> AbstractContextManager[object]:
@@ -156,14 +156,14 @@ class ReadOnly(TensorForm):
         read_only.wrapped = values
         return read_only
 
-    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+    def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         if is_written:
             raise NotImplementedError(
                 f"{func}: a write to this view would not reach the frozen float8 weight; write to the weight itself"
             )
         return self.wrapped
 
-    def view_of(self, view: Tensor) -> Tensor:
+    def wrap_view(self, view: Tensor) -> Tensor:
         return ReadOnly.wrap(view)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -258,7 +258,7 @@ class WrapperWeight(WeightForm):
     def memory(self) -> Tensor:
         return self.wrapped
 
-    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+    def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         return self.wrapped
 
     # torch refuses these for subclasses. Writes by another library that shares the memory could not be detected.

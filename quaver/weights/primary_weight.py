@@ -126,18 +126,18 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
 
-    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.wrapped is None:
-            return Float8Tensor.own_op(self, func, args, kwargs)
+            return Float8Tensor.run_op(self, func, args, kwargs)
         return self._alias() if func in (aten.detach.default, aten.alias.default) else NotImplemented
 
-    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+    def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if func.namespace in COLLECTIVES:
             self._quantized = _NEVER
         else:
             self.quantize()
 
-    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
+    def wrap_copy(self, func: OpOverload, copied: Tensor) -> Tensor:
         if func is aten._to_copy.default and copied.dtype in HP_DTYPES:  # of module.to(), which keeps the class
             return self.from_master(copied, self.config, self.transposed)
         return copied
