@@ -101,7 +101,7 @@ class CheckpointNames:
 
     def read_stack(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
         """Return a stack of the model; `read` returns the matrix with a stored name."""
-        stack = torch.empty(tuple(shape), dtype=dtype)
+        stack = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         for part, matrix in self.split_tensor(name, stack).items():
             matrix.copy_(read(part))
         return stack
@@ -271,7 +271,7 @@ class _Conversions:
         converter, target, pattern = match
         if len(converter.source_patterns) > 1:  # it needs several stacks at once, as Ernie 4.5 VL's does
             return None
-        rows = torch.arange(count * _ROWS).view(count, _ROWS, 1)
+        rows = torch.arange(count * _ROWS, device="cpu").view(count, _ROWS, 1)
         converter.add_tensor(target, name, pattern, rows)
         split = converter.convert(target, model=self._model, config=self._model.config)
         names_by_row = {_find_first_row(part): self._apply_renamings(part_name) for part_name, part in split.items()}
@@ -303,7 +303,7 @@ def _find_first_row(part: Tensor | list[Tensor]) -> int | None:
     """Return the number of the first row if the rows are consecutive, else None."""
     rows = part[0] if isinstance(part, list) else part
     first = int(rows.flatten()[0])
-    expected = torch.arange(first, first + rows.shape[0])
+    expected = torch.arange(first, first + rows.shape[0], device="cpu")
     return first if rows.dim() == 2 and rows.shape[1] == 1 and torch.equal(rows[:, 0], expected) else None
 
 

@@ -116,7 +116,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     def scales(self, name: str) -> list[StoredScale]:
         """Return the scales of a float8 weight: one for a matrix or a whole stack, else one for each matrix."""
         scale_name = self._scale_of[name]
-        stored = torch.ones(()) if scale_name is None else self._stored[scale_name]
+        stored = torch.ones((), dtype=torch.float32, device="cpu") if scale_name is None else self._stored[scale_name]
         return self.format.parse_scales(name, self.shape(name), stored)
 
     def remove_padding(self, name: str, shape: Sequence[int]) -> None:

@@ -235,7 +235,7 @@ def _measure_logits(make_model: Callable[[], nn.Module] | None, count: int, fold
         return None
     model = make_model().eval()
     vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
-    tokens = torch.randint(vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(vocab_size, (1, count), device="cpu", generator=torch.Generator().manual_seed(0))
     try:
         before = _compute_logits(model, tokens)
     except (TypeError, ValueError, RuntimeError) as error:

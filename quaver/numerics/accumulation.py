@@ -74,7 +74,7 @@ def accumulate(a: Tensor, b: Tensor, rule: Accumulation, *, use_fast_accum: bool
         float32 [M, N]; NaN or infinite where the exact result is.
     """
     chain = max(a.shape[1], 1) if use_fast_accum else rule.promoted_every
-    total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for partial in accumulate_chains(a, b, rule, chain).unbind(2):
         total += partial
     return total
@@ -103,7 +103,7 @@ def _split_chains(codes: Tensor, count: int, length: int, products: int) -> tupl
 
 def _run_chains(a: Tensor, a_exponents: Tensor, b: Tensor, b_exponents: Tensor, rule: Accumulation) -> Tensor:
     """Return the sums [M, N, chains] of operands [M, chains, steps, products] and [N, chains, steps, products]."""
-    total = torch.zeros(a.shape[0], b.shape[0], a.shape[1], device=a.device)
+    total = torch.zeros(a.shape[0], b.shape[0], a.shape[1], dtype=torch.float32, device=a.device)
     for step in range(a.shape[2]):
         products = a[:, None, :, step] * b[:, :, step]
         largest = (a_exponents[:, None, :, step] + b_exponents[:, :, step]).amax(-1)

@@ -78,9 +78,8 @@ def pack(scaled: Tensor) -> Tensor:
 
 def unpack(codes: Tensor) -> Tensor:
     """Return the values of codes [..., n] as float8_e4m3fn [..., 2 n], which is exact."""
-    values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=codes.device).to(
-        E4M3.dtype
-    )
+    numbers = [*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)]
+    values = torch.tensor(numbers, dtype=torch.float32, device=codes.device).to(E4M3.dtype)
     pairs = codes.view(torch.uint8)
     indices = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2)
     return values.view(torch.uint8)[indices.int()].view(E4M3.dtype)

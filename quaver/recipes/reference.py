@@ -100,9 +100,9 @@ def multiply(a: CastMatrix, b: CastMatrix, hp_dtype: torch.dtype, bias: Tensor |
         return torch.mm(a.data, b.data) if bias is None else torch.addmm(bias, a.data, b.data)
     a_wide, b_wide = a.data.float(), b.data.float()
     if a_scale.dim() and tuple(a_scale.shape) != (a.data.shape[0], 1):  # one per block
-        a_wide, a_scale = scaling.dequantize(a.data, a_scale), torch.ones(())
+        a_wide, a_scale = scaling.dequantize(a.data, a_scale), a_scale.new_ones(())
     if b_scale.dim() and tuple(b_scale.shape) != (1, b.data.shape[1]):
-        b_wide, b_scale = scaling.dequantize(b.data, b_scale), torch.ones(())
+        b_wide, b_scale = scaling.dequantize(b.data, b_scale), b_scale.new_ones(())
     sums = torch.mm(a_wide, b_wide) * a_scale * b_scale
     return (sums if bias is None else sums + bias).to(hp_dtype)
 
@@ -154,7 +154,9 @@ class ReferenceLinear(nn.Linear):
             ("grad_output", COLUMN): casts.grad_output.column,
             ("input", COLUMN): casts.input.column,
         }
-        self.persistent = {name: ScaleHistory(cast) for (name, _), cast in self.casts.items() if cast.is_persistent}
+        device = self.weight.device
+        persistent = {name: cast for (name, _), cast in self.casts.items() if cast.is_persistent}
+        self.persistent = {name: ScaleHistory(cast, device) for name, cast in persistent.items()}
 
     def forward(self, input: Tensor) -> Tensor:
         output = ReferenceFunction.apply(input.reshape(-1, self.in_features), self.weight, self.bias, self)
@@ -178,14 +180,15 @@ class ReferenceLinear(nn.Linear):
 class ScaleHistory:
     """The delayed or static scale of an operand, shared by both directions, and its amax history."""
 
-    def __init__(self, cast: CastConfig) -> None:
+    def __init__(self, cast: CastConfig, device: torch.device) -> None:
         self.cast = cast
-        self.quant_scale = torch.tensor(cast.static_quant_scale or 0.0)  # 0: uninitialized
-        self.amax = torch.tensor(-1.0)  # the largest since the last sync; -1: no cast yet
+        scale = cast.static_quant_scale or 0.0  # 0: uninitialized
+        self.quant_scale = torch.tensor(scale, dtype=torch.float32, device=device)
+        self.amax = self.quant_scale.new_tensor(-1.0)  # the largest since the last sync; -1: no cast yet
         self.history: list[Tensor] = []  # one amax per earlier step, newest last
 
     def sync(self, delayed: DelayedScalingConfig, power_of_2: bool) -> None:
-        amax, self.amax = self.amax, torch.tensor(-1.0)
+        amax, self.amax = self.amax, self.amax.new_tensor(-1.0)
         if self.cast.scaling_type is ScalingType.STATIC or amax < 0:
             return
         if not amax.isfinite() and delayed.nonfinite_amax == "skip":

@@ -16,6 +16,7 @@ from quaver import convert_to_float8_training, float8_scaling_state, sync_float8
 from quaver.kernels import cpu, widen
 from quaver.linear import backends, gemm
 from quaver.linear.native_mm import ScaleKind
+from quaver.numerics.accumulation import HOPPER, accumulate
 from quaver.optim import Float8AdamW
 from quaver.recipes.linear_casts import MatmulOptions
 from tests.steps import assert_same, results_of
@@ -105,6 +106,15 @@ def test_a_step_of_an_optimizer(defaults):
     expected = step()
     with other_defaults(defaults):
         assert torch.equal(step(), expected)
+
+
+@DEFAULTS
+def test_the_sums_of_a_gpu(defaults):
+    """`monitor(hardware=...)` emulates them; in another dtype than float32 they lose bits, or raise."""
+    codes = [torch.randn(rows, 300).to(torch.float8_e4m3fn) for rows in (4, 5)]
+    expected = accumulate(*codes, HOPPER, use_fast_accum=True)
+    with other_defaults(defaults):
+        assert torch.equal(accumulate(*codes, HOPPER, use_fast_accum=True), expected)
 
 
 @DEFAULTS

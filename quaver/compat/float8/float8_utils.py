@@ -14,7 +14,7 @@ def amax_to_scale(amax: Tensor, float8_dtype: torch.dtype, round_scales_to_power
 
 def to_fp8_saturated(x: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """Cast `x` to float8. Overflows become the largest number of the format; inf becomes NaN, unlike in torchao."""
-    return cast_to_float8(x, torch.ones((), device=x.device), float8_dtype)
+    return cast_to_float8(x, torch.ones((), dtype=torch.float32, device=x.device), float8_dtype)
 
 
 def compute_error(x: Tensor, y: Tensor) -> Tensor:
