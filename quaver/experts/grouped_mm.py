@@ -24,7 +24,7 @@ from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import get_output_dtype, refuse_transforms, run_backward
-from quaver.linear.protocols import Groups, MatmulProbe
+from quaver.linear.protocols import NO_PROBE, Groups, MatmulProbe
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
@@ -64,8 +64,8 @@ class _Args(NamedTuple):
     """Sends rows of `a` to the ranks of their experts; None if they are there."""
     combine: Dispatch | None = None
     """Sends rows of the output back to the ranks of their tokens; None if they stay."""
-    probe: MatmulProbe | None = None
-    """Observes the operands and results, while a monitor is attached."""
+    probe: MatmulProbe = NO_PROBE
+    """Observes the operands and results; `NO_PROBE` without a monitor."""
 
     def make_groups(self, ends: Tensor) -> Groups:
         return Groups(ends.shape[0], ends, self.transposed)
@@ -96,8 +96,7 @@ def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp
     output = grouped_mm(
         a, weight, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed
     )
-    if args.probe is not None:
-        args.probe.observe_output(output, None if args.dispatch else a_hp, weight_hp, None, args.make_groups(ends))
+    args.probe.observe_output(output, None if args.dispatch else a_hp, weight_hp, None, args.make_groups(ends))
     return output if args.combine is None else args.combine.combine(output)
 
 
@@ -117,8 +116,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         grad_weight = grouped_mm(
             column, tokens, ends, ExpertMatmul.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
-        if args.probe is not None:
-            args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.make_groups(ends))
+        args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.make_groups(ends))
     if needs_grad_a:
         row, weight, weight_hp = expect(grad_operands.row), expect(saved_weight), None
         if not args.keeps_codes:
@@ -130,8 +128,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         grad_a = grouped_mm(
             row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
-        if args.probe is not None:
-            args.probe.observe_grad_input(grad_a, local_grad, weight_hp, weight, args.make_groups(ends))
+        args.probe.observe_grad_input(grad_a, local_grad, weight_hp, weight, args.make_groups(ends))
         grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
     return grad_a, grad_weight
 
@@ -159,25 +156,20 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, *, row: b
         operands = dispatch.quantize(hp, casts, row, column)
     else:
         operands = quantize_groups(hp, casts, ends, ends.shape[0], row=row, column=column)
-    if args.probe is not None:
-        args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)
+    args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)
     return operands
 
 
 def _get_weight_operands(weight: Tensor, args: _Args, *, column: bool) -> Operands:
     if args.weight_operands is None:
         return _quantize_weight(weight, args, row=True, column=column)
-    if args.probe is not None:
-        hp = None if isinstance(weight, Float8Tensor) else weight.view(-1, weight.shape[2])
-        args.probe.observe_operands("weight", hp, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
+    args.probe.observe_operands("weight", weight, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
     return args.weight_operands
 
 
 def _quantize_weight(weight: Tensor, args: _Args, *, row: bool, column: bool) -> Operands:
     operands = quantize_weight(weight, args.config, args.transposed, row=row, column=column)
-    if args.probe is not None:
-        stored = weight.view(-1, weight.shape[2])
-        args.probe.observe_operands("weight", stored, operands, Groups(weight.shape[0], None, args.transposed))
+    args.probe.observe_operands("weight", weight, operands, Groups(weight.shape[0], None, args.transposed))
     return operands
 
 
@@ -269,7 +261,7 @@ def multiply_by_weight(
     *,
     dispatch: Dispatch | None = None,
     combine: Dispatch | None = None,
-    probe: MatmulProbe | None = None,
+    probe: MatmulProbe = NO_PROBE,
 ) -> Tensor:
     """Run `float8_grouped_mm` with a contiguous weight that is stored [E, N, K] or, if `transposed`, [E, K, N].
 
@@ -280,7 +272,7 @@ def multiply_by_weight(
         operands: the weight's operands, if it was quantized before.
         dispatch: sends the rows of `a` to the ranks of their experts. None if they are there already.
         combine: sends the rows of the output back. None if they stay.
-        probe: observes the operands and results. None without a monitor.
+        probe: observes the operands and results.
     """
     _check(a, weight, offs, transposed)
     keeps_codes = operands is not None or config.keep_float8_weight_for_backward

@@ -11,7 +11,7 @@ from torch import nn
 from quaver.kernels.operands import Operands
 from quaver.linear.class_change import change_class
 from quaver.linear.last_run import LastRun, describe_last_backends
-from quaver.linear.protocols import MatmulProbe, PreparedOperands
+from quaver.linear.protocols import NO_PROBE, MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import resolve_prepared
 from quaver.recipes.config import Float8LinearConfig
 
@@ -60,9 +60,9 @@ class Float8Module(nn.Module):
             prepared = resolve_prepared(prepared, self, name)
         return None if prepared is None else prepared.operands
 
-    def get_probe(self, name: str) -> MatmulProbe | None:
-        """Return the probe of the weight `name` for a forward, or None."""
-        return self.probes[name] if self.probes is not None and self.training else None
+    def get_probe(self, name: str) -> MatmulProbe:
+        """Return the probe of the weight `name` for a forward."""
+        return self.probes[name] if self.probes is not None and self.training else NO_PROBE
 
     @property
     def backend(self) -> str:

@@ -44,7 +44,7 @@ from quaver.linear.float8_module import Float8Module
 from quaver.linear.gemm import lay_out_saved_columns, mm
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import apply_to_rows
-from quaver.linear.protocols import LinearSharding, MatmulProbe
+from quaver.linear.protocols import NO_PROBE, LinearSharding, MatmulProbe
 from quaver.linear.quantize import Quantizer, StoredQuantizer
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.shared_input import choose_quantizer, clear_cached_operands
@@ -73,11 +73,8 @@ class LinearArgs(NamedTuple):
     sharding: LinearSharding | None
     reader: int
     """The id of the linear if it records gradients, else 0; see shared_input.py."""
-    probe: MatmulProbe | None = None
-    """Observes the operands and results, while a monitor is attached."""
-
-
-# ---- the three matmuls -----------------------------------------------------------------------------------------------
+    probe: MatmulProbe
+    """Observes the operands and results; `NO_PROBE` without a monitor."""
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -102,8 +99,7 @@ def _compute_output(
 ) -> Tensor:
     """Multiply, then reduce under tensor parallelism, where the output may be [*leading, N] and sharded."""
     output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
-    if args.probe is not None:
-        args.probe.observe_output(output, input_hp, weight_hp, bias)
+    args.probe.observe_output(output, input_hp, weight_hp, bias)
     return output if args.sharding is None else args.sharding.reduce_output(output, input_hp.shape[:-1])
 
 
@@ -128,8 +124,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     # One read could make both row-wise casts. On a CPU they are made one by one, so that one set of codes is alive.
     one_by_one = is_cpu(grad_output) and cast.column.depends_on_direction and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not one_by_one, column=needs_grad_weight)
-    if args.probe is not None:
-        args.probe.observe_operands("grad_output", grad_output, Operands(row, column))
+    args.probe.observe_operands("grad_output", grad_output, Operands(row, column))
     if row is not None and row.dequant_scale is not None:
         materialize(grad_output, row.dequant_scale)
         if saved_input is not None and saved_input.dequant_scale is not None:
@@ -140,26 +135,20 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
         saved_input = expect(saved_input)
         grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
-        if args.probe is not None:
-            args.probe.observe_grad_weight(grad_weight, grad_output, saved_input)
+        args.probe.observe_grad_weight(grad_weight, grad_output, saved_input)
     del saved_input, column
     if needs_grad_input and one_by_one:
         row = quantizer(grad_output, row=True, column=False).row
-        if args.probe is not None:
-            args.probe.observe_operands("grad_output", grad_output, Operands(row, None))
+        args.probe.observe_operands("grad_output", grad_output, Operands(row, None))
     if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
         saved_weight = expect(saved_weight)
         weight = _get_weight_column(args, saved_weight, row)
         grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
-        if args.probe is not None:
-            weight_hp = None if args.keeps_codes else saved_weight.data
-            args.probe.observe_grad_input(grad_input, grad_output, weight_hp, weight)
+        weight_hp = None if args.keeps_codes else saved_weight.data
+        args.probe.observe_grad_input(grad_input, grad_output, weight_hp, weight)
     return grad_input, grad_weight, grad_bias
-
-
-# ---- the operands ----------------------------------------------------------------------------------------------------
 
 
 def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) -> Operands:
@@ -180,8 +169,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         row = expect(operands.row)
         if row.dequant_scale is not None:
             materialize(row.data, row.dequant_scale)  # stored once for q, k and v
-    if args.probe is not None:
-        args.probe.observe_operands("input", input, operands)
+    args.probe.observe_operands("input", input, operands)
     return operands
 
 
@@ -193,8 +181,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
     quantizer, operands = _make_weight_quantizer(args), args.weight_operands
     if operands is None:
         operands = quantizer(weight, row=True, column=needs_grad_input and args.keeps_codes)
-    if args.probe is not None:
-        args.probe.observe_operands("weight", weight, operands)
+    args.probe.observe_operands("weight", weight, operands)
     row = expect(operands.row)
     if not needs_grad_input:
         return row, None
@@ -222,8 +209,7 @@ def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -
         # Otherwise the compiler would compute the column codes in the forward and save them.
         add_dependency(grad_output.dequant_scale, weight)
     operands = _make_weight_quantizer(args)(weight, row=False, column=True, scales=scales)
-    if args.probe is not None:
-        args.probe.observe_operands("weight", weight, operands)
+    args.probe.observe_operands("weight", weight, operands)
     return expect(operands.column)
 
 
@@ -268,9 +254,6 @@ class _NoSecondDerivative(torch.autograd.Function):
             "a float8 matmul has no second derivative: quantization is piecewise constant. "
             "Call convert_to_high_precision(model) before double backward"
         )
-
-
-# ---- as a function ---------------------------------------------------------------------------------------------------
 
 
 def float8_linear(
@@ -367,7 +350,7 @@ def apply_linear(
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
     hp_dtype = get_output_dtype(input)
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
-    probe = None if linear is None else linear.get_probe("weight")
+    probe = NO_PROBE if linear is None else linear.get_probe("weight")
     keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward
     args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, reader, probe)
     refuse_transforms()

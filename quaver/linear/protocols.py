@@ -90,17 +90,15 @@ class Groups(NamedTuple):
 class MatmulProbe(Protocol):
     """Observes what a linear, or one weight of experts, computes with; numerics/probe.py implements it.
 
-    It gets the operands and results of the matmuls themselves. Without a monitor there is no probe. Matrices of experts
-    have `groups`. If the multiplied rows came from other ranks, `moved` is set; `input` and `grad_output` are None.
+    It gets the operands and results of the matmuls themselves. Without a monitor the probe is `NO_PROBE`. Matrices of
+    experts have `groups`, and their weights three dims. If the multiplied rows came from other ranks, `moved` is set;
+    `input` and `grad_output` are None. A high-precision matrix is a `Float8Tensor` if it was quantized before.
     """
-
-    def clear(self) -> None:
-        """Forget what was observed."""
 
     def observe_operands(
         self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = ..., *, moved: bool = ...
     ) -> None:
-        """Observe a cast of `hp`: the "input", "weight" or "grad_output". A `Float8Tensor` was quantized before."""
+        """Observe a cast of `hp`: the "input", "weight" or "grad_output"."""
 
     def observe_output(
         self, output: Tensor, input: Tensor | None, weight: Tensor, bias: Tensor | None = ..., groups: Groups = ...
@@ -121,3 +119,16 @@ class MatmulProbe(Protocol):
         groups: Groups = ...,
     ) -> None:
         """Observe grad_input; `weight` is None if only its float8 `operand` was saved."""
+
+
+class _NoProbe:
+    """Observes nothing."""
+
+    def observe_operands(self, *args: object, **options: object) -> None:
+        pass
+
+    observe_output = observe_grad_weight = observe_grad_input = observe_operands
+
+
+NO_PROBE: MatmulProbe = _NoProbe()
+"""The probe of a linear without a monitor, and of evaluation."""

@@ -14,7 +14,7 @@ part, even if nothing ran on it.
 all ranks. If a later line cannot be written, the monitor closes on all ranks with one warning. What the callback of an
 `AlarmSink` raises ends the step on all ranks. The ranks agree on this at the end of each sampled step.
 
-Without a probe nothing is called. With a probe, a step that is not sampled costs one call per cast and result.
+A step that is not sampled costs one call per cast and result.
 """
 
 from __future__ import annotations
