@@ -174,15 +174,12 @@ def assume_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[
         _native_failures.update(before)
 
 
-_NOT_THE_HARDWARE = (
-    "out of memory",
-    "alloc_failed",
-    "captur",
-    "illegal memory access",
-    "launch failure",
-    "interrupted",
-)
-"""Words in CUDA errors that are not about what the hardware can multiply."""
+_CAPABILITY_CODES = (98, 209, 801)
+"""The codes of CUDA (and HIP) errors about what a device can run: cudaErrorInvalidDeviceFunction,
+cudaErrorNoKernelImageForDevice, cudaErrorNotSupported."""
+
+_TRANSIENT_STATUSES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+"""The statuses of cuBLAS without memory for its handle or workspace. PyTorch raises all statuses as RuntimeError."""
 
 
 def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
@@ -210,7 +207,10 @@ def is_product(out: Tensor, expected: Tensor) -> bool:
 
 def describe_hardware_failure(error: Exception) -> str:
     """Return the first line of an error, or its class if it has no text. Raises it if it is not about the hardware."""
-    if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
+    is_transient = any(status in str(error) for status in _TRANSIENT_STATUSES)
+    if isinstance(error, torch.AcceleratorError):  # such as an illegal access, or a call that a capture forbids
+        is_transient = getattr(error, "error_code", None) not in _CAPABILITY_CODES
+    if is_transient or isinstance(error, torch.OutOfMemoryError):
         raise error
     return describe_error(error).splitlines()[0]
 

@@ -52,10 +52,10 @@ def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     for index, (node, _) in enumerate(ctx.next_functions[:inputs]):
         try:
             wanted[index] = node is not None and torch._C._will_engine_execute_node(node)
-        except RuntimeError as error:
-            if "A leaf node was passed" not in str(error):
+        except RuntimeError:
+            if not (runs_in_backward() and hasattr(node, "variable")):
                 raise
-            wanted[index] = True  # a leaf whose gradient `torch.autograd.grad` returns
+            wanted[index] = True  # a leaf whose gradient `torch.autograd.grad` returns, for which the query raises
     return tuple(wanted)
 
 

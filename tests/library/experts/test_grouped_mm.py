@@ -304,7 +304,7 @@ def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
         (1.1, "gave a wrong result"),
         (float("nan"), "gave a wrong result"),
         (RuntimeError("needs sm_90\nat line 1"), "needs sm_90"),
-        (RuntimeError("CUDA out of memory"), None),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
     ],
     ids=str,
 )

@@ -364,13 +364,19 @@ def device_errors(monkeypatch):
     return errors, called
 
 
+def make_device_error(text, code):
+    error = torch.AcceleratorError(text)
+    error.error_code = code  # as PyTorch sets it
+    return error
+
+
 @pytest.mark.parametrize(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("CUDA error: operation not permitted when stream is capturing"),
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        make_device_error("CUDA error: operation not permitted when stream is capturing", 900),
+        make_device_error("CUDA error: an illegal memory access was encountered", 700),
     ],
 )
 def test_a_probe_that_fails_temporarily_raises_and_is_retried(error, device_errors):
@@ -384,8 +390,10 @@ def test_a_probe_that_fails_temporarily_raises_and_is_retried(error, device_erro
     assert len(called) == 1 + 2  # of two formats, once
 
 
-def test_a_failure_without_a_message_names_the_error():
+def test_a_failure_of_the_hardware_is_its_first_line():
     assert backends.describe_hardware_failure(NotImplementedError()) == "NotImplementedError"
+    missing = make_device_error("CUDA error: no kernel image is available\nCompile with", 209)
+    assert backends.describe_hardware_failure(missing) == "CUDA error: no kernel image is available"
 
 
 def test_a_failed_probe_is_cached_and_warns_once(device_errors, caplog):
