@@ -408,7 +408,8 @@ def observe(
     threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MAX_THREADS)
     block_size, blocks = layout.block(hp.shape), layout.get_scale_shape(rows, columns) or (1, 1)
     for scale in (quant_scale, dequant_scale):
-        if not (is_plain(scale) and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):
+        is_dense = is_plain(scale) and scale.is_contiguous()
+        if not (is_dense and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):
             raise _make_error(scale, f"expected {blocks[0] * blocks[1]} scales in contiguous float64")
     shared = threads if block_size[0] >= rows else 1
     with without_dispatch_modes():

@@ -179,6 +179,8 @@ def test_the_extension_refuses_shapes_strides_and_scales_that_do_not_fit():
             if cpu.HAS_MM and bad.is_contiguous():
                 refused(lambda: cpu.mm(codes, codes.t(), bad, scale, None, torch.float32))
                 refused(lambda: cpu.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
+        apart = torch.ones(ROWS, 2).double()[:, :1]
+        refused(lambda: cpu.observe(ones, codes, apart, apart, ScaleLayout(1, 0)))
         for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
             refused(lambda: cpu.widen(codes, dtype))
             refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
