@@ -152,7 +152,8 @@ def _trace_persistent_cast(
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
-_ROWS_PER_RUN = 4
+_VALUES_PER_RUN = 4
+"""The values of adjacent rows that `_observe` reduces together."""
 
 
 def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -169,9 +170,9 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
     counts = (scaling.apply_quant_scale(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
     counts = torch.where(amaxes * quant_scale <= above, 0.0, counts)
     rows = hp.shape[0]
-    if statically_known_true(rows % _ROWS_PER_RUN == 0):
-        by_rows = (rows // _ROWS_PER_RUN, _ROWS_PER_RUN)
-        amaxes, counts = scaling.compute_amax(amaxes.view(by_rows), 1), counts.view(by_rows).sum(1)
+    if statically_known_true(rows % _VALUES_PER_RUN == 0):
+        runs = (rows // _VALUES_PER_RUN, _VALUES_PER_RUN)
+        amaxes, counts = scaling.compute_amax(amaxes.view(runs), 1), counts.view(runs).sum(1)
     return scaling.compute_amax(amaxes), counts.sum()
 
 
