@@ -284,8 +284,6 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             f"casts weights as {casts.row}; convert it back (convert_to_high_precision) and freeze it again"
         )
 
-    # ---- attributes and methods of a parameter -------------------------------------------------------------------
-
     def assign(self, new: Tensor) -> None:
         """Quantize high-precision values into this weight, or use the codes and scales of another frozen weight."""
         if not isinstance(new, FrozenFloat8Weight):
@@ -346,8 +344,6 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         codes, device = self.data_fp8.dtype, self.device
         return f"FrozenFloat8Weight({part}{list(self.shape)}, {self.granularity} {codes} for {self.dtype}, {device})"
 
-    # ---- hooks of FSDP2: the all-gather sends codes only ---------------------------------------------------------
-
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
@@ -378,8 +374,6 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             return FrozenFloat8Weight.from_codes(codes, expect(operand.dequant_scale), param_dtype, operand.layout), ()
         typing.cast(FrozenFloat8Weight, get_local_tensor(out)).set_operands(operand, operand)
         return None
-
-    # ---- ops -----------------------------------------------------------------------------------------------------
 
     def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._foreach_copy_.default:

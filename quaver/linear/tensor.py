@@ -149,8 +149,6 @@ class Float8Tensor(TensorForm):
             data, scale, layout, _, outer = expect(self.operands().row)
             return dequantize(data, expect(scale), self.dtype, layout, outer).view(self.shape)
 
-    # ---- what torch asks of a subclass ---------------------------------------------------------------------------
-
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         which = "own"
         if self.column_data_fp8 is None or self.column_data_fp8 is self.data_fp8:
