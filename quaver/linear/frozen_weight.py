@@ -289,7 +289,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if not isinstance(new, FrozenFloat8Weight):
             self.write(new)
         elif new.shape != self.shape:
-            raise RuntimeError(f"cannot assign {list(new.shape)} to .data of a frozen float8 weight {list(self.shape)}")
+            raise RuntimeError(f".data of a frozen float8 weight: expected {list(self.shape)}, got {list(new.shape)}")
         elif new.dtype is not self.dtype:  # the dtype of a wrapper subclass cannot change
             torch.utils.swap_tensors(self, nn.Parameter(new, False) if is_parameter(self) else new.detach())
         else:

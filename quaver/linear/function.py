@@ -278,7 +278,7 @@ def float8_linear(
     """
     config = resolve_config(config)
     if config.has_persistent_scales:
-        raise ValueError("float8_linear scales dynamically, got a config with persistent scales; use a Float8Linear")
+        raise ValueError("config: expected dynamic scaling, got persistent scales; use a Float8Linear for them")
     if input.is_nested:
         return apply_to_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
     operands = get_checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None

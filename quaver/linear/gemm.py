@@ -106,7 +106,7 @@ def _check_codes(a: Tensor, b: Tensor) -> None:
     if a.dtype not in FLOAT8_FORMATS or b.dtype not in FLOAT8_FORMATS:
         raise ValueError(f"expected two float8 matrices, got {a.dtype} and {b.dtype}")
     if a.dtype is E5M2.dtype and b.dtype is E5M2.dtype:
-        raise ValueError("no hardware multiplies e5m2 by e5m2; cast one operand to e4m3")
+        raise ValueError("expected an operand in e4m3, got two in e5m2, which no hardware multiplies")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"expected [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
 

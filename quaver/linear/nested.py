@@ -27,7 +27,9 @@ def apply_to_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
         if dim == input.dim() - 1:
             raise ValueError(f"expected a nested input of one length along its last dim, got {tuple(input.shape)}")
         if input.lengths() is not None:
-            raise NotImplementedError("a nested input with holes between its sequences; call contiguous() first")
+            raise NotImplementedError(
+                "expected a nested input without holes between its sequences, got lengths; call contiguous() first"
+            )
         return torch.nested.nested_tensor_from_jagged(linear(input.values()), input.offsets(), jagged_dim=dim)
     parts = input.unbind()
     if not parts:

@@ -218,13 +218,15 @@ def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
     """Merge or split leading dims. The last dim stays, because scales run along it."""
     if not size or size[-1] not in (-1, tensor.shape[-1]):
         raise NotImplementedError(
-            f"a Float8Tensor of {list(tensor.shape)} cannot be viewed as {size}: keep the last dim"
+            f"expected a view of a Float8Tensor {list(tensor.shape)} with the same last dim, got {size}"
         )
 
     size = [*size[:-1], tensor.shape[-1]]
     moves = size != list(tensor.shape)
     if moves and tensor.dequant_scale.dim() and tensor.dequant_scale.shape[:-1] != tensor.shape[:-1]:
-        raise NotImplementedError(f"a Float8Tensor of {list(tensor.shape)} in blocks cannot be viewed as {size}")
+        raise NotImplementedError(
+            f"expected a view of a Float8Tensor in blocks with its shape {list(tensor.shape)}, got {size}"
+        )
 
     def map_scale(scale: Tensor) -> Tensor:
         return scale.reshape([*size[:-1], scale.shape[-1]]) if moves and scale.dim() else scale
@@ -234,7 +236,9 @@ def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
 
 def _as_strided(func: Any, tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
     if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
-        raise NotImplementedError("a Float8Tensor can only be viewed with its own size and strides")
+        raise NotImplementedError(
+            f"expected as_strided of a Float8Tensor with its shape {list(tensor.shape)}, got {list(size)}"
+        )
     return _alias(aten.alias.default, tensor)
 
 

@@ -314,7 +314,7 @@ class _RecordBuilder:
 
     def _add_sample(self, line: dict[str, Any]) -> None:
         if line["step"] <= self._step:
-            raise ValueError(f"step {line['step']} comes after step {self._step}")
+            raise ValueError(f"expected a step after {self._step}, got {line['step']}")
         self._step = line["step"]
         columns = self._header_columns
         for name in self._header["statistics"]:
@@ -343,7 +343,7 @@ def _parse_numbers(values: list[Any], count: int) -> Values:
     try:
         return np.array(values, dtype=np.float64)  # None becomes NaN, and "inf" a number
     except ValueError as error:
-        raise ValueError("a value is not a number") from error
+        raise ValueError(f"expected numbers, got {error}") from error
 
 
 def encode_counts(counts: Sequence[float]) -> str:

@@ -42,11 +42,13 @@ def _check_matmul(matmul: str, casts: LinearCasts) -> None:
     if left_cast.is_disabled != right_cast.is_disabled:
         fp8, hp = (left_name, right_name) if right_cast.is_disabled else (right_name, left_name)
         raise ValueError(
-            f"{matmul}: {fp8} is cast to float8 but {hp} stays in high precision; a matmul needs both operands in the "
-            "same precision"
+            f"{matmul}: expected two operands in float8, or two in high precision, got {fp8} in float8 and {hp} in "
+            "high precision"
         )
     if not left_cast.is_disabled and left_cast.target_dtype == right_cast.target_dtype == E5M2.dtype:
-        raise ValueError(f"{matmul}: no hardware multiplies e5m2 by e5m2; make {left_name} or {right_name} e4m3")
+        raise ValueError(
+            f"{matmul}: expected {left_name} or {right_name} in e4m3, got two in e5m2, which no hardware multiplies"
+        )
 
 
 def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:

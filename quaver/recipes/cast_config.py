@@ -250,7 +250,7 @@ class CastConfig:
     def float8_dtype(self) -> torch.dtype:
         """`target_dtype`, which a `Float8LinearConfig` fills in. Raises RuntimeError for None."""
         if self.target_dtype is None:
-            raise RuntimeError("target_dtype is None; read the CastConfig from Float8LinearConfig, which fills it in")
+            raise RuntimeError("target_dtype: expected a dtype, got None; read the CastConfig of a Float8LinearConfig")
         return self.target_dtype
 
     @property

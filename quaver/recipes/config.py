@@ -368,7 +368,7 @@ def _resolve_operand(
     dtypes = {cast.target_dtype or default_dtype for cast in (row, column) if not cast.is_disabled}
     if len(dtypes) > 1:
         names = " and ".join(sorted(get_format(dtype).name for dtype in dtypes))
-        raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
+        raise ValueError(f"{operand}: expected one dtype for both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
     scalings = {(cast.scaling_type, cast.static_quant_scale) for cast in (row, column) if not cast.is_disabled}
     if (row.is_persistent or column.is_persistent) and len(scalings) > 1:

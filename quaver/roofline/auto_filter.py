@@ -44,9 +44,11 @@ def auto_filter_for_recipe(
         raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
     spec = _choose_spec(device)
     if spec.float8_tflops is None:
-        raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
+        raise ValueError(f"device: expected one that multiplies float8, got {spec.name}, where no layer gains")
     if find_unmultiplied_kinds(spec, recipe):
-        raise ValueError(f"{recipe}: {spec.name} does not multiply float8 with such scales, so no layer gains")
+        raise ValueError(
+            f"recipe: expected one whose scales {spec.name} multiplies, got {recipe}, with which no layer gains"
+        )
     predict_linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
 
     def decide(module: nn.Module, name: str) -> FilterDecision:

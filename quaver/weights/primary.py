@@ -250,9 +250,13 @@ def use_float8_primary_weights(
     if master_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"master_dtype: expected torch.float32 or torch.bfloat16, got {master_dtype}")
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise ValueError("optimizer: a scheduler was made for it; call use_float8_primary_weights before")
+        raise ValueError(
+            "optimizer: expected one without a scheduler, got a wrapped step(); make the scheduler for the result"
+        )
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise ValueError("model: it is in DistributedDataParallel; call use_float8_primary_weights before")
+        raise ValueError(
+            "model: expected one outside of DistributedDataParallel, got one inside; wrap it after this call"
+        )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, weight) for name, weight in weights_under(model) if id(weight.parameter) in held]
     if not trained:

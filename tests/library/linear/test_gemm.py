@@ -226,7 +226,10 @@ def test_the_operation_has_a_faithful_fake():
     ("change", "message"),
     [
         (lambda a, b, s, t: (a.float(), b, s, t), "expected two float8 matrices"),
-        (lambda a, b, s, t: (a.float().to(E5M2), b.float().to(E5M2), s, t), "no hardware multiplies e5m2 by e5m2"),
+        (
+            lambda a, b, s, t: (a.float().to(E5M2), b.float().to(E5M2), s, t),
+            "expected an operand in e4m3, got two in e5m2",
+        ),
         (lambda a, b, s, t: (a[:, :5], b, s, t), r"expected \[M, K\] and \[K, N\], got \[16, 5\] and \[16, 16\]"),
         (lambda a, b, s, t: (a[0], b, s, t), r"expected \[M, K\] and \[K, N\]"),
         (lambda a, b, s, t: (a, b, torch.ones(16), t), r"a_dequant_scale: expected a scale of shape \[\]"),

@@ -320,7 +320,7 @@ def test_nested_inputs_that_cannot_be_are_refused():
         float8_linear(make_nested(torch.jagged).transpose(1, 2), torch.randn(8, 64))
     starts, lengths = torch.tensor([0, 0]), torch.tensor([2, 2])
     holes = torch.nested.narrow(torch.randn(2, 4, 64), 1, starts, lengths, torch.jagged)
-    with pytest.raises(NotImplementedError, match="holes between its sequences; call contiguous"):
+    with pytest.raises(NotImplementedError, match="holes between its sequences, got lengths; call contiguous"):
         float8_linear(holes, torch.randn(8, 64))
     with pytest.raises(ValueError, match="expected a nested input of one or more sequences, got none"):
         float8_linear(torch.nested.nested_tensor([]), torch.randn(8, 64))

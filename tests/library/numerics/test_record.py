@@ -95,8 +95,8 @@ GOOD = json.dumps(make_header(1, "a")), json.dumps(make_sample(1, [1]))
         ([GOOD[0], "[]"], "line 2 .* remove the line"),
         ([GOOD[0], '{"kind": "sample", "step": 1}'], "line 2 .*'amax'.* remove the line"),
         ([GOOD[0], json.dumps(make_sample(1, [1, 2]))], "line 2 .*expected 1 values, got 2"),
-        ([GOOD[0], json.dumps(make_sample(1, ["x"]))], "line 2 .*not a number"),
-        ([GOOD[0], GOOD[1], GOOD[1]], "line 3 .*step 1 comes after step 1"),
+        ([GOOD[0], json.dumps(make_sample(1, ["x"]))], "line 2 .*expected numbers, got"),
+        ([GOOD[0], GOOD[1], GOOD[1]], "line 3 .*expected a step after 1, got 1"),
         (['{"kind": "header", "schema": 1, "step": 1}', GOOD[1]], "line 1 .*lacks statistics"),
     ],
 )

@@ -226,18 +226,22 @@ def delayed(**options):
 STATIC = ScalingType.STATIC
 E2M1_BLOCKS = {"scaling_granularity": BLOCKWISE, "target_dtype": torch.float4_e2m1fn_x2}
 BAD = {
-    "output: weight is cast to float8 but input stays in high precision": linear(input=HP),
-    "grad_input: grad_output is cast to float8 but weight_for_grad_input stays in high precision": linear(
+    "output: expected two operands in float8, or two in high precision, got weight in float8 and input": linear(
+        input=HP
+    ),
+    "grad_input: expected two operands in float8, or two in high precision, got grad_output in float8": linear(
         weight_for_grad_input=HP
     ),
-    "grad_weight: grad_output_for_grad_weight is cast to float8 but input_for_grad_weight stays": linear(
+    "grad_weight: expected two operands in float8, or two in high precision, got grad_output_for_grad_weight": linear(
         input_for_grad_weight=HP
     ),
-    "weight must be cast to one dtype in both of its matmuls, got e4m3 and e5m2": linear(
+    "weight: expected one dtype for both of its matmuls, got e4m3 and e5m2": linear(
         weight=CastConfig(target_dtype=E4M3), weight_for_grad_input=CastConfig(target_dtype=E5M2)
     ),
-    "grad_input: no hardware multiplies e5m2 by e5m2": linear(weight=CastConfig(target_dtype=E5M2)),
-    "input must be cast to one dtype in both of its matmuls, got e2m1 and e4m3": linear(
+    "grad_input: expected grad_output or weight_for_grad_input in e4m3, got two in e5m2": linear(
+        weight=CastConfig(target_dtype=E5M2)
+    ),
+    "input: expected one dtype for both of its matmuls, got e2m1 and e4m3": linear(
         input=CastConfig(block_size=(1, 16), **E2M1_BLOCKS), input_for_grad_weight=CastConfig(target_dtype=E4M3)
     ),
     "scale_calculation_mode: expected None with e2m1": cast(

@@ -25,7 +25,7 @@ def test_auto_filter_skips_small_layers_and_says_its_estimate():
     ("recipe", "options", "message"),
     [
         ("rowise", {}, "unknown recipe 'rowise': expected one of tensorwise"),
-        ("rowwise", {"device": "A100"}, "A100 does not multiply float8"),
+        ("rowwise", {"device": "A100"}, "expected one that multiplies float8, got A100"),
         ("rowwise", {"device": "abacus"}, "device: unknown device 'abacus'"),
         ("rowwise", {"device": torch.device("cpu")}, "device: unknown device 'cpu'"),
         ("rowwise", {"skip": "head"}, r"skip: expected a tuple of names, got 'head'; give \('head',\)"),
@@ -41,5 +41,7 @@ def test_blocks_gain_where_a_device_multiplies_their_scales():
         linear = nn.Linear(8192, 8192)
     for recipe, device, other in (("blockwise", "H200", "B200"), ("mxfp8", "B200", "H200")):
         assert auto_filter_for_recipe(recipe, device=device)(linear, "")
-        with pytest.raises(ValueError, match=f"{recipe}: {other} does not multiply float8 with such scales"):
+        with pytest.raises(
+            ValueError, match=f"expected one whose scales {other} multiplies, got {recipe}, with which no layer gains"
+        ):
             auto_filter_for_recipe(recipe, device=other)

@@ -508,7 +508,7 @@ GATHERING = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: build_ordinary(make_optimizer=make_scheduled_sgd), {}, "a scheduler was made for it"),
+        (lambda: build_ordinary(make_optimizer=make_scheduled_sgd), {}, "expected one without a scheduler"),
         (lambda: build_ordinary(GATHERING), {}, "0.weight cannot .* its config has enable_fsdp_float8_all_gather"),
         (lambda: build_ordinary(make=lambda recipe: nn.Linear(16, 16)), {}, "got none; convert the model"),
         (lambda: build_ordinary("delayed"), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
