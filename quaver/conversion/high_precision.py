@@ -25,7 +25,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.fsdp import forget_unsharded
 
 _CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...]], Float8LinearConfig] = {}
-"""The shared configs, by the config without `high_precision_matmuls` and these matmuls."""
+"""The shared configs, by the config without `high_precision_matmuls` and these matmuls: at most 8 for each config."""
 
 
 def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callable[[str], Iterable[str]]) -> None:

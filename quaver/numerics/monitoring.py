@@ -148,7 +148,7 @@ class Monitor:
                 options = f"{every=}, {extras_every=}, {completed_steps=}, {hardware=}, {steps_by_hand=}"
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt: no probe may stay
             self.close()
             raise
         self._plan_next()
@@ -173,7 +173,7 @@ class Monitor:
             if self._sink is not None:
                 self._sink.write(self.header)
                 self._written_header = self.header
-        except BaseException as error:  # noqa: BLE001 - raised by the caller
+        except BaseException as error:  # noqa: BLE001 - raised by the caller on all ranks, also an interrupt
             return error
         return None
 
@@ -239,7 +239,7 @@ class Monitor:
         calls it, even without a batch. It does nothing after the monitor has closed.
         """
         if self._is_open and (self._hook is None or self._on_any_rank(self._sampling.ran)):
-            self._ends.note_end()
+            self._ends.record_end()
             self._end(1)
 
     def is_sampled(self, step: int) -> bool:
@@ -385,7 +385,7 @@ class Monitor:
                         self._sink.write(self.header)
                         self._written_header = self.header
                     self._sink.write(sample)
-        except BaseException as error:  # noqa: BLE001 - raised, or logged, in `_sample`
+        except BaseException as error:  # noqa: BLE001 - `_sample` raises it on all ranks, also an interrupt
             return _Failure(error, is_writing)
         return None
 

@@ -17,7 +17,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.protocols import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
-from quaver.numerics.sampling import note_use
+from quaver.numerics.sampling import record_use
 from quaver.numerics.statistics import clear_slots, make_slots, merge_slots
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
@@ -182,7 +182,7 @@ class Probe:
 
     def _observes(self) -> bool:
         # Compiled code always calls the operations, and must not be guarded by the key.
-        return torch.compiler.is_compiling() or note_use(self._key) is not None
+        return torch.compiler.is_compiling() or record_use(self._key) is not None
 
 
 def _unless_float8(tensor: Tensor | None) -> Tensor | None:

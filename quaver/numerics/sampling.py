@@ -80,8 +80,8 @@ _samplings: dict[int, Sampling] = {}
 """Samplings by the number of a weight, the only argument of an operation in a graph that can identify its monitor."""
 
 
-def note_use(number: int) -> Sampling | None:
-    """Note that the matmul of a weight runs. Returns the sampling of its monitor in a sampled step, else None."""
+def record_use(number: int) -> Sampling | None:
+    """Record that a matmul of a weight runs. Returns the sampling of its monitor in a sampled step, else None."""
     sampling = _samplings.get(number)
     if sampling is None:
         return None

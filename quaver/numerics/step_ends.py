@@ -43,8 +43,8 @@ class StepEnds:
         """The optimizers that stepped since the last end."""
         self._has_ended = False
 
-    def note_end(self) -> None:
-        """Note that a step ended without an optimizer. Optimizers that step before the next forward belong to it."""
+    def record_end(self) -> None:
+        """Record that a step ended without an optimizer. Optimizers that step before the next forward belong to it."""
         self._stepped.clear()
         self._has_ended = True
 
@@ -53,7 +53,7 @@ class StepEnds:
         if not self._holds(optimizer):
             if self._has_own or not self._on_any_rank(sampling.ran_backward):
                 return 0
-            self.note_end()
+            self.record_end()
             return 1
         self._has_own = True
         if self._has_ended and not self._on_any_rank(sampling.ran):

@@ -89,7 +89,7 @@ class AlarmSink:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except BaseException as error:
+            except BaseException as error:  # also an interrupt: the monitor ends the step on all ranks
                 self.raised_by_callback = error
                 raise
 
