@@ -29,7 +29,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.mixture import make_mixture
-from tests.reference import BACKEND, sqnr_db
+from tests.reference import BACKEND, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, by_torch_save, draw, results_of
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
@@ -97,8 +97,8 @@ def test_a_frozen_forward_equals_float8_training(config):
     )
     (output, grad_input), (expected, expected_grad) = step(frozen, draw_batch()), step(training, draw_batch())
     assert output.equal(expected)
-    if config == "rowwise":  # training casts the columns of the weight for grad_input
-        assert sqnr_db(expected_grad, grad_input) > 25
+    if config == "rowwise":  # training casts the columns of each of the two weights for grad_input
+        assert sqnr_db(expected_grad, grad_input) > lowest_sqnr_db(*[3, 3] * 2)
     else:
         assert grad_input.equal(expected_grad)
 

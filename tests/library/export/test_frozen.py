@@ -22,7 +22,7 @@ from quaver.conversion.freeze import make_blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.linear import frozen_weight
 from tests.library.export.models import PROJECTIONS, Tiny, not_the_head, saved, tiny
-from tests.reference import sqnr_db
+from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -136,7 +136,7 @@ def test_blocks_of_32_with_float32_scales(exported, tmp_path):
     assert_values(frozen, tmp_path, codes=others)
     plain = Tiny(128)
     plain.load_state_dict(dict(load_float8(tmp_path, dtype=torch.float32)))
-    assert sqnr_db(logits(plain), logits(frozen)) > 25
+    assert sqnr_db(logits(plain), logits(frozen)) > lowest_sqnr_db(*[3] * len(PROJECTIONS))  # casts of inputs alone
 
 
 def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):

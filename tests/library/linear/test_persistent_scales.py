@@ -29,7 +29,7 @@ from quaver.linear.scale_state import ScaleState
 from quaver.runtime.devices import simulate_gpu
 from tests.library.conversion.test_delayed import INF, NAN, Ffn, Net, config_of, fared, make, scale_of, states, step
 from tests.library.foreign.test_delayed_buffers import old_checkpoint
-from tests.reference import reference_linear, sqnr_db
+from tests.reference import lowest_sqnr_db, reference_linear, sqnr_db
 from tests.steps import assert_same, by_torch_save, results_of
 from tests.thinned import thinned
 
@@ -421,7 +421,8 @@ def test_calibration_measures_the_largest_amax_of_its_batches():
     assert torch.equal(*outputs)
     assert_same(before, states(model))
     dynamic = convert_to_float8_training(Net())
-    assert sqnr_db(step(dynamic, batches[1])[0], outputs[0]) > 30
+    casts = 2 * 2 * sum(isinstance(module, nn.Linear) for module in model.modules())  # two operands, by two scales
+    assert sqnr_db(step(dynamic, batches[1])[0], outputs[0]) > lowest_sqnr_db(*[3] * casts)
     other = convert_to_float8_training(Net(), config=static_config())
     float8_scaling_state(other).load_state_dict(before)
     assert torch.equal(step(other, batches[1])[0], outputs[0])
@@ -476,7 +477,12 @@ def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output, 
     if "static" in kinds:
         with calibrate_float8_static_scales(module):
             step(module, torch.randn(256, 256), torch.randn(256, 256), sync=False)
-    decibels = 28, 24, 100 if hp_grad_weight else 24
+    # Casts to e4m3 and e5m2 have 3 and 2 mantissa bits; a sum in float32 rounds 256 times to 23.
+    decibels = (
+        lowest_sqnr_db(3, 3),
+        lowest_sqnr_db(2, 3),
+        lowest_sqnr_db(*[23] * 256) if hp_grad_weight else lowest_sqnr_db(2, 3),
+    )
     for _ in range(2):
         input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
         results = step(module, input, grad_output)

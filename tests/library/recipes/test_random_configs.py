@@ -23,7 +23,7 @@ from quaver import (
 from quaver.recipes.cast_config import ScaleCalculationMode
 from quaver.recipes.reference import ReferenceLinear
 from quaver.recipes.scale_rules import RULES
-from tests.reference import sqnr_db
+from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import results_of
 from tests.thinned import at_night
 
@@ -162,7 +162,7 @@ def test_valid_configs_compute_what_the_reference_computes_and_others_are_refuse
         if not all(is_valid_cast(cast) for cast in casts.values() if cast is not None):
             continue
         if not is_valid(casts, options):
-            with pytest.raises(ValueError, match="expected|must be cast to one|same precision|no hardware"):
+            with pytest.raises(ValueError, match="expected"):
                 make_config(casts, options)
             continue
         valid += 1
@@ -183,7 +183,9 @@ def check_results(draw, config):
             assert all(result.isfinite().all() for result in results)  # the reference has no casts of four bits
             continue
         expected = results_of(reference, input, grad_output=grad_output)
+        # The codes are equal. Two sums of the same products in float32, in two orders, round at most this often.
+        least = lowest_sqnr_db(*[23] * 2 * max(tokens, k, n))
         for name, result, exact in zip(("output", "grad_input", "grad_weight"), results, expected, strict=True):
-            assert torch.equal(result, exact) or sqnr_db(exact, result) > 100, (name, config)
+            assert torch.equal(result, exact) or sqnr_db(exact, result) > least, (name, config)
         sync_float8_amax_and_scale_history(module)
         reference.sync()
