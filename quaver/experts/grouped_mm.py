@@ -191,7 +191,9 @@ def get_parameter_layouts(config: Float8LinearConfig, transposed: bool) -> tuple
 
 def get_quantized_operands(weight: Float8Tensor, transposed: bool) -> Operands:
     """Return the operands of an all-gathered or primary weight, with codes [E, rows, columns]."""
-    row, column = (expect(side)._replace(data=expect(side).data.view(-1, weight.shape[2])) for side in weight.stored())
+    row, column = (
+        expect(side)._replace(data=expect(side).data.view(-1, weight.shape[2])) for side in weight.get_stored_operands()
+    )
     return Operands(column, row) if transposed else Operands(row, column)
 
 

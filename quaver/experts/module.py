@@ -170,7 +170,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         elif isinstance(weight, Float8Tensor):
             operands = get_quantized_operands(weight, transposed)
         else:
-            weight = (weight.plain() if isinstance(weight, WrapperWeight) else weight).contiguous()
+            weight = (weight.get_plain() if isinstance(weight, WrapperWeight) else weight).contiguous()
         prepared = self.get_prepared_operands(name)
         operands = operands if prepared is None else prepared
         note_run(self, tokens.device, has_row_codes_only=has_row_codes_only)

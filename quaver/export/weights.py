@@ -300,7 +300,7 @@ class Float8Weights:
                 yield parts, matrix, _quantize_matrix(weight, matrix)
             return
         frozen = self._gather_frozen(name)
-        for parts, stored in zip(self.plan.checkpoint.get_parts(name), frozen.matrices(), strict=True):
+        for parts, stored in zip(self.plan.checkpoint.get_parts(name), frozen.list_matrices(), strict=True):
             operand = stored.t() if transposed else stored
             yield parts, _dequantize(operand, frozen.dtype), operand
 
@@ -416,7 +416,7 @@ def store_matrix(
 def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: Scales | None = None) -> Operand:
     module, scale = weight.module, None
     if isinstance(module, Float8Linear):
-        scale = module.persistent_scales(module.weight.device, recording=False).weight
+        scale = module.get_persistent_scales(module.weight.device, recording=False).weight
     quantizer = Quantizer(weight.config.casts.weight, matrix.dtype, scale)
     return expect(quantizer(matrix, row=True, column=False, scales=scales).row)
 
@@ -431,7 +431,7 @@ def get_input_scale(name: str, linear: Float8Linear) -> Tensor:
 
     Raises ValueError if it is unknown.
     """
-    scale = linear.persistent_scales(linear.weight.device, recording=False).input
+    scale = linear.get_persistent_scales(linear.weight.device, recording=False).input
     if scale is None or not scale.quant_scale > 0:
         raise InputError(
             f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give a "

@@ -57,7 +57,7 @@ from quaver.fsdp.siblings import (
     get_current_shard,
     get_whole_scales,
 )
-from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, matrix_amax
+from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, compute_matrix_amax
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
 from quaver.linear.module import Float8Linear
@@ -215,7 +215,7 @@ class Float8AllGatherWeight(WrapperWeight):
                 for cast_scales, layout in zip(scales, layouts, strict=True)
             ]
             if scale is not None:  # so that the next sync computes it
-                record_amax(scale, matrix_amax(shard.local, None))
+                record_amax(scale, compute_matrix_amax(shard.local, None))
         payloads = [
             _pad_to_chunk(shard, code.contiguous().view(torch.uint8), layout)
             for code, layout in zip(codes, layouts, strict=True)
@@ -279,7 +279,7 @@ class Float8AllGatherWeight(WrapperWeight):
         """torchao's name for `wrapped`. Accelerate reads its address under `mixed_precision="fp8"`."""
         return self.wrapped
 
-    def state(self) -> tuple[Any, ...]:
+    def get_state(self) -> tuple[Any, ...]:
         return self.wrapped, self.shard_state.name
 
     @classmethod

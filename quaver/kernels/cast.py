@@ -471,7 +471,7 @@ cast_blocks_with_scale = phase(CAST_PHASE)(scaling.cast_blocks)
 
 
 @phase("quaver::amax")
-def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
+def compute_matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
     """Run `scaling.compute_amax` on a matrix and return float32, for amaxes that ranks reduce before they quantize.
 
     Under a dispatch mode it runs in PyTorch, so that a selective-checkpoint policy can save the amax.

@@ -42,11 +42,11 @@ class FrozenState(FrozenFloat8Weight):
     @property
     def has_codes(self) -> bool:
         """Whether codes and scales hold the current values: `values_hp` is None, or equals the dequantized codes."""
-        return self.values_hp is None or torch.equal(self.values_hp, self.dequantized())
+        return self.values_hp is None or torch.equal(self.values_hp, self.dequantize_codes())
 
     def to_high_precision(self) -> Tensor:
         """Return the values in the weight's dtype; see the top of the file."""
-        return self.dequantized() if self.values_hp is None else self.values_hp
+        return self.dequantize_codes() if self.values_hp is None else self.values_hp
 
     def find_codes(self, values: Tensor) -> Tensor | None:
         """Return codes of `values` with the scales of this tensor, or None if they are not exact."""
@@ -56,12 +56,12 @@ class FrozenState(FrozenFloat8Weight):
             for matrix, own in quantized.zip_matrices(values):
                 units = dequantize(torch.ones_like(own.data), expect(own.dequant_scale), layout=own.layout)
                 own.data.copy_((matrix.float() / units).clamp(-largest, largest).to(own.data.dtype))
-            return quantized.data_fp8 if torch.equal(quantized.dequantized(), values) else None
+            return quantized.data_fp8 if torch.equal(quantized.dequantize_codes(), values) else None
 
-    def memory(self) -> Tensor:
+    def get_memory(self) -> Tensor:
         if self.values_hp is None:
             with match_inference_mode(self), torch.no_grad():
-                self.values_hp = self.dequantized()
+                self.values_hp = self.dequantize_codes()
         return self.values_hp
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -76,13 +76,13 @@ class FrozenState(FrozenFloat8Weight):
         return self.numel() * self.dtype.itemsize
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return super().__deepcopy__(memo) if self.has_codes else self.memory().clone()
+        return super().__deepcopy__(memo) if self.has_codes else self.get_memory().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return super().__reduce_ex__(protocol) if self.has_codes else self.memory().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol) if self.has_codes else self.get_memory().__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.memory().numpy(force=force)
+        return self.get_memory().numpy(force=force)
 
     def tolist(self) -> Any:
         return self.to_high_precision().tolist()
@@ -110,7 +110,7 @@ class FrozenState(FrozenFloat8Weight):
 
     def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         writes_later = is_written and func.namespace in COLLECTIVES
-        return self.memory() if is_view(func) or writes_later else self.to_high_precision()
+        return self.get_memory() if is_view(func) or writes_later else self.to_high_precision()
 
     def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if func.namespace not in COLLECTIVES:

@@ -167,7 +167,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     def scales_per_matrix(self) -> int:
         return math.prod(self.dequant_scale.shape[-2:]) if self.dequant_scale.dim() > 1 else 1
 
-    def matrices(self) -> list[Operand]:
+    def list_matrices(self) -> list[Operand]:
         """Return the codes and scale of each matrix of a stack, or of the only one; views, unless this is a part."""
         scale, layout, end = self.dequant_scale, self.scale_layout, self.first_row + self.shape[0]
         if self.is_part and self.data_fp8.dim() == 3:
@@ -187,9 +187,9 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 "its own; slice weight.to_high_precision(), or read the weight while FSDP2 holds it unsharded "
                 "(model.unshard()), or this rank's values in the state_dict"
             )
-        return self.dequantized()
+        return self.dequantize_codes()
 
-    def dequantized(self) -> Tensor:
+    def dequantize_codes(self) -> Tensor:
         """Dequantize to the weight's dtype; also for a part, if its `first_row` is known."""
         with torch.no_grad():
             values = torch.empty_like(self.data_fp8, dtype=self.dtype)
@@ -199,7 +199,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def zip_matrices(self, tensor: Tensor) -> Iterator[tuple[Tensor, Operand]]:
         """Yield each matrix of `tensor` with the codes and scale of the corresponding matrix of this weight."""
-        return zip([tensor] if tensor.dim() == 2 else tensor, self.matrices(), strict=True)
+        return zip([tensor] if tensor.dim() == 2 else tensor, self.list_matrices(), strict=True)
 
     def write(self, hp: Tensor) -> None:
         """Quantize `hp` in the granularity of this weight, into its memory.
@@ -212,7 +212,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 f"a write into a frozen float8 weight: expected {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}; "
                 "exclude its module from layerwise casting (skip_modules_classes=(FrozenFloat8Linear,) in diffusers)"
             )
-        before = self.dequantized()
+        before = self.dequantize_codes()
         if hp.shape != self.shape:
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
         if torch.equal(before, hp.to(before)):  # as when DistributedDataParallel broadcasts parameters
@@ -315,10 +315,10 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         """The bytes of the codes and the scales."""
         return self.data_fp8.nbytes + self.dequant_scale.nbytes
 
-    def memory(self) -> Tensor:
+    def get_memory(self) -> Tensor:
         return self.data_fp8
 
-    def state(self) -> tuple[Any, ...]:
+    def get_state(self) -> tuple[Any, ...]:
         layout, rows = tuple(self.scale_layout), (self.whole_rows, self.first_row)
         return self.data_fp8, self.dequant_scale, self.dtype, layout, *rows, self.requantized_sqnr_db
 
@@ -427,7 +427,7 @@ torch.serialization.add_safe_globals([FrozenFloat8Weight])
 def _to_weight(value: Tensor) -> Tensor:
     """Return a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
-        return FrozenFloat8Weight.from_state(*value.state())
+        return FrozenFloat8Weight.from_state(*value.get_state())
     warn_once(
         "frozen weights from values",
         f"a frozen module was given values in high precision, {list(value.shape)}, as Accelerate's disk offload stores "

@@ -161,7 +161,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
             )
         if not torch.compiler.is_compiling():
             input.check_casts(casts)
-        operands = input.operands()
+        operands = input.get_operands()
     else:
         make_quantizer = choose_quantizer if args.sharding is None else args.sharding.input_quantizer
         quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.reader)
@@ -187,7 +187,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
         return row, None
     if args.keeps_codes:
         return row, expect(operands.column)._replace(quant_scale=None)
-    scales = quantizer.scales_for(args.config.casts.weight.column_source, operands)
+    scales = quantizer.derive_scales(args.config.casts.weight.column_source, operands)
     if scales is None:
         return row, Operand(weight.detach())
     return row, Operand(weight.detach(), scales.dequant, quant_scale=wait_for_codes(scales.quant, row.data))
@@ -289,7 +289,7 @@ def get_checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Op
     """Return the operands of a quantized weight; eager code raises if `config` has other casts."""
     if not torch.compiler.is_compiling():
         weight.check_casts(config.casts.weight)
-    return weight.operands()
+    return weight.get_operands()
 
 
 def get_output_dtype(input: Tensor) -> torch.dtype:

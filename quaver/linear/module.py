@@ -102,7 +102,7 @@ class Float8Linear(Float8Module, nn.Linear):
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:
-            scales = self.persistent_scales(input.device)
+            scales = self.get_persistent_scales(input.device)
         operands = self.get_prepared_operands("weight")
         return apply_linear(input, weight, self.bias, self.config, scales, weight_operands=operands, linear=self)
 
@@ -110,20 +110,20 @@ class Float8Linear(Float8Module, nn.Linear):
         """Run `forward` on local tensors: this rank's part, if the linear has a `sharding`."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        scales = self.persistent_scales(input.device)
+        scales = self.get_persistent_scales(input.device)
         bias_after_reduction = operands = None
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
             operands = get_checked_operands(weight, self.config)
         elif isinstance(weight, WrapperWeight):
-            weight = weight.plain()
+            weight = weight.get_plain()
         output = apply_linear(
             input, weight, bias, self.config, scales, weight_operands=operands, sharding=sharding, linear=self
         )
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
-    def persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
+    def get_persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
         """Return the persistent scales of the operands for a forward on `device`.
 
         Args:

@@ -1,6 +1,6 @@
 """The hardware's float8 matmul, and the kinds of scales that it supports.
 
-`native_operands` prepares operands for Hopper's native matmul, which requires:
+`prepare_native_operands` prepares operands for Hopper's native matmul, which requires:
 
     both operands contiguous along the contracted dim
     K and N that are multiples of 16 (`pad_operands` appends zeros)
@@ -57,7 +57,7 @@ def find_block_kind(a: ScaleLayout, b: ScaleLayout) -> ScaleKind | None:
     return _BLOCKS.get(length) if a.rows == 1 and b.rows == length and b.columns in (1, length) else None
 
 
-def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def prepare_native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes of a and b, then their scales, for the hardware.
 
     K and N are padded to multiples of 16, codes are contiguous along K, and both scales have one kind.
@@ -88,7 +88,7 @@ def native_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
         tensors, is_square = (a.data, b.data, a.dequant_scale, b.dequant_scale), b.layout.rows == b.layout.columns
         product = native_block_mm(*tensors, kind.block_length, is_square)
         return _finish(product, rows, columns, bias, out_dtype)
-    a_codes, b_codes, a_scale, b_scale = native_operands(a, b)
+    a_codes, b_codes, a_scale, b_scale = prepare_native_operands(a, b)
     native_dtype = torch.bfloat16 if a_scale.dim() else out_dtype
     bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b_codes.shape[1] == columns
     out = scaled_mm(

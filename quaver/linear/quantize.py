@@ -65,7 +65,7 @@ class Quantizer:
         Args:
             hp: [..., columns], float32, bfloat16 or float16; leading dims are rows.
             row, column: which operands to make.
-            scales: from `scales_for`, after an earlier cast of the same matrix.
+            scales: from `derive_scales`, after an earlier cast of the same matrix.
         """
         if not (row or column):
             return Operands(None, None)
@@ -79,7 +79,7 @@ class Quantizer:
         columns_first = casts.column.is_rowwise
         earlier, later = (casts.column, casts.row) if columns_first else (casts.row, casts.column)
         first = self.cast(earlier, hp, not columns_first, columns_first, scales)
-        second = self.cast(later, hp, columns_first, not columns_first, scales or self.scales_for(later, first))
+        second = self.cast(later, hp, columns_first, not columns_first, scales or self.derive_scales(later, first))
         return Operands(first.row or second.row, first.column or second.column)
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
@@ -104,7 +104,7 @@ class Quantizer:
         casts = MATERIALIZED_CASTS if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
         return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.options)
 
-    def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
+    def derive_scales(self, cast: CastConfig, operands: Operands) -> Scales | None:
         """Return the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
 
         After a row-wise cast the quant_scale is the smallest one: a scale decreases as its amax grows, rounding

@@ -165,7 +165,7 @@ class CachedQuantizer(Quantizer):
             hp,
             row=row and known.row is None,
             column=column and known.column is None,
-            scales=scales or self.scales_for(missing, known),
+            scales=scales or self.derive_scales(missing, known),
         )
         operands = Operands(known.row or operands.row, known.column or operands.column)
         cached = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))

@@ -88,13 +88,13 @@ class Float8Tensor(TensorForm):
         else:
             self.column_data_fp8, self.column_dequant_scale = column.data, _get_scale(column)
 
-    def stored(self) -> Operands:
+    def get_stored_operands(self) -> Operands:
         """Return both operands in the shape of the tensor; the column operand is None if it was not quantized."""
         check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees all-gathered memory
-        return self.stored_unchecked()
+        return self.get_unchecked_operands()
 
-    def stored_unchecked(self) -> Operands:
-        """Return `stored` without the check that the memory was not freed."""
+    def get_unchecked_operands(self) -> Operands:
+        """Return `get_stored_operands` without the check that the memory was not freed."""
         row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0], None, self.outer_scale)
         if self.column_data_fp8 is None:
             return Operands(row, None)
@@ -103,9 +103,9 @@ class Float8Tensor(TensorForm):
         column = row if is_one else Operand(self.column_data_fp8, *own)
         return Operands(row, column)
 
-    def operands(self) -> Operands:
+    def get_operands(self) -> Operands:
         """Return both operands of the matrix [rows, K]; the column operand is None if it was not quantized."""
-        row, column = self.stored()
+        row, column = self.get_stored_operands()
         row = expect(row)
         scale = expect(row.dequant_scale)
         if scale.dim() > 0:
@@ -146,7 +146,7 @@ class Float8Tensor(TensorForm):
     def to_high_precision(self) -> Tensor:
         """Dequantize the row codes to the tensor's dtype. Not differentiable."""
         with torch.no_grad():
-            data, scale, layout, _, outer = expect(self.operands().row)
+            data, scale, layout, _, outer = expect(self.get_operands().row)
             return dequantize(data, expect(scale), self.dtype, layout, outer).view(self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
@@ -199,7 +199,7 @@ def _map(
 
     The operations here move no column, so the column operand keeps its scales.
     """
-    stored, column = tensor.stored_unchecked()
+    stored, column = tensor.get_unchecked_operands()
     row = expect(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
     if column is not None:
         column = row if column is stored else column._replace(data=map_data(column.data))

@@ -173,7 +173,7 @@ class ReadOnly(TensorForm):
 class WeightForm(TensorForm):
     """A weight in another form; subclasses define its state and its memory."""
 
-    def state(self) -> tuple[Any, ...]:
+    def get_state(self) -> tuple[Any, ...]:
         """Return the arguments from which `from_state` makes an equal weight."""
         raise NotImplementedError
 
@@ -182,7 +182,7 @@ class WeightForm(TensorForm):
         """Make a weight of this class that is not a parameter."""
         raise NotImplementedError
 
-    def memory(self) -> Tensor:
+    def get_memory(self) -> Tensor:
         """Return the plain tensor whose memory this weight presents."""
         raise NotImplementedError
 
@@ -202,28 +202,28 @@ class WeightForm(TensorForm):
     # torch would use the storage of the subclass, which is empty.
 
     def data_ptr(self) -> int:
-        return self.memory().data_ptr()
+        return self.get_memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         # The compiler identifies tensors by their storage, and would alias the weight with the tensor inside.
         if current_tracing_context() is not None or called_by_fake_tensors():
             return super().untyped_storage()
-        return self.memory().untyped_storage()
+        return self.get_memory().untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            copied = rebuild(type(self), copy.deepcopy(self.state(), memo), self.requires_grad, is_parameter(self))
+            copied = rebuild(type(self), copy.deepcopy(self.get_state(), memo), self.requires_grad, is_parameter(self))
             copied.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = copied
         result: Tensor = memo[id(self)]
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (type(self), self.state(), self.requires_grad, is_parameter(self))
+        return rebuild, (type(self), self.get_state(), self.requires_grad, is_parameter(self))
 
 
 def rebuild(cls: type[WeightForm], state: tuple[Any, ...], requires_grad: bool, as_parameter: bool) -> Tensor:
-    """Rebuild a weight from its `state`. Copies and pickles are made here."""
+    """Rebuild a weight from what `get_state` returned. Copies and pickles are made here."""
     weight = cls.from_state(*state)
     return nn.Parameter(weight, requires_grad) if as_parameter else weight.requires_grad_(requires_grad)
 
@@ -250,12 +250,12 @@ class WrapperWeight(WeightForm):
         """Make a tensor of this class without attributes, for `__new__`."""
         return make_wrapper(cls, wrapped, wrapped.dtype)
 
-    def plain(self) -> Tensor:
+    def get_plain(self) -> Tensor:
         """Return the plain tensor inside, differentiably."""
         plain: Tensor = _Plain.apply(self)
         return plain
 
-    def memory(self) -> Tensor:
+    def get_memory(self) -> Tensor:
         return self.wrapped
 
     def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
@@ -265,7 +265,7 @@ class WrapperWeight(WeightForm):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return a read-only array that shares the memory."""
-        array = self.plain().numpy(force=force)
+        array = self.get_plain().numpy(force=force)
         array.flags.writeable = False
         return array
 
@@ -274,7 +274,7 @@ class WrapperWeight(WeightForm):
 
     def __dlpack__(self, **options: Any) -> Any:
         """Export a copy, unless the caller asks for the memory itself (`copy=False`)."""
-        return self.plain().__dlpack__(**{**options, "copy": options.get("copy") is not False})
+        return self.get_plain().__dlpack__(**{**options, "copy": options.get("copy") is not False})
 
 
 class _Plain(torch.autograd.Function):

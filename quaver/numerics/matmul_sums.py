@@ -105,7 +105,7 @@ def _emulate_sums(left: Rows, right: Rows, rule: Accumulation) -> tuple[Tensor, 
 
     With block scales both results are the same.
     """
-    lengths = {_block_length(left), _block_length(right)}
+    lengths = {_get_block_length(left), _get_block_length(right)}
     if lengths == {None}:
         scale = left.dequant_scale.double() * right.dequant_scale.double().t()
         fast, exact = (accumulate(left.codes, right.codes, rule, use_fast_accum=is_fast) for is_fast in (True, False))
@@ -121,7 +121,7 @@ def _emulate_sums(left: Rows, right: Rows, rule: Accumulation) -> tuple[Tensor, 
     return total, total
 
 
-def _block_length(rows: Rows) -> int | None:
+def _get_block_length(rows: Rows) -> int | None:
     """Return how many columns share a scale; None if all columns of a row do."""
     scale = rows.dequant_scale
     if scale.dim() == 0 or scale.shape[1] == 1:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver.kernels.cast import cast_with_scale, matrix_amax, to_row_major
+from quaver.kernels.cast import cast_with_scale, compute_matrix_amax, to_row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax, record_observed
@@ -51,11 +51,11 @@ class TensorParallelQuantizer(Quantizer):
         super().__init__(casts, hp_dtype, scale)
         self.group, self.sharded_dim = group, sharded_dim
 
-    def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
+    def derive_scales(self, cast: CastConfig, operands: Operands) -> Scales | None:
         """See `Quantizer`. Row-wise scales may cover this rank's rows only, so no tensorwise scale follows."""
         operand = operands.row or operands.column
         is_tensorwise = operand is not None and operand.quant_scale is not None and operand.quant_scale.dim() == 0
-        return super().scales_for(cast, operands) if is_tensorwise else None
+        return super().derive_scales(cast, operands) if is_tensorwise else None
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
         """See `Quantizer`; the ranks agree on scales that reduce the sharded dim."""
@@ -97,7 +97,7 @@ class TensorParallelQuantizer(Quantizer):
 
     def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
         """Return the whole matrix's scales, computed over `dim`, or over both dims for None. A collective."""
-        amax = max_over_ranks(matrix_amax(hp, dim), self.group)
+        amax = max_over_ranks(compute_matrix_amax(hp, dim), self.group)
         amax = amax.to(hp.dtype) if cast.rule else amax  # exact: an amax is an element of `hp`; see `compute_scales`
         power_of_2 = self.casts.power_of_2
         return compute_scales(amax, cast.float8_dtype, power_of_2, cast.rule, is_blockwise=cast.is_blockwise)
@@ -194,7 +194,7 @@ def _cast_with_agreed_scale(
     if is_known:
         row = expect(cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row)
         return row.data, expect(row.quant_scale).clone(), expect(row.dequant_scale), observed
-    own = matrix_amax(hp, None)
+    own = compute_matrix_amax(hp, None)
     record_amax(scale, own)
     # Functional collectives also take the name of a group.
     amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]

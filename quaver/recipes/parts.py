@@ -11,7 +11,7 @@ from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import compute_amax, compute_block_amax
 
 
-def _block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
+def _find_block_range(offset: int, n: int, length: int) -> tuple[int, int, int]:
     """Find the blocks of `length` elements (or `ALL`) that `n` elements starting at `offset` touch.
 
     Returns:
@@ -34,7 +34,7 @@ def compute_part_amaxes(part: Tensor, offset: Sequence[int], layout: ScaleLayout
         [blocks, blocks], the amax of each block that the part touches, from the part's elements only; and the row and
         column of the first of these blocks in the whole matrix.
     """
-    ranges = [_block_range(*place) for place in zip(offset, part.shape, layout.block_size, strict=True)]
+    ranges = [_find_block_range(*place) for place in zip(offset, part.shape, layout.block_size, strict=True)]
     corner, before = [first for first, _, _ in ranges], [cut for _, _, cut in ranges]
     if layout.is_tensorwise:
         return compute_amax(part).view(1, 1), corner
@@ -60,7 +60,7 @@ def select_part_scales(
     lengths = list(layout.block_size)
     for dim, (start, n) in enumerate(zip(offset, size, strict=True)):
         length = lengths[dim]
-        first, blocks, before = _block_range(start, n, length)
+        first, blocks, before = _find_block_range(start, n, length)
         scales = scales.narrow(dim, first, blocks)
         if before and n:
             scales, lengths[dim] = scales.repeat_interleave(length, dim).narrow(dim, before, n), 1

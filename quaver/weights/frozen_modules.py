@@ -74,7 +74,7 @@ def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight
     """
     given = get_local_tensor(value)
     if isinstance(given, FrozenFloat8Weight) and given.has_codes:
-        loaded = FrozenFloat8Weight.from_state(*given.state())
+        loaded = FrozenFloat8Weight.from_state(*given.get_state())
         own.check_same_format(loaded)
         if not loaded.is_meta:
             loaded.check_numbers(power_of_2=weight.config.weight_scales_are_powers_of_2)
@@ -99,7 +99,7 @@ def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight
 
 
 def _make_state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
-    state = FrozenState.from_state(*local.state())
+    state = FrozenState.from_state(*local.get_state())
     state.first_row = local_shape_and_offset(parameter)[1][0] if is_dtensor(parameter) else 0
     return state
 

@@ -72,20 +72,20 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         operands = _quantize_master(master, config, transposed)
         return Float8PrimaryWeight(*operands, master.dtype, master, config, transposed)
 
-    def stored(self) -> Operands:
+    def get_stored_operands(self) -> Operands:
         """Return the operands of both matmuls. Quantizes again if a write to the master bypassed the parameter.
 
         A master that was made in inference mode has no version counter, so it is quantized at each use.
         """
         if self._quantized != self._get_versions():
             self.quantize()
-        return super().stored()
+        return super().get_stored_operands()
 
     @torch.no_grad()
     def quantize(self) -> None:
         """Quantize the master into the codes."""
         operands = _quantize_master(self.wrapped, self.config, self.transposed)
-        for target, operand in zip(super().stored(), operands, strict=True):
+        for target, operand in zip(super().get_stored_operands(), operands, strict=True):
             expect(target).data.copy_(operand.data)
             expect(expect(target).dequant_scale).copy_(expect(operand.dequant_scale))
         self._quantized = self._get_versions()
@@ -116,7 +116,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         with torch.no_grad():
             self.copy_(new)
 
-    def state(self) -> tuple[Any, ...]:
+    def get_state(self) -> tuple[Any, ...]:
         return self.wrapped, self.config, self.transposed
 
     @classmethod
@@ -143,7 +143,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         return copied
 
     def _alias(self) -> Float8PrimaryWeight:
-        row, column = super().stored()
+        row, column = super().get_stored_operands()
         alias = Float8PrimaryWeight(expect(row), column, self.dtype, self.wrapped, self.config, self.transposed)
         alias._quantized = self._quantized
         return alias

@@ -85,7 +85,7 @@ def calibrate_input_scales(**options):
     with calibrate_float8_static_scales(model):
         for index, linear in enumerate(model):
             linear(input * (1 + index / 7))
-    scales = [linear.persistent_scales(torch.device("cpu"), recording=False) for linear in model]
+    scales = [linear.get_persistent_scales(torch.device("cpu"), recording=False) for linear in model]
     return torch.stack([scale.input.quant_scale for scale in scales])
 
 

@@ -45,7 +45,9 @@ def operands_that_differ(model, whole, config):
         if isinstance(module, Float8Linear):
             gathered, expected = module.weight, quantize(whole.get_submodule(name).weight, config)
             assert isinstance(gathered, Float8Tensor)
-            for direction, operand, whole_operand in zip(expected._fields, gathered.operands(), expected, strict=True):
+            for direction, operand, whole_operand in zip(
+                expected._fields, gathered.get_operands(), expected, strict=True
+            ):
                 same = torch.equal(operand.data.view(torch.uint8), whole_operand.data.view(torch.uint8))
                 if not same or not torch.equal(operand.dequant_scale, whole_operand.dequant_scale):
                     wrong.append((name, direction))

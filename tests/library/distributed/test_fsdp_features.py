@@ -216,12 +216,12 @@ def test_scales_of_frozen_weights_are_computed_once():
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
     model = shard_model(gathering("tensorwise"), model=model)
-    before = model[0].up.weight.to_local().plain().clone()
+    before = model[0].up.weight.to_local().get_plain().clone()
     losses = losses_of(model)
     assert losses[-1] < losses[0]
     frozen, trained = model[0].up.weight, model[0].down.weight
     assert frozen.grad is None
-    assert torch.equal(frozen.to_local().plain(), before)
+    assert torch.equal(frozen.to_local().get_plain(), before)
     assert frozen._local_tensor.get_scales(frozen) is not None
     assert trained._local_tensor.get_scales(trained) is None
 
@@ -456,7 +456,7 @@ def test_a_shard_answers_as_its_tensor():
         for weight in (model[0].up.weight, model[-1].weight):
             local = weight.to_local()
             if local.numel():
-                check_behaves_as(local.detach(), local.plain().detach())
+                check_behaves_as(local.detach(), local.get_plain().detach())
                 assert local.data_ptr() == weight._local_tensor.data_ptr()
         loss_of(model(part_of(batches(1, 2)[0]))).backward()
 

@@ -94,7 +94,7 @@ def _build_linear(config, quant_scale, style=None, features=(48, 40)):
         return linear, NO_PERSISTENT_SCALES._asdict()
     linear.scaling.state.quant_scale.fill_(quant_scale)
     linear.scaling.state.refresh_after_load()
-    scales = linear.persistent_scales(torch.device("cpu"), recording=True)
+    scales = linear.get_persistent_scales(torch.device("cpu"), recording=True)
     return linear, scales._asdict()
 
 
@@ -158,7 +158,7 @@ def _check_all_gathered_input(config, input, expected):
         whole = whole.to_local() if as_dtensor else whole
         assert isinstance(whole, Float8Tensor)
         for tensor in (whole, whole.view(-1, input.shape[-1]), whole.view(-1, *input.shape)):
-            for operand, whole_operand in zip(tensor.operands(), expected, strict=True):
+            for operand, whole_operand in zip(tensor.get_operands(), expected, strict=True):
                 assert_part_of(operand, whole_operand, None)
 
 

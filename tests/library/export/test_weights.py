@@ -164,7 +164,7 @@ def test_static_activations_have_the_scale_of_the_forward():
     inputs = exported.plan.format.make_quantization_config([])["config_groups"]["group_0"]["input_activations"]
     assert (inputs["strategy"], inputs["dynamic"]) == ("tensor", False)
     for name in PROJECTIONS:
-        quant_scale = model.layer[name].persistent_scales(torch.device("cpu")).input.quant_scale
+        quant_scale = model.layer[name].get_persistent_scales(torch.device("cpu")).input.quant_scale
         assert torch.equal(tensors[f"layer.{name}.input_scale"], (1 / quant_scale).reshape(1))
     with pytest.raises(ValueError, match="scale of the input of layer.q_proj is unknown"):
         dict(iter_float8_weights(tiny("delayed_with_dynamic_weight")))

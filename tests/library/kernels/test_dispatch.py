@@ -54,7 +54,7 @@ OPERATIONS = {
     "cast_with_scale": lambda hp: cast.cast_with_scale(hp, E4M3, torch.tensor(3.0), torch.rand(1, hp.shape[1]), ""),
     "cast_with_persistent_scale": lambda hp: cast_with_persistent_scale(hp, 2.0),
     "cast_with_persistent_scale, unknown": lambda hp: cast_with_persistent_scale(hp, 0.0),
-    "matrix_amax": lambda hp: cast.matrix_amax(hp, 1),
+    "compute_matrix_amax": lambda hp: cast.compute_matrix_amax(hp, 1),
     "group_amax": lambda hp: group_amax(hp, torch.arange(hp.shape[0]) // 5, 4),
     "to_column_major": cast.to_column_major,
     "to_row_major": lambda codes: cast.to_row_major(codes.mT),

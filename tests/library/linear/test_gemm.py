@@ -14,7 +14,7 @@ from quaver.kernels.operands import Operand
 from quaver.linear import backends, native_mm
 from quaver.linear.backends import GemmBackend, choose_backend
 from quaver.linear.gemm import float8_mm
-from quaver.linear.native_mm import ScaleKind, native_operands
+from quaver.linear.native_mm import ScaleKind, prepare_native_operands
 from quaver.recipes.scale_layout import TENSORWISE, infer_layout
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.runtime.devices import simulate_capture
@@ -276,7 +276,9 @@ def test_native_matmuls_read_scales_at_multiples_of_16_bytes():
     """As cuBLAS requires of pointers; experts' scales and FSDP2's are elements of one tensor."""
     scales, codes = torch.arange(1.0, 9.0), torch.ones(16, 16).to(E4M3)
     for index in range(1, 6):
-        *_, a_scale, b_scale = native_operands(Operand(codes, scales[index]), Operand(codes.t(), scales[index + 1]))
+        *_, a_scale, b_scale = prepare_native_operands(
+            Operand(codes, scales[index]), Operand(codes.t(), scales[index + 1])
+        )
         assert (a_scale.item(), b_scale.item()) == (index + 1, index + 2)
         assert a_scale.data_ptr() % 16 == b_scale.data_ptr() % 16 == 0
 

@@ -137,8 +137,8 @@ def test_views_copies_and_flattening_keep_every_operand(column):
     assert len(names) == (4 if column == "own" else 2)
     rebuilt = Float8Tensor.__tensor_unflatten__({name: getattr(whole, name) for name in names}, meta, None, None)
     for other in (rebuilt, whole.detach(), whole.clone(), copy.deepcopy(whole), whole.view(3, 4, 8), whole.view(-1, 8)):
-        assert (other.operands().column is None) == (column == "none")
-        for operand, expected in zip(other.operands(), whole.operands(), strict=True):
+        assert (other.get_operands().column is None) == (column == "none")
+        for operand, expected in zip(other.get_operands(), whole.get_operands(), strict=True):
             if expected is not None:
                 assert torch.equal(operand.data.float(), expected.data.float())
                 assert torch.equal(operand.dequant_scale, expected.dequant_scale)
@@ -158,7 +158,7 @@ def test_operations_that_codes_lack_are_refused():
 
 def test_operands_that_do_not_fit_are_refused():
     _, whole = cast_matrix()
-    codes, scale, *_ = whole.operands().row
+    codes, scale, *_ = whole.get_operands().row
     with pytest.raises(ValueError, match="float8 data with a scale"):
         Float8Tensor.from_operands(Operand(codes), None, torch.float32)
     with pytest.raises(ValueError, match="float8 data with a scale, got torch.float32"):

@@ -131,8 +131,8 @@ def test_a_float8_tensor_holds_it():
     assert names[2::3] == ["outer_scale", "column_outer_scale"]
     inner = {name: getattr(tensor, name) for name in names}
     same = Float8Tensor.__tensor_unflatten__(inner, meta, None, None)
-    assert [operand.layout for operand in same.operands()] == [row.layout, column.layout]
-    assert torch.equal(dequantize(same.operands().column), dequantize(column))
+    assert [operand.layout for operand in same.get_operands()] == [row.layout, column.layout]
+    assert torch.equal(dequantize(same.get_operands().column), dequantize(column))
 
 
 @pytest.mark.parametrize("weight", [ALONG, SQUARE], ids=["1x16", "16x16"])

@@ -94,7 +94,7 @@ def assert_codes_follow(model):
     for _, weight in weights_under(model):
         primary = weight.parameter
         fresh = Float8PrimaryWeight.from_master(primary.wrapped, weight.config, primary.transposed)
-        for operand, expected in zip(primary.stored(), fresh.stored(), strict=True):
+        for operand, expected in zip(primary.get_stored_operands(), fresh.get_stored_operands(), strict=True):
             assert_same((operand.data, operand.dequant_scale), (expected.data, expected.dequant_scale))
 
 
@@ -136,7 +136,7 @@ def test_losses_and_weights_are_those_of_ordinary_parameters(make, recipe, optim
     assert_codes_follow(model)
     for _, weight in weights_under(model):
         assert isinstance(weight.parameter, Float8PrimaryWeight)
-        stored = {operand.data.data_ptr() for operand in weight.parameter.stored()}
+        stored = {operand.data.data_ptr() for operand in weight.parameter.get_stored_operands()}
         assert len(stored) == (2 if recipe in ("rowwise", "rowwise_with_gw_hp") else 1)
 
 
