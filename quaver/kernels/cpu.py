@@ -142,7 +142,7 @@ def warn_unavailable() -> None:
 def supports(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the extension converts `matrix`, hp or float8, to `dtype`. Do not call it while compiling.
 
-    hp must be contiguous; codes need contiguous rows only.
+    hp must be contiguous; codes need contiguous rows only. A missing extension is reported once.
     """
     if not (runs_directly() and is_plain(matrix) and (matrix.dtype, dtype) in _CONVERSIONS):
         return False

@@ -199,7 +199,7 @@ class Alarms:
     def _clear(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> Cleared | None:
         """End a bad state after as many good samples in a row as the rule needs bad samples to alarm.
 
-        A cause waits for the followers of its tensor, and for those of its rule that this sample has.
+        A cause ends after its followers: all on its tensor, and the ones of its rule that are in this sample.
         """
         state, finding = self._states.get(key), findings[key]
         if state is None or state.cause is None:

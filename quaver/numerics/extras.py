@@ -127,7 +127,7 @@ def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> T
     codes, scale, layout, *_ = cast.select_rows(rows)
     extras[_EXPONENTS:_SIGNAL] = _count_exponents(multiply_scale_(codes.float(), expect(scale), layout))
     signal, noises = _measure_noises(hp, operand, direction, DYNAMIC_RECIPES)
-    extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64)
+    extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64, device=hp.device)
     return extras
 
 

@@ -92,7 +92,7 @@ def _compute_capability(index: int | None) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def simulate_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Make CPU tensors use the code path of a GPU of this compute capability, or with None that of a CPU.
+    """Make CPU tensors use the code path of a GPU of this compute capability; None for the code path of a CPU.
 
     For tests and predictions in one thread.
     """
