@@ -174,7 +174,7 @@ def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Check
     """Return whether a tensor is a stack of experts whose scales a frozen stack can hold. Row scales are of outputs."""
     if module is None or not is_experts(module) or name.rpartition(".")[2] not in get_expert_weights(module):
         return False
-    kinds = {scale.kind for scale in checkpoint.scales(loaded.parts[name][0][0])}
+    kinds = {scale.kind for scale in checkpoint.read_scales(loaded.parts[name][0][0])}
     return "channel" not in kinds or is_transposed(module) == (name in loaded.swapped)
 
 
@@ -201,7 +201,7 @@ def _read_parts(
     """Read the codes and the scale of a weight of `shape` [N, K], or of a stack, into new memory."""
     codes, scales = torch.empty(shape, dtype=E4M3.dtype, device=device), []
     for index, parts in enumerate(stack):
-        pairs = [_replace_zero_scales(checkpoint.codes(part), checkpoint.scale(part)) for part in parts]
+        pairs = [_replace_zero_scales(checkpoint.read_codes(part), checkpoint.scale(part)) for part in parts]
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
         for rows, (part, _) in zip(matrix.chunk(len(parts)), pairs, strict=True):
             rows.copy_(part)
@@ -216,7 +216,7 @@ def _read_whole_stack(
     checkpoint: Float8Checkpoint, part: str, experts: nn.Module, swapped: bool, granularity: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Read the codes and scales of a stack that is one tensor. `swapped`: the model holds its matrices transposed."""
-    stored, scales = checkpoint.codes(part), checkpoint.scales(part)
+    stored, scales = checkpoint.read_codes(part), checkpoint.read_scales(part)
     codes = torch.empty((stored.mT if swapped else stored).shape, dtype=E4M3.dtype, device=device)
     has_inputs_first, values_of_matrices = is_transposed(experts), []
     for matrix_codes, matrix, scale in zip(codes, stored, scales * (len(stored) // len(scales)), strict=True):
@@ -254,7 +254,7 @@ def _find_granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
     Raises:
         NotImplementedError: the granularities differ, or a frozen weight cannot have them.
     """
-    kinds = {scale.kind for name in names for scale in checkpoint.scales(name)} or {"tensor"}
+    kinds = {scale.kind for name in names for scale in checkpoint.read_scales(name)} or {"tensor"}
     kinds = kinds - {"tensor"} or kinds
     e5m2 = [name for name in names if checkpoint.get_code_dtype(name) != "F8_E4M3"]
     if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or e5m2:
@@ -277,7 +277,7 @@ def _make_config(checkpoint: Float8Checkpoint, granularity: str, names: list[str
 
     Only the weights `names` count: tensors outside the model, such as layers that predict further tokens, may differ.
     """
-    scales = (scale.values for name in names for scale in checkpoint.scales(name))
+    scales = (scale.values for name in names for scale in checkpoint.read_scales(name))
     power_of_2 = all(bool((torch.frexp(values)[0].eq(0.5) | values.eq(0)).all()) for values in scales)
     layout = _GRANULARITIES[granularity]
     if layout == SQUARE_BLOCKS:
@@ -345,12 +345,12 @@ def _find_problems(
             yield obstacle
         for stored in itertools.chain(*stack):
             frozen.add(stored)
-            if not all((scale.values >= 0).all() for scale in checkpoint.scales(stored)):
+            if not all((scale.values >= 0).all() for scale in checkpoint.read_scales(stored)):
                 yield f"the scale of {stored}: expected numbers of 0 or more, got one below"
-            checkpoint.codes(stored)
+            checkpoint.read_codes(stored)
     dequantized = {part for stack in loaded.parts.values() for parts in stack for part in parts} - frozen
     for stored in dequantized.intersection(checkpoint.float8_names):
-        checkpoint.codes(stored)  # raises ValueError for a NaN, for example in an embedding
+        checkpoint.read_codes(stored)  # raises ValueError for a NaN, for example in an embedding
 
 
 def find_frozen_obstacle(module: nn.Module, include_subclasses: bool = False) -> str:

@@ -97,7 +97,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         for name, shape in self.format.shapes.items():
             self.remove_padding(name, shape)
         for name in self._scale_of:
-            self.scales(name)
+            self.read_scales(name)
         self.float8_names = list(self._scale_of)
         self.kv_scales: dict[str, float] = {}
         for name, in_model in tensors.cache_scales.items():
@@ -113,7 +113,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
                 join_names(tensors.left_out),
             )
 
-    def scales(self, name: str) -> list[StoredScale]:
+    def read_scales(self, name: str) -> list[StoredScale]:
         """Return the scales of a float8 weight: one for a matrix or a whole stack, else one for each matrix."""
         scale_name = self._scale_of[name]
         stored = torch.ones((), dtype=torch.float32, device="cpu") if scale_name is None else self._stored[scale_name]
@@ -141,7 +141,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         tensor = self._read(name)
         if name in self._scale_of:
             _check_codes(name, tensor)
-            scales = self.scales(name)
+            scales = self.read_scales(name)
             if tensor.dim() == 2:
                 return scales[0].dequantize(tensor, dtype)
             if len(scales) == 1:
@@ -160,7 +160,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         """The names of stored scales and marks, which are not tensors of a model."""
         return [name for name in self._stored if name not in self._names]
 
-    def codes(self, name: str) -> Tensor:
+    def read_codes(self, name: str) -> Tensor:
         """Return the float8 codes of a weight [N, K], or of a stack. Raises ValueError if one is NaN or infinite."""
         codes = self._read(name)
         _check_codes(name, codes)
@@ -172,7 +172,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def scale(self, name: str) -> StoredScale:
         """Return the scale of a float8 matrix."""
-        return self.scales(name)[0]
+        return self.read_scales(name)[0]
 
     def write_file(self, path: Path) -> None:
         """Write all tensors in high precision to the new file `path`. Keeps metadata that is not about float8."""
