@@ -16,7 +16,6 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quaver.runtime.errors import InputError
+from quaver.runtime.files import replace_file
 
 SCHEMA = 1
 KINDS = ("header", "sample", "alarm", "cleared")
@@ -107,16 +107,10 @@ def _rewind(path: Path, step: int) -> None:
     """Remove the lines at and after `step`. An error leaves the file unchanged."""
     if not path.exists():
         return
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as rewound:
-            for text, line in _iter_lines(path):
-                if line is not None and line["step"] < step:
-                    rewound.write(text)
-        partial.replace(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    with replace_file(path) as partial, partial.open("wb") as rewound:
+        for text, line in _iter_lines(path):
+            if line is not None and line["step"] < step:
+                rewound.write(text)
 
 
 def _encode(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from quaver.lab.runs.errors import CheckpointError, convert_to_output_error
 from quaver.lab.settings.fields import NotNegative
 from quaver.lab.settings.json_file import STRICT
+from quaver.runtime.files import replace_file
 
 
 class JsonLines:
@@ -62,13 +63,14 @@ def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[bool]:
         CheckpointError: a line is not a record.
         OSError: a file cannot be read or written.
     """
-    partials = {path: path.with_name(f".{path.name}.partial") for path in paths if path.exists()}
-    for path in partials:
+    existing = [path for path in paths if path.exists()]
+    for path in existing:
         if not path.is_file():  # reading a FIFO would block
             raise CheckpointError(f"{str(path)!r} is not a file; remove it")
     has_later = False
-    try:
-        for path, partial in partials.items():
+    with ExitStack() as replacements:
+        for path in existing:
+            partial = replacements.enter_context(replace_file(path))
             with path.open("rb") as file, partial.open("wb") as rewound:
                 for number, line in enumerate(file, start=1):
                     if line.endswith(b"\n") and _parse_record(line, path, number)["step"] <= step:
@@ -76,12 +78,6 @@ def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[bool]:
                     else:
                         has_later = True
         yield has_later
-        for path, partial in partials.items():
-            partial.replace(path)
-    finally:
-        for partial in partials.values():
-            with suppress(OSError):
-                partial.unlink()
 
 
 class _Line(TypedDict):

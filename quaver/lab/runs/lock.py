@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from quaver.lab.settings.json_file import read_json
 from quaver.runtime.errors import InputError
+from quaver.runtime.files import replace_file
 
 LOCK, HOLDER = ".writer.lock", ".writer.json"
 
@@ -49,10 +50,9 @@ class RunLock:
             line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_describe(killed)}"
             print(f"quaver: {line}", file=sys.stderr, flush=True)
         holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        partial = self._folder / f"{HOLDER}.partial"
         try:
-            partial.write_text(json.dumps(holder) + "\n", encoding="utf-8")
-            partial.replace(self._folder / HOLDER)
+            with replace_file(self._folder / HOLDER) as partial:
+                partial.write_text(json.dumps(holder) + "\n", encoding="utf-8")
         except OSError:
             self._lock.release()
             raise

@@ -6,8 +6,6 @@ the folder, after the checkpoint was loaded. So a resume that is refused leaves 
 
 import itertools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from operator import attrgetter
@@ -23,6 +21,7 @@ from quaver.lab.settings.config_file import load_config, write_config
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
 from quaver.numerics.record import FILE_NAME as NUMERICS
+from quaver.runtime.files import replace_file
 
 CONFIG_TOML = "config.toml"
 WANDB_ID = "wandb_id.txt"
@@ -167,22 +166,9 @@ class RunFolder:
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically. Raises OutputError."""
-        with replace_file(self.path / name) as partial:
+        path = self.path / name
+        with convert_to_output_error(path), replace_file(path) as partial:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a file that replaces `path` after the block. Raises OutputError, and `path` is as it was."""
-    partial = path.with_name(f".{path.name}")
-    try:
-        with convert_to_output_error(path):
-            yield partial
-            partial.replace(path)
-    except OutputError:
-        with suppress(OSError):
-            partial.unlink()
-        raise
 
 
 def _find_unused_path(dump_folder: Path, config: TrainConfig) -> Path:

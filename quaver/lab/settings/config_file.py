@@ -16,6 +16,7 @@ from quaver.lab.settings import Float8, Numerics, TrainConfig
 from quaver.lab.settings.fields import Settings, as_tuple, expand_user, get_hints, is_section, setting, suggest_nearest
 from quaver.lab.settings.flags import split_flags
 from quaver.runtime.errors import InputError
+from quaver.runtime.files import replace_file
 
 Sections = dict[str, dict[str, Any]]
 
@@ -101,13 +102,9 @@ def list_changed_settings(config: TrainConfig) -> Sections:
 
 
 def write_config(config: TrainConfig, path: Path) -> None:
-    """Write every field of `config` as TOML that `quaver train` reads back to an equal config.
-
-    The rename is atomic: a run that is killed meanwhile resumes from a whole file.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
-    partial.replace(path)
+    """Write every field of `config` as TOML that `quaver train` reads back to an equal config."""
+    with replace_file(path) as partial:
+        partial.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
 
 
 @dataclass(frozen=True)

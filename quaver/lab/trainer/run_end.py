@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures
-from quaver.lab.runs.run_folder import replace_file
+from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures, convert_to_output_error
 from quaver.lab.terminal.console import say
 from quaver.lab.trainer.display import print_results
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.plot import draw_curves
 from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.training_run import TrainingRun
+from quaver.runtime.files import replace_file
 
 
 class RunEnd:
@@ -52,7 +52,7 @@ class RunEnd:
         did_something = run.progress.step > run.began_at_step or self.status != "finished"
         if run.ranks.is_first and did_something:
             run.folder.write_json("summary.json", self.summary)
-            with replace_file(run.folder.curves) as image:
+            with convert_to_output_error(run.folder.curves), replace_file(run.folder.curves) as image:
                 draw_curves(run.folder.metrics, image, title=run.folder.path.name)
 
     def print(self) -> None:

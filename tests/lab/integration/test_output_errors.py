@@ -18,7 +18,7 @@ CASES = {
     "removed": (0, "", 2, "the run folder {run!r} was removed while the run trained; the run ends"),
     "snapshot": (1, SNAPSHOT, 2, f"rank 1: cannot write '{{run}}/{SNAPSHOT}': Is a directory"),
     "numerics": (0, "numerics.jsonl", 2, "cannot write '{run}/numerics.jsonl': Is a directory"),
-    "summary": (0, ".summary.json", 3, "cannot write '{run}/summary.json': Is a directory"),
+    "summary": (0, ".partial.summary.json", 3, "cannot write '{run}/summary.json': Is a directory"),
     "shard": (1, None, 3, "the checkpoint of step 2 could not be written to '{run}/checkpoint': No space left"),
 }
 

@@ -261,7 +261,7 @@ def test_a_resume_tells_of_each_setting_that_changes_numbers(config, saved):
 def test_a_folder_without_a_config_is_a_new_run(config):
     folder = Path(config.job.dump_folder) / "tiny"
     folder.mkdir(parents=True)
-    (folder / ".config.toml.partial").write_text("[mod")
+    (folder / ".partial.config.toml").write_text("[mod")
     assert run_to_end(set_steps(config, 2, resume="auto")).began_at_step == 0
 
 

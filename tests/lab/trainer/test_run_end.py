@@ -303,7 +303,7 @@ def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
         capsys.readouterr()
         return main(["train", "--resume", str(folder), f"--training.steps={steps}"])
 
-    for name, file in (("metrics.jsonl", "metrics.jsonl"), (".curves.png", "curves.png")):
+    for name, file in (("metrics.jsonl", "metrics.jsonl"), (".partial.curves.png", "curves.png")):
 
         def fill_disk(_setup: object, path: Path = folder / name) -> None:
             path.unlink(missing_ok=True)
