@@ -4,7 +4,6 @@
 the folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.
 """
 
-import itertools
 import json
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -79,12 +78,9 @@ class RunFolder:
             InputError: the model or the initial weights differ from the run's.
             OSError: the folder cannot be created or written.
         """
-        dump_folder = expand_user(config.job.dump_folder)
-        path = dump_folder / config.job.name if config.job.name else _find_unused_path(dump_folder, config)
-        _resume_from(path, config)  # before anything is made
+        path = _make_folder(config)
         lock = RunLock(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except BlockingIOError:
             raise
@@ -171,14 +167,43 @@ class RunFolder:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _find_unused_path(dump_folder: Path, config: TrainConfig) -> Path:
+def _make_folder(config: TrainConfig) -> Path:
+    """Make dump_folder/name if it does not exist, or a new folder for a run without a name. A refusal makes nothing."""
+    dump_folder = expand_user(config.job.dump_folder)
+    path = dump_folder / (config.job.name or _name_by_time(config))
+    if config.job.name:
+        _resume_from(path, config)
+    else:
+        _check_subfolders(path, config)
+    try:
+        dump_folder.mkdir(parents=True, exist_ok=True)
+        if not config.job.name:
+            return _make_unused_folder(path)
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _make_write_error(path, error) from error
+    return path
+
+
+def _make_unused_folder(path: Path) -> Path:
+    """Make `path`, or if that exists the first of path-2, path-3 and so on that does not, and return its path."""
+    unused, number = path, 1
+    while True:
+        try:
+            unused.mkdir()
+        except FileExistsError:  # of a run that started in the same second
+            number += 1
+            unused = path.with_name(f"{path.name}-{number}")
+        else:
+            return unused
+
+
+def _name_by_time(config: TrainConfig) -> str:
     precision = config.training.mixed_precision_param
     if config.float8.enable_float8_linear:
         precision = make_file_name(config.float8.label)
     compared = "-compare" if config.job.compare else ""
-    name = f"{precision}{compared}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates = (dump_folder / (name + (f"-{count}" if count > 1 else "")) for count in itertools.count(1))
-    return next(path for path in candidates if not path.exists())
+    return f"{precision}{compared}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def will_resume(config: TrainConfig) -> bool:
@@ -215,15 +240,20 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
         names = set()
     except OSError as error:
         raise _make_write_error(path, error) from error
+    _check_subfolders(path, config)
+    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG_TOML in names)
+    if names and (config.checkpoint.resume == "never" or CONFIG_TOML not in names):
+        raise FileExistsError(_describe_refusal(path, config.checkpoint))
+    return step, _find_changes(path, config) if step is not None else {}
+
+
+def _check_subfolders(path: Path, config: TrainConfig) -> None:
+    """Raise InputError if a setting of FOLDERS names a file of the run."""
     for name in FOLDERS:
         folder = attrgetter(name)(config)
         has_place = (path / folder).is_dir() or not (path / folder).exists()
         expected = "a folder, with a name that no other file of the run has"
         require(Path(folder).parts[0] not in RUN_FILES and has_place, name, expected, folder)
-    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG_TOML in names)
-    if names and (config.checkpoint.resume == "never" or CONFIG_TOML not in names):
-        raise FileExistsError(_describe_refusal(path, config.checkpoint))
-    return step, _find_changes(path, config) if step is not None else {}
 
 
 def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:

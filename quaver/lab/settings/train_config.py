@@ -51,11 +51,12 @@ class TrainConfig(Settings):
             "true with job.compare",
             "the bfloat16 baseline of a bfloat16 run would be itself",
         )
-        has_matmuls = self.float8.enable_float8_linear or not self.numerics.every
-        self.require(has_matmuls, "numerics.every", "0 where float8.enable_float8_linear is false")
-        is_found_again = self.checkpoint.resume != "auto" or bool(self.job.name)
-        expected = "set with checkpoint.resume = auto"
-        self.require(is_found_again, "job.name", expected, "the run is found again by its name")
+        is_sampled = self.numerics.every > 0
+        expected = "0 where float8.enable_float8_linear is false"
+        self.require(self.float8.enable_float8_linear or not is_sampled, "numerics.every", expected)
+        resume = self.checkpoint.resume
+        expected = f"set with checkpoint.resume = {resume}"
+        self.require(resume == "never" or bool(self.job.name), "job.name", expected, "a run is resumed by its name")
         if not self.model.n_experts:
             self.optimizer.require_default("expert_bias_rate", unless="model.n_experts is above 0")
         self._check_logits()

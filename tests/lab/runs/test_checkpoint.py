@@ -265,6 +265,20 @@ def test_a_folder_without_a_config_is_a_new_run(config):
     assert run_to_end(set_steps(config, 2, resume="auto")).began_at_step == 0
 
 
+def test_unnamed_runs_that_start_in_the_same_second_have_their_own_folders(tiny_config, monkeypatch):
+    """The second run opens its folder when the first is about to make one."""
+    unnamed, make, folders = changed(tiny_config, job={"name": ""}), Path.mkdir, []
+
+    def open_second(path: Path, *args: object, **options: object) -> None:
+        monkeypatch.setattr(Path, "mkdir", make)
+        folders.append(RunFolder.open(unnamed))
+        make(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", open_second)
+    folders.append(RunFolder.open(unnamed))
+    assert folders[0].path != folders[1].path
+
+
 def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
     before = [(saved / name).read_bytes() for name in ("metrics.jsonl", "summary.json")]
     for steps in (6, 5):

@@ -37,6 +37,7 @@ WORDS = {
     "{latin}": "latin.toml",
     "--resume={nowhere}": "has no config.toml",
     "--checkpoint.resume=auto": "job.name must be set",
+    "--checkpoint.resume=must": "job.name must be set",
     "--checkpoint.initial_load_path=.": "is not a checkpoint",
     "--checkpoint.async_mode=async_with_pinned_mem": "disabled or async on a device",
     "--dry-run --ranks 0": "--ranks must be at least 1",
