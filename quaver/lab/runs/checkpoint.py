@@ -155,11 +155,13 @@ class Checkpointer:
 
     def load(
         self, step: int, models: Sequence[SavedModel], prepare: Callable[[RunProgress], None] = lambda _: None
-    ) -> RunProgress:
-        """Load the checkpoint of `step` into `models` and return the run's position.
+    ) -> tuple[RunProgress, list[str]]:
+        """Load the checkpoint of `step` into `models`.
 
         Args:
             prepare: gives the models the recipes that they had at this position; called before they are loaded.
+        Returns:
+            The run's position, and notes for the user: what does not continue as it was saved.
         Raises:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
@@ -178,10 +180,9 @@ class Checkpointer:
         prepare(progress)
         for name, trained in zip(names, models, strict=True):
             _load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
-        if record["world_size"] == self.ranks.world_size:
-            _load_rng(path / record["models"][0], self.ranks.rank, self._device)
+        rng_note = load_rng_states(path / record["models"][0], record["world_size"], self.ranks, self._device)
         self._saved_step = self._resumed_step = step
-        return progress
+        return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
 
     def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state` in host memory: the next optimizer step changes the original."""
@@ -408,11 +409,39 @@ def _collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def _load_rng(path: Path, rank: int, device: torch.device) -> None:
-    state, reader = {"rng": _collect_rng_states(rank, device)}, CheckpointReader(path)
-    # A run that moves from CPU to CUDA has saved no CUDA state.
-    if {f"rng.{key}" for key in state["rng"]} <= read_metadata(reader).state_dict_metadata.keys():
-        load_state(state, reader)
-        torch.set_rng_state(state["rng"][f"cpu_{rank}"])
-        if is_cuda_device(device):
-            torch.cuda.set_rng_state(state["rng"][f"cuda_{rank}"], device)
+def load_rng_states(path: Path, saved_ranks: int, ranks: Ranks, device: torch.device) -> str:
+    """Load the states of this rank's random number generators. Return which ones have none, or ""."""
+    if saved_ranks != ranks.world_size:
+        return (
+            f"random number generators begin with training.seed: the checkpoint has the states of {saved_ranks} ranks"
+        )
+    reader = CheckpointReader(path)
+    saved = read_metadata(reader).state_dict_metadata
+    states = _collect_rng_states(ranks.rank, device)
+    loaded = {name: state for name, state in states.items() if f"rng.{name}" in saved}
+    load_state({"rng": loaded}, reader)
+    torch.set_rng_state(loaded[f"cpu_{ranks.rank}"])
+    if not is_cuda_device(device):
+        return ""
+    if loaded.keys() != states.keys():
+        return "the CUDA random number generator begins with training.seed: the checkpoint is from a CPU"
+    torch.cuda.set_rng_state(loaded[f"cuda_{ranks.rank}"], device)
+    return ""
+
+
+def _describe_new_order(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return how the order of the sequences differs from the one in which `saved` counted them, or ""."""
+    changes = [
+        f"{section}.{name} {saved['config'][section][name]} -> {now['config'][section][name]}"
+        for section, name in (("training", "seq_len"), ("training", "seed"))
+        if saved["config"][section][name] != now["config"][section][name]
+    ]
+    if saved["data"]["sha256"] != now["data"]["sha256"]:
+        changes.append("other tokens")
+    if not changes:
+        return ""
+    consumed = saved["progress"]["consumed_sequences"]
+    return (
+        f"the order of the data is new ({', '.join(changes)}): the run begins after its first {consumed:,} sequences, "
+        "and may read some text again and some never"
+    )

@@ -53,6 +53,7 @@ class RunProgress:
 
 class _CheckpointTraining(TypedDict):
     seq_len: AtLeast1
+    seed: NotNegative
 
 
 class _CheckpointOptimizer(TypedDict):
@@ -67,6 +68,7 @@ class _CheckpointConfig(TypedDict):
 
 class _CheckpointData(TypedDict):
     eos_id: NotNegative
+    sha256: str
 
 
 class _CheckpointRecord(TypedDict):

@@ -16,6 +16,8 @@ def introduce(run: TrainingRun, display: Display) -> None:
         display.print_line(
             f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else "")
         )
+        for note in run.notes:
+            display.print_line(f"{'':<12} {note}")
     precisions = " and ".join(model.name for model in run.models)
     display.print_line(f"model        {parameters:,} parameters, trained in {precisions}")
     places = origin["corrupt_places"]

@@ -1,5 +1,6 @@
 """A run that is ready to train: its parallelized models with their weights, its data, folder and checkpoints."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,16 @@ class TrainingRun:
         folder: RunFolder,
         checkpoints: Checkpointer,
         progress: RunProgress,
+        notes: Sequence[str] = (),
     ) -> None:
-        """Take `models` with the weights and recipes of `progress`. Only the first rank writes `folder`."""
+        """Take `models` with the weights and recipes of `progress`. Only the first rank writes `folder`.
+
+        Args:
+            notes: what does not continue as the checkpoint has it.
+        """
         self.config, self.ranks, self.dims, self.device = setup.config, setup.ranks, setup.dims, setup.device
         self.data, self.models, self.folder = setup.data, models, folder
-        self.checkpoints, self.progress = checkpoints, progress
+        self.checkpoints, self.progress, self.notes = checkpoints, progress, notes
         self.began_at_step = progress.step
         self.peak = get_peak_flops(setup.device)
         self.flops_per_token = {model.name: model.count_flops_per_token() for model in models}
@@ -89,13 +95,13 @@ def build(setup: RunSetup) -> TrainingRun:
     checkpoints = Checkpointer(
         folder.get_checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.description
     )
-    progress = RunProgress()
+    progress, notes = RunProgress(), list[str]()
     if resume_step is not None:
-        progress = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
+        progress, notes = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
     begin_folder(setup)
-    return TrainingRun(setup, models, folder, checkpoints, progress)
+    return TrainingRun(setup, models, folder, checkpoints, progress, notes)
 
 
 def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:

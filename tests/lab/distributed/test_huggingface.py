@@ -41,7 +41,7 @@ def test_export_of_what_two_ranks_saved(layout, tmp_path, run_quaver):
     checkpoint = tmp_path / "step-00000007"
     assert run(2, save_weights, config, checkpoint / "tensorwise") == [True, True]
     record = {"format": FORMAT, "models": ["tensorwise"], "world_size": 2, "progress": {"step": 7}}
-    record |= {"config": asdict(config), "data": {"eos_id": 0}}
+    record |= {"config": asdict(config), "data": {"eos_id": 0, "sha256": ""}}
     write_record(checkpoint, record)
 
     options = ["--dtype=float32", "--max-shard-size=100KB"]

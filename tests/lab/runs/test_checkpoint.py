@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from quaver.lab.cli import main
+from quaver.lab.runs.checkpoint import load_rng_states
 from quaver.lab.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.manifest import MANIFEST
+from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RELATED, UNRELATED, RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -263,6 +265,34 @@ def test_a_folder_without_a_config_is_a_new_run(config):
     folder.mkdir(parents=True)
     (folder / ".partial.config.toml").write_text("[mod")
     assert run_to_end(set_steps(config, 2, resume="auto")).began_at_step == 0
+
+
+def test_a_resume_says_what_does_not_continue_as_it_was_saved(config, saved, tmp_path, capsys, monkeypatch):
+    resumed = prepare(set_steps(config, 7, resume="must"))
+    resumed.folder.release()
+    assert resumed.notes == []
+    text = tmp_path / "new.txt"
+    text.write_text("other words " * 200)
+    changes = {"training": {"seq_len": 16, "seed": 1, "steps": 7}, "data": {"path": str(text)}}
+    record = json.loads((saved / "checkpoint/step-00000006" / RECORD).read_text()) | {"world_size": 2}
+    (saved / "checkpoint/step-00000006" / RECORD).write_text(json.dumps(record))
+    run_to_end(changed(set_steps(config, 7, resume="must", verify=False), **changes))
+    order, generators = json.loads((saved / "summary.json").read_text())["notes"]
+    assert order.startswith(
+        "the order of the data is new (training.seq_len 32 -> 16, training.seed 0 -> 1, other tokens): "
+        "the run begins after its first 12 sequences"
+    )
+    assert generators.endswith("the checkpoint has the states of 2 ranks")
+    assert f"{order}\n" in capsys.readouterr().out
+
+
+def test_a_run_that_moves_from_a_cpu_to_a_gpu_keeps_the_state_of_the_cpu(finished, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
+    path = finished.checkpoints.folder.find_checkpoint(6) / "delayed"
+    torch.manual_seed(7)
+    note = load_rng_states(path, 1, Ranks(), torch.device("cuda"))
+    assert "the CUDA random number generator begins with training.seed" in note
+    assert torch.initial_seed() == finished.config.training.seed
 
 
 def test_unnamed_runs_that_start_in_the_same_second_have_their_own_folders(tiny_config, monkeypatch):
