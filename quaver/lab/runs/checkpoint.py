@@ -13,72 +13,32 @@ of `ignore_single_process_warning`.
 
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from quaver.conversion.delayed import Float8ScalingState
 from quaver.lab.runs.checkpoint_folder import FORMAT, CheckpointFolder, RunProgress, read_record
+from quaver.lab.runs.dcp import convert_errors, find_innermost_cause, load_state
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import FileDigest, check_manifest, hash_files_of_rank
+from quaver.lab.runs.model_state import SavedModel, collect_rng_states, collect_state, load_model, load_rng_states
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.safe_dcp import CheckpointPlanner, CheckpointReader
-from quaver.lab.settings import Checkpoint, TrainConfig
+from quaver.lab.runs.safe_dcp import CheckpointReader
+from quaver.lab.settings import Checkpoint
 from quaver.lab.settings.float8 import make_file_name
-from quaver.optim import load_states_of
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
-from quaver.runtime.devices import is_cuda_device
-from quaver.runtime.errors import InputError, describe_error
-
-
-class SavedModel(Protocol):
-    """A model in training, as a checkpoint sees it."""
-
-    @property
-    def name(self) -> str:
-        """Its label; `make_file_name` converts it to the name of its folder in a checkpoint."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def scaling(self) -> Float8ScalingState: ...
-
-    @property
-    def config(self) -> TrainConfig: ...
-
-    @property
-    def ranks(self) -> Ranks: ...
-
-    def make_optimizer(self, name: str) -> torch.optim.Optimizer:
-        """Return the optimizer `name` of `model`, for states that a run with that optimizer saved."""
-
-    def precompute_scales(self) -> None:
-        """Compute the scales of weights that were just loaded."""
+from quaver.runtime.errors import InputError
 
 
 class Checkpointer:
@@ -121,8 +81,8 @@ class Checkpointer:
         if progress.step == self._saved_step or not self.config.enable:
             return
         self.wait()
-        state = {make_file_name(trained.name): _collect_state(trained) for trained in models}
-        state[make_file_name(models[0].name)]["rng"] = _collect_rng_states(self.ranks.rank, self._device)
+        state = {make_file_name(trained.name): collect_state(trained) for trained in models}
+        state[make_file_name(models[0].name)]["rng"] = collect_rng_states(self.ranks.rank, self._device)
         record = {
             "format": FORMAT,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -154,12 +114,12 @@ class Checkpointer:
         return str(error) if error else ""
 
     def load(
-        self, step: int, models: Sequence[SavedModel], prepare: Callable[[RunProgress], None] = lambda _: None
+        self, step: int, models: Sequence[SavedModel], restore_recipes: Callable[[RunProgress], None] = lambda _: None
     ) -> tuple[RunProgress, list[str]]:
         """Load the checkpoint of `step` into `models`.
 
         Args:
-            prepare: gives the models the recipes that they had at this position; called before they are loaded.
+            restore_recipes: gives the models the recipes that they had at this position, before they are loaded.
         Returns:
             The run's position, and notes for the user: what does not continue as it was saved.
         Raises:
@@ -177,9 +137,9 @@ class Checkpointer:
                 f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
                 "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
             )
-        prepare(progress)
+        restore_recipes(progress)
         for name, trained in zip(names, models, strict=True):
-            _load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
+            load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
         rng_note = load_rng_states(path / record["models"][0], record["world_size"], self.ranks, self._device)
         self._saved_step = self._resumed_step = step
         return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
@@ -228,18 +188,10 @@ class Checkpointer:
             ) from error
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
-        run_on_first_rank(partial(_convert_errors, action), self._group)
+        run_on_first_rank(partial(convert_errors, action), self._group)
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        return run_on_every_rank(partial(_convert_errors, action), self._group)
-
-
-def _convert_errors(action: Callable[[], Any]) -> Any:
-    """Call `action`. Raises CheckpointError for any error; DCP's CheckpointException is not an Exception."""
-    try:
-        return action()
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(find_innermost_cause(error)) from error
+        return run_on_every_rank(partial(convert_errors, action), self._group)
 
 
 def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
@@ -254,58 +206,6 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
         load_state(state, CheckpointReader(path / (name if name in saved else saved[0])))
         set_model_state_dict(trained.model, state["model"])
         trained.precompute_scales()
-
-
-def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
-    """Fill the tensors of `state`, on all ranks together. Raises CheckpointError on every rank if that fails."""
-    read_metadata(reader)
-    try:
-        with ignore_single_process_warning():
-            load(state, storage_reader=reader, planner=CheckpointPlanner())
-    except (Exception, CheckpointException) as error:
-        raise _make_read_error("load", reader, error) from error
-
-
-def read_metadata(reader: FileSystemReader) -> Metadata:
-    """Return the names, shapes and dtypes that `reader` finds. It reads them once: load() gets the same object.
-
-    A collective. Raises CheckpointError on every rank if there are none, or they are damaged, on any rank.
-    """
-
-    def read() -> None:
-        try:
-            metadata = reader.read_metadata()
-        except Exception as error:  # a damaged pickle raises anything
-            raise _make_read_error("read", reader, error) from error
-        reader.read_metadata = lambda: metadata  # type: ignore[method-assign, misc]
-
-    run_on_every_rank(read)
-    return reader.read_metadata()
-
-
-def find_innermost_cause(error: BaseException) -> str:
-    """Return one line: the innermost cause of `error`. DCP wraps each rank's error, and torch the system's."""
-    while True:
-        failures = error.failures if isinstance(error, CheckpointException) else {}
-        context = None if error.__suppress_context__ else error.__context__
-        cause = failures[min(failures)][0] if failures else error.__cause__ or context
-        if cause is None:
-            break
-        error = cause
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return describe_error(error).splitlines()[0].strip()
-
-
-@contextmanager
-def ignore_single_process_warning() -> Iterator[None]:
-    """Silence, in the block, DCP's warning that it saves or loads in a single process, which is intended here.
-
-    The filters belong to the process, so a thread must not enter the block: see [Note: background writes].
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _start_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
@@ -325,12 +225,6 @@ def _start_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return written
-
-
-def _make_read_error(verb: str, reader: FileSystemReader, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"cannot {verb} {str(reader.path)!r}: {find_innermost_cause(error)}; choose another checkpoint"
-    )
 
 
 def read_verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
@@ -356,77 +250,6 @@ def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
     """Check that the metadata of each model can be read, and that its files are long enough for it."""
     for name in names:
         CheckpointReader(checkpoint / name).read_metadata()
-
-
-def _collect_state(trained: SavedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(trained.model),
-        "optimizer": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer),
-    }
-    if trained.scaling:
-        state["float8"] = trained.scaling.state_dict()
-    return state
-
-
-def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
-    """Load a model and its optimizer, and convert the states if the checkpoint is of another optimizer, `saved`."""
-    optimizer = trained.optimizer
-    if saved != trained.config.optimizer.name:
-        optimizer = trained.make_optimizer(saved)
-    state, reader = _collect_state(trained, optimizer), CheckpointReader(path)
-    if trained.scaling and not _fit_histories(state["float8"], read_metadata(reader)):
-        del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
-    load_state(state, reader)
-    set_model_state_dict(trained.model, state["model"])
-    set_optimizer_state_dict(trained.model, optimizer, state["optimizer"])
-    if optimizer is not trained.optimizer:
-        try:
-            load_states_of(trained.optimizer, optimizer)
-        except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved}: {error}") from error
-    if "float8" in state:
-        trained.scaling.load_state_dict(state["float8"])
-    trained.precompute_scales()
-
-
-def _fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
-    """Replace histories by empty ones of the saved lengths, and return whether `metadata` has scales at all.
-
-    `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.
-    """
-    saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("float8.")}
-    for name, tensor in scales.items():
-        entry = saved.get(f"float8.{name}")
-        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
-            scales[name] = tensor.new_zeros(entry.size)
-    return bool(saved)
-
-
-def _collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
-    states = {f"cpu_{rank}": torch.get_rng_state()}
-    if is_cuda_device(device):
-        states[f"cuda_{rank}"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def load_rng_states(path: Path, saved_ranks: int, ranks: Ranks, device: torch.device) -> str:
-    """Load the states of this rank's random number generators. Return which ones have none, or ""."""
-    if saved_ranks != ranks.world_size:
-        return (
-            f"random number generators begin with training.seed: the checkpoint has the states of {saved_ranks} ranks"
-        )
-    reader = CheckpointReader(path)
-    saved = read_metadata(reader).state_dict_metadata
-    states = _collect_rng_states(ranks.rank, device)
-    loaded = {name: state for name, state in states.items() if f"rng.{name}" in saved}
-    load_state({"rng": loaded}, reader)
-    torch.set_rng_state(loaded[f"cpu_{ranks.rank}"])
-    if not is_cuda_device(device):
-        return ""
-    if loaded.keys() != states.keys():
-        return "the CUDA random number generator begins with training.seed: the checkpoint is from a CPU"
-    torch.cuda.set_rng_state(loaded[f"cuda_{ranks.rank}"], device)
-    return ""
 
 
 def _describe_new_order(saved: dict[str, Any], now: dict[str, Any]) -> str:

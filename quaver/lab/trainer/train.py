@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quaver.lab.data import Batch
-from quaver.lab.runs.checkpoint import ignore_single_process_warning
+from quaver.lab.runs.dcp import ignore_single_process_warning
 from quaver.lab.runs.errors import CheckpointError, OutputFailures
 from quaver.lab.trainer.memory import reset_device_peaks
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite

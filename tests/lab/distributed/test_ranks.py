@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from quaver.lab.runs import checkpoint
+from quaver.lab.runs.dcp import load_state
+from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.trainer.run_setup import begin_folder
@@ -110,7 +112,7 @@ def read(fail):
 def load(fail):
     reader = CheckpointReader(Path())
     reader.read_metadata = fail if dist.get_rank() == 0 else lambda: Metadata({}, storage_data={})
-    checkpoint.load_state({}, reader)
+    load_state({}, reader)
 
 
 @on_ranks(2)
@@ -121,8 +123,8 @@ def test_a_shard_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
         shard = tmp_path / "__1_0.distcp"
         shard.write_bytes(bytes(shard.stat().st_size))
     dist.barrier()
-    with pytest.raises(checkpoint.CheckpointError, match=f"cannot load '{tmp_path}'"):
-        checkpoint.load_state(state, CheckpointReader(tmp_path))
+    with pytest.raises(CheckpointError, match=f"cannot load '{tmp_path}'"):
+        load_state(state, CheckpointReader(tmp_path))
     dist.barrier()
 
 

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from quaver.lab.cli import main
-from quaver.lab.runs.checkpoint import load_rng_states
 from quaver.lab.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.manifest import MANIFEST
+from quaver.lab.runs.model_state import load_rng_states
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RELATED, UNRELATED, RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig

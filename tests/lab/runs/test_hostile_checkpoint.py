@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, TensorProperties
 
-from quaver.lab.runs.checkpoint import load_state
 from quaver.lab.runs.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
+from quaver.lab.runs.dcp import load_state
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader

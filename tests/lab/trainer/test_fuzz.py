@@ -18,8 +18,8 @@ from quaver.lab.data.documents import Account, SourceFile
 from quaver.lab.data.records import read_records
 from quaver.lab.data.token_files import DamagedEntryError, check_content, open_entry
 from quaver.lab.data.tokenizer import load_tokenizer
-from quaver.lab.runs.checkpoint import read_metadata
 from quaver.lab.runs.checkpoint_folder import RECORD, read_record
+from quaver.lab.runs.dcp import read_metadata
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import rewind_metrics
 from quaver.lab.runs.manifest import MANIFEST, check_manifest

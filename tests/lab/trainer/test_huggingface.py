@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
 from quaver.lab.data import load_data
-from quaver.lab.runs.checkpoint import load_state
 from quaver.lab.runs.checkpoint_folder import read_record
+from quaver.lab.runs.dcp import load_state
 from quaver.lab.runs.manifest import write_manifest
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments

@@ -25,7 +25,6 @@ from quaver.export.bundle import list_tokenizer_files
 from quaver.export.checkpoint_names import FLOAT32_LEAF
 from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
-from quaver.lab.runs.checkpoint import read_metadata
 from quaver.lab.runs.checkpoint_folder import (
     FORMAT,
     RECORD,
@@ -34,6 +33,7 @@ from quaver.lab.runs.checkpoint_folder import (
     read_record,
     write_record,
 )
+from quaver.lab.runs.dcp import read_metadata
 from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.run_folder import CONFIG_TOML

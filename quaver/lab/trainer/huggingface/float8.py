@@ -15,7 +15,7 @@ from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.source import DEFAULT_FILTER, ExportSource, make_name_filter
-from quaver.lab.runs.checkpoint import load_state, read_metadata
+from quaver.lab.runs.dcp import load_state, read_metadata
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
 from quaver.lab.settings.fields import Settings

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.export.checkpoint_names import CheckpointNames, make_checkpoint_names
 from quaver.export.folders import NotWrittenError
-from quaver.lab.runs.checkpoint import find_innermost_cause, ignore_single_process_warning, load_state, read_metadata
+from quaver.lab.runs.dcp import find_innermost_cause, ignore_single_process_warning, load_state, read_metadata
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.trainer.model import make_meta_llama

@@ -1,0 +1,125 @@
+"""What a checkpoint has of a model in training, and of torch's random number generators: collected and loaded."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from quaver.conversion.delayed import Float8ScalingState
+from quaver.lab.runs.dcp import load_state, read_metadata
+from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.ranks import Ranks
+from quaver.lab.runs.safe_dcp import CheckpointReader
+from quaver.lab.settings import TrainConfig
+from quaver.optim import load_states_of
+from quaver.runtime.devices import is_cuda_device
+
+
+class SavedModel(Protocol):
+    """The parts of a model in training that a checkpoint saves and loads."""
+
+    @property
+    def name(self) -> str:
+        """Its label; `make_file_name` converts it to the name of its folder in a checkpoint."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def scaling(self) -> Float8ScalingState: ...
+
+    @property
+    def config(self) -> TrainConfig: ...
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def make_optimizer(self, name: str) -> torch.optim.Optimizer:
+        """Return the optimizer `name` of `model`, for states that a run with that optimizer saved."""
+
+    def precompute_scales(self) -> None:
+        """Compute the scales of weights that were just loaded."""
+
+
+def collect_state(trained: SavedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Return the parameters, the states of `optimizer` or else the model's own, and the persistent scales."""
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(trained.model),
+        "optimizer": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer),
+    }
+    if trained.scaling:
+        state["float8"] = trained.scaling.state_dict()
+    return state
+
+
+def load_model(trained: SavedModel, path: Path, saved: str) -> None:
+    """Load a model and its optimizer, and convert the states if the checkpoint is of another optimizer, `saved`."""
+    optimizer = trained.optimizer
+    if saved != trained.config.optimizer.name:
+        optimizer = trained.make_optimizer(saved)
+    state, reader = collect_state(trained, optimizer), CheckpointReader(path)
+    if trained.scaling and not _fit_histories(state["float8"], read_metadata(reader)):
+        del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
+    load_state(state, reader)
+    set_model_state_dict(trained.model, state["model"])
+    set_optimizer_state_dict(trained.model, optimizer, state["optimizer"])
+    if optimizer is not trained.optimizer:
+        try:
+            load_states_of(trained.optimizer, optimizer)
+        except ValueError as error:
+            raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved}: {error}") from error
+    if "float8" in state:
+        trained.scaling.load_state_dict(state["float8"])
+    trained.precompute_scales()
+
+
+def _fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
+    """Replace histories by empty ones of the saved lengths, and return whether `metadata` has scales at all.
+
+    `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.
+    """
+    saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("float8.")}
+    for name, tensor in scales.items():
+        entry = saved.get(f"float8.{name}")
+        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+            scales[name] = tensor.new_zeros(entry.size)
+    return bool(saved)
+
+
+def collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators for the CPU and, on a GPU, for `device`."""
+    states = {f"cpu_{rank}": torch.get_rng_state()}
+    if is_cuda_device(device):
+        states[f"cuda_{rank}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def load_rng_states(path: Path, saved_ranks: int, ranks: Ranks, device: torch.device) -> str:
+    """Load the states of torch's generators on this rank, and return a note on those that were not saved, or ""."""
+    if saved_ranks != ranks.world_size:
+        return (
+            f"random number generators begin with training.seed: the checkpoint has the states of {saved_ranks} ranks"
+        )
+    reader = CheckpointReader(path)
+    saved = read_metadata(reader).state_dict_metadata
+    states = collect_rng_states(ranks.rank, device)
+    loaded = {name: state for name, state in states.items() if f"rng.{name}" in saved}
+    load_state({"rng": loaded}, reader)
+    torch.set_rng_state(loaded[f"cpu_{ranks.rank}"])
+    if not is_cuda_device(device):
+        return ""
+    if loaded.keys() != states.keys():
+        return "the CUDA random number generator begins with training.seed: the checkpoint is from a CPU"
+    torch.cuda.set_rng_state(loaded[f"cuda_{ranks.rank}"], device)
+    return ""
