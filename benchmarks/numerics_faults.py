@@ -27,7 +27,7 @@ from quaver.lab.data import Batch
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import Record, RecordWriter
@@ -100,7 +100,7 @@ def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
         if isinstance(scenario, Healthy) and scenario.kind == "lora":
             _train_lora(scenario, folder, watch)
             return watch
-        run = prepare(config_of(scenario.settings, 1000, folder))
+        run = prepare_run(config_of(scenario.settings, 1000, folder))
         stack.callback(run.folder.release)
         if isinstance(scenario, Healthy) and scenario.kind == "finetune":
             _steps(run, range(1, 61))
@@ -144,7 +144,7 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
     from quaver.integrations.transformers import prepare_model_for_float8
 
     config = config_of(scenario.settings, 1000, folder)
-    run = prepare(config)
+    run = prepare_run(config)
     run.folder.release()
     torch.manual_seed(config.training.seed)
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -32,7 +32,7 @@ from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from quaver.numerics.record import Record
 
 STEPS, REMEDY_AFTER = 60, 40
@@ -118,7 +118,7 @@ def train_story(story: Story, folder: Path, *, remedied: bool) -> Path:
     config = config_of({**fault.settings, "numerics": numerics}, STEPS, str(folder.parent))
     config = replace(config, job=replace(config.job, name=folder.name))
     with ExitStack() as stack:
-        run = prepare(config)
+        run = prepare_run(config)
         stack.callback(run.folder.release)
         patch(stack, RunAlarms, "take_fallbacks", lambda _: _recipes(story, run) if remedied else {})
         run.models[0].train_step = _broken(run, fault, story if remedied else None, stack)

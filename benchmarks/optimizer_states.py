@@ -32,7 +32,7 @@ from quaver.lab.settings import Optimizer
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from quaver.optim import Float8AdamW
 
 RECORD = ROOT / "benchmarks" / "results" / "optimizer_states.json"
@@ -113,7 +113,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         # torchao does not compile while a step is recorded.
         mock.patch("quaver.lab.trainer.train._is_memory_due", return_value=False),
     ):
-        prepared = prepare(config)
+        prepared = prepare_run(config)
         status = train(prepared)["status"]
     if status != "finished":
         raise SystemExit(f"{name}: the run ended as {status}")

@@ -19,13 +19,14 @@ from quaver.lab.cli.errors import (
 from quaver.lab.cli.run_config import print_turned_off
 from quaver.lab.runs.errors import CheckpointError, OutputError
 from quaver.lab.runs.ranks import Ranks, read_ranks
+from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings.config_file import Sections, TrainFlags, load_config, parse_arguments
 from quaver.lab.settings.flags import exit_after_help, split_options
 from quaver.lab.terminal.console import show
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
+from quaver.lab.trainer.run_setup import RunSetup, set_up_run
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import build
+from quaver.lab.trainer.training_run import build_run
 from quaver.runtime.errors import describe_error
 
 
@@ -55,37 +56,39 @@ def run(argv: list[str]) -> int:
         if planned is not None:
             show(iter_views(planned))
         return 0
-    with _agree_on_input(ranks) as told:
+    with _agree_on_input(ranks) as fingerprints:
         config_path, flags = parse_arguments(run_flags, Train)
         setup = set_up_run(load_config(config_path, flags), ranks)
-        told.append(setup.fingerprint)
+        fingerprints.append(setup.fingerprint)
+    folder = None
     try:
         with _agree_on_input(ranks):
-            open_folder(setup)
+            folder = RunFolder.open(setup.config) if ranks.is_first else None
         with ranks.open_process_group(setup.device, setup.config.comm.train_timeout_seconds):
-            return _train(setup, config_path, flags)
+            return _train(setup, folder, config_path, flags)
     except KeyboardInterrupt:
         if ranks.is_first:
             raise
         return EXIT_INTERRUPTED
     finally:
-        setup.release()
+        if folder is not None:
+            folder.release()
 
 
 @contextmanager
 def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     """Wait for all ranks at the end of the block. If one had bad input, print one line and raise SystemExit(2) on all.
 
-    The ranks also compare the strings that the block appends to the list.
+    The ranks also compare the fingerprints that the block appends to the list.
     """
-    told: list[str] = []
+    fingerprints: list[str] = []
     error = None
     try:
-        yield told
+        yield fingerprints
     except BAD_INPUT as bad:
         error = bad
     try:
-        verdict = ranks.agree("" if error is None else describe_error(error), "".join(told))
+        verdict = ranks.agree("" if error is None else describe_error(error), "".join(fingerprints))
     except TimeoutError as late:  # of the first rank, which therefore prints nothing
         print_error(late)
         raise SystemExit(EXIT_BAD_INPUT) from late
@@ -95,10 +98,10 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         raise SystemExit(EXIT_BAD_INPUT) from error
 
 
-def _train(setup: RunSetup, config_path: Path | None, flags: Sections) -> int:
+def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, flags: Sections) -> int:
     exit_code = EXIT_BAD_INPUT  # for a checkpoint that cannot be resumed
     try:
-        training_run = build(setup)
+        training_run = build_run(setup, folder)
         exit_code = EXIT_NOT_WRITTEN
         if setup.ranks.is_first:
             print_turned_off(config_path, flags)

@@ -6,7 +6,7 @@ Bad input is refused here, before a file is written or a process group is made.
 import json
 import math
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from quaver.lab.data import TokenData, load_data
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.run_folder import RunFolder, will_resume
+from quaver.lab.runs.run_folder import will_resume
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.display import ShownProgress
@@ -24,7 +24,6 @@ from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.metrics import check_loggers
 from quaver.lab.trainer.model import Llama, make_meta_llama
 from quaver.lab.trainer.parallelize import check_tensor_parallel, parallelize, pretend_mesh
-from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.devices import is_cuda_device, resolve_device
 
 
@@ -43,9 +42,9 @@ class Models:
         return next(iter(self.by_name.items()))
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunSetup:
-    """A run with checked input, equal on every rank except for `dims.rank`."""
+    """A run with checked input, equal on every rank except for `dims.rank`. It has no run folder yet."""
 
     config: TrainConfig
     ranks: Ranks
@@ -53,20 +52,20 @@ class RunSetup:
     device: torch.device
     data: TokenData
     models: Models
-    folder: RunFolder | None = None
-    """Set by `open_folder`, on the first rank only."""
-    description: dict[str, Any] = field(default_factory=dict)
-    """The facts about the run that each checkpoint repeats; set by `open_folder`."""
 
     @property
     def fingerprint(self) -> str:
         """The settings and the hash of the text, which must be equal on every rank."""
         return json.dumps([asdict(self.config), self.data.origin["sha256"]])
 
-    def release(self) -> None:
-        """Release the lock of the run folder, as the end of the process does."""
-        if self.folder is not None:
-            self.folder.release()
+    def describe(self) -> dict[str, Any]:
+        """Return the facts about the run that each checkpoint repeats, ready for JSON."""
+        return {
+            "config": asdict(self.config),
+            "provenance": collect_provenance(self.device),
+            "conversion_report": self.models.report.to_dict() if self.models.report else None,
+            "data": self.data.origin,
+        }
 
 
 def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
@@ -136,37 +135,6 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
         check_tensor_parallel(model, config.parallelism.tensor_parallel_degree)
         models = {config.float8.label: model, **(models if config.job.compare else {})}
     return Models(models, report)
-
-
-def open_folder(setup: RunSetup) -> None:
-    """Find or make the run folder and lock it, on the first rank. Raises what `RunFolder.open` does."""
-    report = setup.models.report.to_dict() if setup.models.report else None
-    source = collect_provenance(setup.device)
-    setup.description = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
-    setup.description["data"] = setup.data.origin
-    if setup.ranks.is_first:
-        setup.folder = RunFolder.open(setup.config)
-
-
-def begin_folder(setup: RunSetup) -> None:
-    """Write the files about this start of the run into the run folder; see [Note: refusals write nothing].
-
-    Every rank must call this, with a process group.
-
-    Raises:
-        CheckpointError: on every rank, if the metrics are damaged.
-        OutputError: on every rank, if a file cannot be written.
-    """
-
-    def begin() -> None:
-        if setup.folder is not None:
-            setup.folder.begin(setup.config)
-            setup.folder.add_provenance(setup.description["provenance"])
-            setup.folder.write_json("data.json", setup.data.origin)
-            if setup.description["conversion_report"]:
-                setup.folder.write_json("conversion_report.json", setup.description["conversion_report"])
-
-    run_on_every_rank(begin)
 
 
 def _make_meta_model(config: TrainConfig) -> Llama:

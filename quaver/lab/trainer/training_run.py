@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,9 +17,10 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.trainer.alarms import fall_back
 from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.process import Watchdog
-from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
+from quaver.lab.trainer.run_setup import RunSetup, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import get_peak_flops
+from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.errors import InputError
 
 SLOW_PHASE_PATIENCE = 10
@@ -61,29 +63,32 @@ class TrainingRun:
         return watchdog.watch(seconds, f"{phase} on rank {self.ranks.rank}")
 
 
-def prepare(config: TrainConfig) -> TrainingRun:
-    """Set up and build the run of a single process. Raises what `set_up_run`, `open_folder` and `build` raise."""
+def prepare_run(config: TrainConfig) -> TrainingRun:
+    """Set up and build the run of a single process. Raises what `set_up_run`, `RunFolder.open` and `build_run` do."""
     setup = set_up_run(config, Ranks())
-    open_folder(setup)
+    folder = RunFolder.open(setup.config)
     try:
-        return build(setup)
+        return build_run(setup, folder)
     except BaseException:
-        setup.release()
+        folder.release()
         raise
 
 
-def build(setup: RunSetup) -> TrainingRun:
+def build_run(setup: RunSetup, opened: RunFolder | None) -> TrainingRun:
     """Parallelize the models of `setup`, initialize them or load a checkpoint, and begin the run folder.
 
     The initial weights are the same for any number of ranks. Every rank must call this, with a process group.
 
+    Args:
+        opened: the run folder on the first rank, None on the others.
     Raises:
         CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is unchanged.
         OutputError: on every rank, if the run folder cannot be written.
     """
     config, ranks = setup.config, setup.ranks
-    own = (str(setup.folder.path), setup.folder.resume_step) if setup.folder else None
-    path, resume_step = ranks.gather(own)[0]
+    place = (str(opened.path), opened.resume_step) if opened else None
+    path, resume_step = ranks.gather(place)[0]
+    folder = opened or RunFolder(Path(path), resume_step)
     loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
     torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would
     mesh = make_mesh(setup.dims, setup.device.type)
@@ -91,17 +96,34 @@ def build(setup: RunSetup) -> TrainingRun:
         TrainedModel.build(name, model, config, setup.device, ranks, mesh, init_weights=not loads_weights)
         for name, model in setup.models.by_name.items()
     ]
-    folder = setup.folder or RunFolder(Path(path), resume_step)
+    description = setup.describe()
     checkpoints = Checkpointer(
-        folder.get_checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.description
+        folder.get_checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, description
     )
-    progress, notes = RunProgress(), list[str]()
+    progress = RunProgress()
+    notes: list[str] = []
     if resume_step is not None:
         progress, notes = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
-    begin_folder(setup)
+    run_on_every_rank(partial(begin_folder, opened, config, description))
     return TrainingRun(setup, models, folder, checkpoints, progress, notes)
+
+
+def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dict[str, Any]) -> None:
+    """Write the files about this start of the run, on the rank that has the folder; see [Note: refusals write nothing].
+
+    Raises:
+        CheckpointError: the metrics are damaged.
+        OutputError: a file cannot be written.
+    """
+    if folder is None:
+        return
+    folder.begin(config)
+    folder.add_provenance(description["provenance"])
+    folder.write_json("data.json", description["data"])
+    if description["conversion_report"]:
+        folder.write_json("conversion_report.json", description["conversion_report"])
 
 
 def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:

@@ -10,7 +10,7 @@ from quaver import Float8Linear, LayerRecipes
 from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.lab.doctor.survey import choose_recipes, survey
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from tests.lab.trainer.runs import changed, run_to_end
 
 
@@ -61,7 +61,7 @@ def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_q
     float8 = {name: recipe for name, recipe in recipes.items() if recipe not in ("skipped", "high_precision")}
     assert {matmul["name"] for matmul in report["sums"]} == {name for name in float8 if float8[name] != "mxfp8"}
     assert recipes["model.layers.0.mlp.down_proj"] != "tensorwise"
-    better = prepare(load_config(out, {"job": {"name": "better"}, "checkpoint": {"enable": False}}))
+    better = prepare_run(load_config(out, {"job": {"name": "better"}, "checkpoint": {"enable": False}}))
     assert list_recipes(better.models[0].model) == float8
     better.folder.release()
 

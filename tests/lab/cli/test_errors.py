@@ -21,7 +21,7 @@ def fail(*args, **options):
     ("function", "words"),
     [
         ("quaver.lab.trainer.run_setup.make_models", f"train {TRAIN}"),
-        (f"{CLI}.train.open_folder", f"train {TRAIN}"),
+        (f"{CLI}.train.RunFolder.open", f"train {TRAIN}"),
         (f"{CLI}.dry_run.dry_run", f"train {TRAIN} --dry-run"),
         (f"{CLI}.prepare_data.load_data", f"prepare-data {TRAIN}"),
         (f"{CLI}.plan.search", f"plan {TRAIN}"),

@@ -17,7 +17,7 @@ from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from tests.lab.trainer.runs import changed
 from tests.thinned import at_night
 
@@ -243,7 +243,7 @@ def test_a_run_with_the_mask_is_another_run(tiny_config, tmp_path, text_folder):
         (text_folder / f"more{number}.txt").write_text(f"{number} times {number} is {number * number}")
     losses = []
     for name, mask in (("with", True), ("without", False)):
-        run = prepare(changed(tiny_config, job={"name": name}, data={"document_mask": mask}))
+        run = prepare_run(changed(tiny_config, job={"name": name}, data={"document_mask": mask}))
         batches = run.data.make_step_batches(run.config.training, 0)
         assert (batches[0].documents is not None) == mask
         losses.append(run.models[0].train_step(1, batches).loss)

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +20,8 @@ from quaver.lab.runs.dcp import load_state
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
-from quaver.lab.trainer.run_setup import begin_folder
-from quaver.runtime.agreement import run_on_first_rank
+from quaver.lab.trainer.training_run import begin_folder
+from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from tests.ranks import RanksError, mesh_of, on_ranks, run
 
@@ -100,7 +101,7 @@ def begin(fail):
     """Rank 0 alone has the run folder."""
     rank = dist.get_rank()
     folder = SimpleNamespace(begin=fail) if rank == 0 else None
-    begin_folder(SimpleNamespace(folder=folder, config=None, ranks=Ranks(rank, rank, 2)))
+    run_on_every_rank(partial(begin_folder, folder, None, {}))
 
 
 def read(fail):

@@ -17,7 +17,7 @@ import torch
 from quaver.kernels import cpu
 from quaver.lab.settings import Checkpoint
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from quaver.recipes.config import Float8LinearRecipeName
 
 FILE = Path(__file__).with_name("golden_losses.json")
@@ -76,7 +76,7 @@ def compute_losses(name: str, folder: Path, steps: int = STEPS) -> list[float]:
             float8=float8,
             checkpoint=Checkpoint(enable=False),
         )
-        run = prepare(config)
+        run = prepare_run(config)
         run.folder.release()
         (model,), training = run.models, config.training
         step_batches = (run.data.make_step_batches(training, step * training.step_batch_size) for step in range(steps))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder, read_record
-from quaver.lab.trainer.training_run import build
+from quaver.lab.trainer.training_run import build_run
 from tests.lab.integration.test_train_distributed import LIMIT_S, TINY
 from tests.lab.integration.train_on_ranks import train_here
 from tests.ranks import run
@@ -16,9 +16,9 @@ LAYER = "model.layers.0.mlp.up_proj"
 WATCHED = [*TINY, "--model.n_layers=1", "--training.global_batch_size=4", "--checkpoint.enable", "--numerics.every=1"]
 
 
-def build_broken(setup):
+def build_broken(*built):
     """Return a run in which one channel of a linear's input is 2^20 times larger, on the rank that has it."""
-    broken = build(setup)
+    broken = build_run(*built)
     scale = torch.ones(32)
     scale[5] = 2.0**20
     broken.models[0].model.get_submodule(LAYER).register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale,))
@@ -28,7 +28,7 @@ def build_broken(setup):
 def train_broken(cases, prefix):
     """Without guards on hooks Dynamo gives each block the code of one that has none."""
     guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-    with patch("quaver.lab.cli.train.build", build_broken), guarded:
+    with patch("quaver.lab.cli.train.build_run", build_broken), guarded:
         return train_here(cases, prefix)
 
 

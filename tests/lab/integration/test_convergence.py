@@ -11,7 +11,7 @@ import pytest
 
 from quaver.lab.settings import Float8, Job, LRScheduler, Metrics, Model, Optimizer, TrainConfig, Training, Validation
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 
@@ -26,7 +26,7 @@ def train_and_validate(folder: Path, name: str, float8: Float8) -> float:
         validation=Validation(freq=200, steps=32),
         metrics=Metrics(log_freq=50),
     )
-    return train(prepare(config))["runs"][name]["validation_loss"]
+    return train(prepare_run(config))["runs"][name]["validation_loss"]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from quaver.lab.trainer.huggingface.convert import open_checkpoint
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import get_peak_flops
 from tests.lab.conftest import make_resumable, make_tiny, write_text
@@ -133,7 +133,7 @@ def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config
 
     run = run_to_end(make_config(1, saved))
     for name, number in ((resumed, 2), (saved, 3)):
-        (before,), run = run.models, prepare(make_config(number, name))
+        (before,), run = run.models, prepare_run(make_config(number, name))
         (model,) = run.models
         expected = build_optimizer(before.model, model.config.optimizer)
         load_states_of(expected, before.optimizer)
@@ -171,7 +171,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
 
 def test_states_of_another_algorithm_are_refused(config, saved):
     with pytest.raises(CheckpointError, match=r"saved by optimizer.name = AdamW: states of AdamW cannot become .*Muon"):
-        prepare(changed(set_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
+        prepare_run(changed(set_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
 
 
 @pytest.mark.parametrize("length", [2, 5])
@@ -185,7 +185,7 @@ def test_a_run_resumes_with_another_length_of_histories(config, finished, saved,
 def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished, saved):
     again = run_to_end(set_steps(config, 6, resume="must", load_step=2))
     assert (again.began_at_step, read_numbers(again)) == (2, read_numbers(finished))
-    shorter = prepare(set_steps(config, 3, resume="must", load_step=2))
+    shorter = prepare_run(set_steps(config, 3, resume="must", load_step=2))
     assert shorter.checkpoints.folder.list_steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
     train(shorter)
     assert shorter.checkpoints.folder.list_steps() == [2, 3]
@@ -194,15 +194,15 @@ def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished,
 
 def test_random_numbers_follow_the_seed_and_resume(config):
     config = changed(config, job={"compare": False})
-    run = prepare(set_steps(config, 2))
+    run = prepare_run(set_steps(config, 2))
     seeded = torch.rand(3)
     train(run)
     expected = torch.rand(3)
     torch.manual_seed(6)
     get_peak_flops.cache_clear()  # a run in another process measures after it has loaded
-    prepare(set_steps(config, 4, resume="must"))
+    prepare_run(set_steps(config, 4, resume="must"))
     assert torch.equal(torch.rand(3), expected)
-    prepare(set_steps(config, 2, name="again"))
+    prepare_run(set_steps(config, 2, name="again"))
     assert torch.equal(torch.rand(3), seeded)
 
 
@@ -230,7 +230,7 @@ def test_the_record_of_a_checkpoint(config, finished):
 def test_a_partial_checkpoint_does_not_count(config, saved):
     folder = CheckpointFolder(saved / "checkpoint")
     folder.find_checkpoint(6).rename(folder.get_partial_path(6))
-    resumed = prepare(set_steps(config, 8, resume="auto"))
+    resumed = prepare_run(set_steps(config, 8, resume="auto"))
     assert resumed.began_at_step == 4
     train(resumed)
     assert folder.list_steps() == [2, 4, 6, 8]
@@ -268,7 +268,7 @@ def test_a_folder_without_a_config_is_a_new_run(config):
 
 
 def test_a_resume_says_what_does_not_continue_as_it_was_saved(config, saved, tmp_path, capsys, monkeypatch):
-    resumed = prepare(set_steps(config, 7, resume="must"))
+    resumed = prepare_run(set_steps(config, 7, resume="must"))
     resumed.folder.release()
     assert resumed.notes == []
     text = tmp_path / "new.txt"
@@ -319,7 +319,7 @@ def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
 
 def test_initial_weights_of_another_run(config, finished):
     path = str(finished.checkpoints.folder.find_checkpoint(6))
-    second = prepare(set_steps(config, 2, initial_load_path=path))
+    second = prepare_run(set_steps(config, 2, initial_load_path=path))
     assert second.began_at_step == 0
     for model, expected in zip(second.models, finished.models, strict=True):
         assert_same(model.model.state_dict(), expected.model.state_dict())
@@ -352,7 +352,7 @@ def test_initial_weights_of_a_run_with_dynamic_scaling(config):
 
 def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
     """The run removes even those that it discards only when the next checkpoint is complete."""
-    again = prepare(set_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
+    again = prepare_run(set_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -366,7 +366,7 @@ def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written(config):
-    run = prepare(set_steps(config, 2))
+    run = prepare_run(set_steps(config, 2))
     blocked = run.folder.path / "checkpoint"
     blocked.write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match="checkpoint of step 2 could not be written.*there is no earlier one"):
@@ -395,6 +395,6 @@ def test_a_failed_removal_is_not_called_a_failed_save(tiny_config, monkeypatch):
         raise OSError("busy")
 
     monkeypatch.setattr(CheckpointFolder, "prune", fail)
-    run = prepare(make_resumable(tiny_config))
+    run = prepare_run(make_resumable(tiny_config))
     with pytest.raises(CheckpointError, match=r"^old checkpoints in .* be removed: .*busy; the checkpoint of step 2"):
         train(run)

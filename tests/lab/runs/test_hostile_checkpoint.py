@@ -24,7 +24,7 @@ from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
 from quaver.lab.settings import Checkpoint, TrainConfig
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 
 
 class Calls:
@@ -218,7 +218,7 @@ FATAL = (f"{FOLDER}.write_manifest", f"{FOLDER}.sync_all", "pathlib.Path.rename"
 
 def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, monkeypatch):
     """Steps 3 and 4 give way to a new history from step 2 on. All checkpoints are complete, and of one history."""
-    run = prepare(config)
+    run = prepare_run(config)
     train(run)
     folder = run.checkpoints.folder
     original = folder.path.with_name("original")
@@ -261,9 +261,9 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
 
 
 def test_a_checkpoint_that_cannot_be_read_back_removes_none(config, monkeypatch):
-    train(prepare(config))
+    train(prepare_run(config))
     checkpoint = replace(config.checkpoint, keep_latest_k=1, resume="must")
-    again = prepare(replace(config, training=replace(config.training, steps=6), checkpoint=checkpoint))
+    again = prepare_run(replace(config, training=replace(config.training, steps=6), checkpoint=checkpoint))
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.pickle.dump", lambda _, file: file.write(b"\x80"))
     with pytest.raises(CheckpointError, match="step 5 could not be written .*metadata is damaged.* step 4 is intact"):
         train(again)

@@ -14,7 +14,7 @@ from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
@@ -25,7 +25,7 @@ def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
 
 
 def run_to_end(config: TrainConfig) -> TrainingRun:
-    run = prepare(config)
+    run = prepare_run(config)
     assert train(run)["status"] == "finished"
     return run
 

@@ -10,7 +10,7 @@ from quaver.lab.data import Batch
 from quaver.lab.settings import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from tests.lab.trainer.runs import build_on_rank, changed, read_numbers, run_to_end
 from tests.ranks import run as run_on_ranks
 
@@ -39,14 +39,14 @@ def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(reci
 def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memory_budget_restored):
     monkeypatch.setattr(Block, "compile", lambda block, **options: None)
     config = changed(tiny_config, training={"compile": True})
-    prepare(replace(config, activation_checkpoint=ActivationCheckpoint("memory_budget", memory_budget=0.25)))
+    prepare_run(replace(config, activation_checkpoint=ActivationCheckpoint("memory_budget", memory_budget=0.25)))
     assert compiler_config.activation_memory_budget == 0.25
-    prepare(changed(replace(config, activation_checkpoint=BY_POLICY), job={"name": "next"}))
+    prepare_run(changed(replace(config, activation_checkpoint=BY_POLICY), job={"name": "next"}))
     assert compiler_config.activation_memory_budget == 1
 
 
 def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
-    run = prepare(replace(tiny_float8_config, activation_checkpoint=BY_POLICY))
+    run = prepare_run(replace(tiny_float8_config, activation_checkpoint=BY_POLICY))
     block = next(run.models[0].model.iter_blocks())
     block.mlp.up_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(RuntimeError, match=r"first in weight of model\.layers\.0\.mlp\.up_proj"):

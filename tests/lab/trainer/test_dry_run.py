@@ -105,5 +105,5 @@ def test_a_run_and_its_dry_run_count_the_gradients_of_a_rank_alike(tiny_config):
             start()
         messages.append(str(error.value))
     assert messages[0] == messages[1]
-    set_up_run(changed(config, model={"dim": 256, "hidden_dim": 512}), Ranks(0, 0, 2)).release()
+    set_up_run(changed(config, model={"dim": 256, "hidden_dim": 512}), Ranks(0, 0, 2))
     assert not dist.is_initialized()

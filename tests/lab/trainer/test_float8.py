@@ -19,7 +19,7 @@ from quaver.lab.trainer.float8 import convert_model, in_high_precision
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end
 from tests.steps import assert_same
 
@@ -55,7 +55,7 @@ def copy_state(source: TrainedModel, target: TrainedModel) -> None:
 def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(tiny_float8_config, recipe):
     accumulating = changed(tiny_float8_config, training={"global_batch_size": 4})
     config = replace(accumulating, validation=Validation(freq=2, steps=2, high_precision_too=True))
-    run = prepare(set_float8(config, recipe_name=recipe, high_precision_schedule=("all: last 1 steps",)))
+    run = prepare_run(set_float8(config, recipe_name=recipe, high_precision_schedule=("all: last 1 steps",)))
     float8, baseline = run.models
     for number in (1, 2, 3):
         train_step(run, float8, number)
@@ -112,7 +112,7 @@ def test_both_validation_losses_are_kept(tiny_float8_config):
 
 
 def test_an_error_brings_float8_back(tiny_float8_config):
-    model = prepare(tiny_float8_config).models[0].model
+    model = prepare_run(tiny_float8_config).models[0].model
     with pytest.raises(RuntimeError, match="inside"), in_high_precision(model):
         assert {module.config.short_str().count("dis") for _, module in iter_float8_modules(model)} == {3}
         raise RuntimeError("inside")
@@ -120,7 +120,7 @@ def test_an_error_brings_float8_back(tiny_float8_config):
 
 
 def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tiny_float8_config):
-    run = prepare(set_float8(tiny_float8_config, filter_fqns=()))
+    run = prepare_run(set_float8(tiny_float8_config, filter_fqns=()))
     batch = run.data.make_step_batches(run.config.training, 0)[0]
     float8, baseline = run.models
     for model in run.models:
@@ -137,7 +137,7 @@ def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tin
 
 def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
     deep = changed(tiny_float8_config, model={"n_layers": 4})
-    run = prepare(set_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
+    run = prepare_run(set_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
     model = run.models[0].model
     in_float8 = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     block = {f"model.layers.1.{name}" for name, m in model.model.layers[1].named_modules() if isinstance(m, nn.Linear)}
@@ -150,10 +150,10 @@ def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
 
 
 def test_every_block_but_the_output_projection_can_stay_out(tiny_float8_config):
-    run = prepare(set_float8(tiny_float8_config, skip_first_layers=2, filter_fqns=()))
+    run = prepare_run(set_float8(tiny_float8_config, skip_first_layers=2, filter_fqns=()))
     assert list_converted(run) == {"lm_head"}
     with pytest.raises(ValueError, match=r"nothing to convert: .*float8.skip_first_layers = 2"):
-        prepare(set_float8(tiny_float8_config, "none", skip_first_layers=2))
+        prepare_run(set_float8(tiny_float8_config, "none", skip_first_layers=2))
 
 
 def test_the_trainer_converts_by_layer():

@@ -17,7 +17,7 @@ from quaver.lab.trainer.memory import count_storage_bytes
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end
 
 NAN, INF = math.nan, math.inf
@@ -115,7 +115,7 @@ def test_validation_moves_no_scale(delayed_config):
 
 
 def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, before_each_step):
-    run, scales = prepare(delayed_config), []
+    run, scales = prepare_run(delayed_config), []
 
     def break_the_third(model: TrainedModel, step: int) -> None:
         if step == 3:
@@ -136,7 +136,7 @@ def copy_scales(model: TrainedModel) -> torch.Tensor:
 
 def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
     def count_resident_bytes(config: TrainConfig) -> int:
-        return count_storage_bytes(prepare(config).models[0].iter_resident_tensors())
+        return count_storage_bytes(prepare_run(config).models[0].iter_resident_tensors())
 
     plain = count_resident_bytes(changed(tiny_config, job={"name": "plain"}))
     tensors = 2 * 18
@@ -152,7 +152,7 @@ def test_settings_reach_the_linears(delayed_config):
     delayed |= {"nonfinite_amax": "keep_scale"}
     settings = {f"delayed_{name}": value for name, value in delayed.items()}
     config = set_float8(delayed_config, recipe_name="delayed", **settings)
-    linears = [module for module in prepare(config).models[0].model.modules() if isinstance(module, Float8Linear)]
+    linears = [module for module in prepare_run(config).models[0].model.modules() if isinstance(module, Float8Linear)]
     for linear in linears:
         assert linear.config.delayed_scaling_config == DelayedScalingConfig(**delayed)
     assert Float8().make_delayed_scaling_config() == DelayedScalingConfig()

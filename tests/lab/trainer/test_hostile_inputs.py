@@ -94,7 +94,7 @@ def test_control_characters_of_a_path_reach_no_terminal(tmp_path, refused):
 
 
 def test_a_model_larger_than_the_memory_is_one_line(run_words, monkeypatch, refused):
-    monkeypatch.setattr("quaver.lab.cli.train.build", lambda setup: torch.empty(2**60))
+    monkeypatch.setattr("quaver.lab.cli.train.build_run", lambda *_: torch.empty(2**60))
     assert "this machine lacks the memory" in refused("train", *run_words)
 
 

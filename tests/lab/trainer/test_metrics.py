@@ -13,7 +13,7 @@ from quaver.lab.trainer.metrics import (
     remember,
 )
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from tests.lab.trainer.runs import read_steps
 
 
@@ -45,7 +45,7 @@ def test_losses_that_hardly_differ_have_no_spike_in_their_last_digits():
 
 
 def test_a_spike_is_in_the_log(tiny_config, monkeypatch, capsys):
-    run = prepare(tiny_config)
+    run = prepare_run(tiny_config)
     run.progress.recent_losses["bfloat16"] = [1.0] * SPIKE_MIN_STEPS
     train(run)
     assert [record["loss_spike"] for record in read_steps(run.folder.metrics)] == [True] * 4

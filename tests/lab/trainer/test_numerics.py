@@ -17,7 +17,7 @@ from quaver.lab.settings import Metrics, TrainConfig
 from quaver.lab.trainer.metrics import open_loggers
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from quaver.numerics.record import Record
 from tests.lab.trainer.runs import changed, read_numbers, run_to_end
 
@@ -66,7 +66,7 @@ def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_co
 
 def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
     watched_config = changed(watched_config, training={"nonfinite": "skip"}, numerics={"every": 100})
-    run = prepare(watched_config)
+    run = prepare_run(watched_config)
     layer = run.models[0].model.model.layers[0].mlp.up_proj
     is_bad = lambda: run.models[0].model.training and run.progress.step == 2  # noqa: E731
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * float("inf"),) if is_bad() else None)
@@ -79,7 +79,7 @@ def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
 
 
 def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
-    run = prepare(changed(watched_config, numerics={"every": 100}))
+    run = prepare_run(changed(watched_config, numerics={"every": 100}))
     with torch.no_grad():
         run.models[0].model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError):
@@ -152,7 +152,7 @@ def test_no_run_of_wandb_has_a_step_twice(resumable_config, wandb, capsys):
 def test_an_error_of_wandb_is_one_line(watched_config, wandb):
     wandb.init = lambda **options: (_ for _ in ()).throw(RuntimeError("no API key\nat all"))
     with pytest.raises(OutputError, match="^Weights & Biases: RuntimeError: no API key$"):
-        train(prepare(changed(watched_config, metrics={"enable_wandb": True})))
+        train(prepare_run(changed(watched_config, metrics={"enable_wandb": True})))
 
 
 def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(tmp_path):
@@ -177,11 +177,11 @@ def test_an_error_of_tensorboard_is_one_line(watched_config, monkeypatch, method
 
     monkeypatch.setattr(tensorboard.SummaryWriter, method, fail)
     with pytest.raises(OutputError, match="^TensorBoard in '.*/tb': TypeError: no scalar$"):
-        train(prepare(changed(watched_config, metrics={"enable_tensorboard": True})))
+        train(prepare_run(changed(watched_config, metrics={"enable_tensorboard": True})))
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
-    run = prepare(watched_config)
+    run = prepare_run(watched_config)
     run.folder.numerics.mkdir()
     with pytest.raises(OutputError, match=r"cannot write .*numerics.jsonl"):
         train(run)

@@ -20,7 +20,7 @@ from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.lock import HOLDER, RunLock
 from quaver.lab.runs.manifest import MANIFEST, write_manifest
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import prepare
+from quaver.lab.trainer.training_run import prepare_run
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked
 from tests.lab.trainer.runs import changed, run_to_end
@@ -200,7 +200,7 @@ def acquire_and_sleep(folder: Path) -> None:
 
 
 def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing(resumable_config, refused):
-    first = prepare(resumable_config)
+    first = prepare_run(resumable_config)
     before = hash_files(first.folder.path)
     line = refused("train", "--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
     assert f"process {os.getpid()} on host {platform.node()}" in line

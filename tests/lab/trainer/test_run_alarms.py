@@ -20,7 +20,7 @@ from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
-from quaver.lab.trainer.training_run import TrainingRun, build, prepare
+from quaver.lab.trainer.training_run import TrainingRun, build_run, prepare_run
 from quaver.numerics.alarms import Alarm
 from quaver.numerics.record import Record
 from tests.lab.trainer.runs import changed
@@ -54,7 +54,7 @@ def read_alarms(run: TrainingRun) -> list[dict]:
 
 def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
     config = changed(watched_config, training={"steps": 2}, numerics={"extras_every": 1000})
-    run = add_outlier(prepare(config), (0, 0, 5))
+    run = add_outlier(prepare_run(config), (0, 0, 5))
     assert train(run)["status"] == "finished"
     alarm = next(alarm for alarm in read_alarms(run) if alarm["rule"] in ("underflow", "sqnr"))
     assert (alarm["layer"], alarm["operand"], alarm["step"]) == (LAYER, "input", 2)
@@ -67,12 +67,12 @@ def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
 
 def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, monkeypatch):
     config = changed(watched_config, numerics={"on_alarm": "stop"}, checkpoint={"interval": 100})
-    run = add_outlier(prepare(config))
+    run = add_outlier(prepare_run(config))
     summary = train(run)
     assert (summary["status"], summary["steps"]) == ("alarm", 2)
     assert f"{LAYER} input" in summary["error"]
     assert run.checkpoints.folder.list_steps() == [2]
-    monkeypatch.setattr(train_cli, "build", lambda plan: add_outlier(build(plan)))
+    monkeypatch.setattr(train_cli, "build_run", lambda *built: add_outlier(build_run(*built)))
     words = ["train", "--resume", str(run.folder.path), "--training.steps=8"]
     assert main(words) == 5  # it recalls nothing, and stops again
 
@@ -81,7 +81,7 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
 def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe, monkeypatch):
     monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda device: False)
     config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
-    run = add_outlier(prepare(config))
+    run = add_outlier(prepare_run(config))
     assert train(run)["status"] == "finished"
     flops = count_flops_per_token_by_precision(
         run.models[0].model, config.model, config.training.seq_len, "bfloat16", run.device
@@ -94,7 +94,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     recipes = [{tensor["recipe"] for tensor in header["tensors"] if tensor["layer"] == LAYER} for header in headers]
     assert recipes == [{"tensorwise"}, set() if recipe == "high_precision" else {recipe}]
     again = load_config(run.folder.path / "config.toml")
-    resumed = prepare(changed(again, checkpoint={"resume": "must"}, training={"steps": 4}))
+    resumed = prepare_run(changed(again, checkpoint={"resume": "must"}, training={"steps": 4}))
     linear = resumed.models[0].model.get_submodule(LAYER)
     resumed_recipe = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
     assert resumed_recipe == recipe
@@ -105,7 +105,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
 
 def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
     experts = {"n_experts": 2, "top_k": 1}
-    run = prepare(changed(watched_config, model=experts, numerics={"on_alarm": "fallback"}))
+    run = prepare_run(changed(watched_config, model=experts, numerics={"on_alarm": "fallback"}))
     done = run.progress.fallbacks
     alarms = RunAlarms(run.config.numerics, Display(make_stdout_console(quiet=True), 1, ""), run.models[0].model, done)
     for weight in ("gate_up_proj", "down_proj"):
@@ -119,12 +119,12 @@ def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
 def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):
     """From step 1 it falls back again, in its step; from step 2 it begins with that recipe, weights and moments."""
     checkpoint = {"interval": 1, "keep_latest_k": 0}
-    run = add_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
+    run = add_outlier(prepare_run(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
     train(run)
     assert {int(state["step"]) for state in run.models[0].optimizer.state.values()} == {3}
     config = load_config(run.folder.path / "config.toml")
     for step, kind in ((2, nn.Linear), (1, Float8Linear)):  # which discards the later ones
-        resumed = add_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": step})))
+        resumed = add_outlier(prepare_run(changed(config, checkpoint={"resume": "must", "load_step": step})))
         assert type(resumed.models[0].model.get_submodule(LAYER)) is kind
         train(resumed)
         assert resumed.progress.fallbacks == {LAYER: "high_precision"}
@@ -132,19 +132,19 @@ def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_conf
 
 
 def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(watched_config):
-    run = add_outlier(prepare(changed(watched_config, training={"steps": 2})))
+    run = add_outlier(prepare_run(changed(watched_config, training={"steps": 2})))
     train(run)
     before = read_alarms(run)
     config = changed(load_config(run.folder.path / "config.toml"), training={"steps": 5})
-    train(add_outlier(prepare(changed(config, checkpoint={"resume": "must"}))))
+    train(add_outlier(prepare_run(changed(config, checkpoint={"resume": "must"}))))
     assert before
     assert read_alarms(run) == before
     stops = changed(config, checkpoint={"resume": "must", "load_step": 2}, numerics={"on_alarm": "stop"})
-    assert train(add_outlier(prepare(stops)))["status"] == "alarm"
+    assert train(add_outlier(prepare_run(stops)))["status"] == "alarm"
 
 
 def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
-    run = prepare(changed(watched_config, training={"steps": 1}, numerics={"every": 0, "extras_every": 20}))
+    run = prepare_run(changed(watched_config, training={"steps": 1}, numerics={"every": 0, "extras_every": 20}))
     train(run)
     checkpoint = run.checkpoints.folder.find_checkpoint(1)
     record = read_record(checkpoint)
@@ -155,11 +155,11 @@ def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
     ):
         write_record(checkpoint, record | {"progress": record["progress"] | {"fallbacks": {layer: recipe}}})
         with pytest.raises(CheckpointError, match=f"the run fell back in {layer}: .*{message}"):
-            prepare(config)
+            prepare_run(config)
 
 
 def test_tensor_parallel_linears_cannot_fall_back(watched_config):
-    run = prepare(watched_config)
+    run = prepare_run(watched_config)
     (trained,) = run.models
     trained.config = changed(trained.config, parallelism={"tensor_parallel_degree": 2})
     with pytest.raises(ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree"):
@@ -167,7 +167,7 @@ def test_tensor_parallel_linears_cannot_fall_back(watched_config):
 
 
 def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
-    run = prepare(changed(watched_config, training={"steps": 2}))
+    run = prepare_run(changed(watched_config, training={"steps": 2}))
     weight = run.models[0].model.get_submodule(LAYER).weight.data
     before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 2 else None)
     with pytest.raises(NonFiniteError):

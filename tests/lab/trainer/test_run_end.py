@@ -31,7 +31,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.process import Watchdog, silence_other_ranks, use_determinism
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from tests.isolated import Forked
 from tests.lab.trainer.runs import changed, read_losses, run_to_end
 from tests.steps import assert_same
@@ -62,7 +62,7 @@ def read_error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_the_peak_of_a_skipped_step_is_measured_in_a_later_one(tiny_config, spoil):
     whole = run_to_end(changed(tiny_config, training={"steps": 3}))
-    run = prepare(changed(tiny_config, training={"steps": 3, "nonfinite": "skip"}, job={"name": "skips"}))
+    run = prepare_run(changed(tiny_config, training={"steps": 3, "nonfinite": "skip"}, job={"name": "skips"}))
     spoil(run, {2})
     train(run)
     assert run.models[0].peak == whole.models[0].peak
@@ -70,7 +70,7 @@ def test_the_peak_of_a_skipped_step_is_measured_in_a_later_one(tiny_config, spoi
 
 def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_each_step, capsys):
     config = replace(tiny_config, float8=Float8(recipe_name="delayed"))
-    run, states = prepare(changed(config, training={"nonfinite": "skip"})), []
+    run, states = prepare_run(changed(config, training={"nonfinite": "skip"})), []
 
     spoil(run, {3})
     before_each_step(
@@ -88,7 +88,7 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
-    run = prepare(changed(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2}))
+    run = prepare_run(changed(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2}))
     spoil(run, {1, 2, 4, 5, 6})
     with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 of them were skipped"):
         train(run)
@@ -107,7 +107,7 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
     tiny_config, spoil, before_each_step, compare, bad_step, ruined, saved, message
 ):
     config = changed(tiny_config, job={"compare": compare}, float8={"enable_float8_linear": compare})
-    run = prepare(config)
+    run = prepare_run(config)
     spoil(run, {bad_step})
     weight = next(run.models[0].model.parameters())
     before_each_step(lambda model, step: weight.data.fill_(math.inf) if ruined and step == bad_step else None)
@@ -122,7 +122,7 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
 
 
 def test_weights_whose_validation_is_not_finite_are_not_saved(tiny_config):
-    run = prepare(changed(tiny_config, checkpoint={"interval": 1}, validation={"freq": 2}))
+    run = prepare_run(changed(tiny_config, checkpoint={"interval": 1}, validation={"freq": 2}))
     run.models[0].model.model.embed_tokens.register_forward_hook(
         lambda module, _, output: output if module.training else output * math.nan
     )
@@ -132,7 +132,7 @@ def test_weights_whose_validation_is_not_finite_are_not_saved(tiny_config):
 
 
 def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monkeypatch, capsys):
-    run = prepare(changed(tiny_config, checkpoint={"enable": True}))
+    run = prepare_run(changed(tiny_config, checkpoint={"enable": True}))
     run.checkpoints._pending = pending = Future()
     pending.set_exception(CheckpointError("the checkpoint of step 2 could not be written"))
 
@@ -185,7 +185,7 @@ def test_reading_stacks_does_not_crash_a_slow_step(tmp_path):
 
 
 def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
-    run = prepare(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
+    run = prepare_run(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
     path = run.folder.get_stacks_path(0)
 
     def hang_in_step_2(model: TrainedModel, step: int) -> None:
@@ -215,7 +215,7 @@ def test_a_phase_that_is_stuck_leaves_its_stack(
 ):
     numerics = {"every": 1, "on_alarm": "fallback"}
     config = changed(tiny_float8_config, job={"compare": False}, training={"steps": 1}, numerics=numerics)
-    run = prepare(replace(config, comm=Comm(watchdog_seconds=1)))
+    run = prepare_run(replace(config, comm=Comm(watchdog_seconds=1)))
     path = run.folder.get_stacks_path(0)
     work = getattr(owner, method)
 
@@ -278,7 +278,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
     before_each_step(close_terminal)
     before = signal.signal(signal.SIGHUP, disposition)
     try:
-        run = prepare(resumable_config)
+        run = prepare_run(resumable_config)
         assert train(run)["status"] == ("interrupted" if last == 3 else "finished")
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -286,7 +286,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, before_each_step):
-    run = prepare(tiny_config)
+    run = prepare_run(tiny_config)
     before_each_step(lambda model, step: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     summary = train(run)  # before the first record: the curves are empty, and drawn
     assert (summary["status"], summary["steps"]) == ("interrupted", 0)
@@ -305,7 +305,7 @@ def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
 
     for name, file in (("metrics.jsonl", "metrics.jsonl"), (".partial.curves.png", "curves.png")):
 
-        def fill_disk(_setup: object, path: Path = folder / name) -> None:
+        def fill_disk(*_: object, path: Path = folder / name) -> None:
             path.unlink(missing_ok=True)
             path.symlink_to("/dev/full")
 

@@ -12,7 +12,7 @@ from quaver.lab.trainer.memory import PeakMemory
 from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.lab.trainer.training_run import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from tests.lab.trainer.runs import changed, read_steps, run_to_end
 from tests.steps import assert_same
 
@@ -66,7 +66,7 @@ def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
 
 
 def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
-    run = prepare(tiny_float8_config)
+    run = prepare_run(tiny_float8_config)
     assert [model.name for model in run.models] == ["tensorwise", "bfloat16"]
     float8_weights, weights = (model.model.state_dict() for model in run.models)
     assert_same(float8_weights, weights)
@@ -94,7 +94,7 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
 
 
 def test_a_peak_is_not_compared_with_one_that_was_not_measured(tiny_float8_config):
-    run = prepare(tiny_float8_config)
+    run = prepare_run(tiny_float8_config)
     run.models[0].peak = PeakMemory(100, "tensors of one step, exact")
     summary = summarize(run, status="finished", error=None)
     assert summary["comparison"]["peak_memory_ratio"] is None
