@@ -3,7 +3,6 @@
 The first rank has the record and raises the alarms. After sampled steps it tells the other ranks what to do.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -36,8 +35,8 @@ class RunAlarms:
     display: Display
     model: nn.Module
     """The model whose linears and experts fall back."""
-    done: Mapping[str, str]
-    """The fallbacks of the run so far. A linear, and all weights of a layer's experts, fall back once."""
+    fallen_back: set[str]
+    """The layers that have fallen back. A linear, and all weights of a layer's experts, fall back once."""
     reason: str = ""
     """The first alarm that stops the run."""
     fallbacks: dict[str, str] = field(default_factory=dict)
@@ -70,7 +69,8 @@ class RunAlarms:
             self.reason = event.message
         elif self.config.on_alarm == "fallback" and event.rule in REMEDIED:
             module = _find_module_name(self.model, event.layer)
-            if module not in self.done:
+            if module not in self.fallen_back:
+                self.fallen_back.add(module)
                 self.fallbacks[module] = self.config.fallback_recipe
 
 

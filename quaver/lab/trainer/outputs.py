@@ -104,7 +104,7 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                     scales = stack.enter_context(closing(JsonLines(folder.float8_scales)))
         display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak.source)
-        alarms = RunAlarms(run.config.numerics, display, run.models[0].model, run.progress.fallbacks)
+        alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set(run.progress.fallbacks))
         if run.config.numerics.every:
             if is_first:
                 alarms.sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)

@@ -104,16 +104,13 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
 
 
 def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
-    experts = {"n_experts": 2, "top_k": 1}
-    run = prepare_run(changed(watched_config, model=experts, numerics={"on_alarm": "fallback"}))
-    done = run.progress.fallbacks
-    alarms = RunAlarms(run.config.numerics, Display(make_stdout_console(quiet=True), 1, ""), run.models[0].model, done)
-    for weight in ("gate_up_proj", "down_proj"):
-        layer = f"model.layers.0.mlp.experts.{weight}"
-        alarms._handle(Alarm(1, 1, "sqnr", layer, "input", None, 0.0, 1.0, "", ()))
-        fallbacks = alarms.take_fallbacks()
-        assert fallbacks == ({} if done else {"model.layers.0.mlp.experts": "high_precision"})
-        done |= fallbacks
+    model = {"n_experts": 2, "top_k": 1}
+    run = prepare_run(changed(watched_config, model=model, numerics={"on_alarm": "fallback"}))
+    display, experts = Display(make_stdout_console(quiet=True), 1, ""), "model.layers.0.mlp.experts"
+    alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set())
+    for weight, fallbacks in (("gate_up_proj", {experts: "high_precision"}), ("down_proj", {})):
+        alarms._handle(Alarm(1, 1, "sqnr", f"{experts}.{weight}", "input", None, 0.0, 1.0, "", ()))
+        assert alarms.take_fallbacks() == fallbacks
 
 
 def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):
