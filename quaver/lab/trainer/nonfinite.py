@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,6 +38,25 @@ class NonFiniteOperand:
 
     def __str__(self) -> str:
         return f"{self.operand} of {self.module}"
+
+
+def describe_nonfinite(
+    model: nn.Module,
+    forward_backward: Callable[[], object],
+    gather: Callable[[NonFiniteOperand | None], list[NonFiniteOperand | None]],
+) -> str:
+    """Repeat `forward_backward` on every rank, and return in words where it first became non-finite on any of them.
+
+    Args:
+        gather: returns the values of all ranks.
+    """
+    operands = [operand for operand in gather(find_nonfinite(model, forward_backward)) if operand]
+    float8_operands = [operand.in_float8 for operand in operands if operand.in_float8]
+    position = attrgetter("position")
+    first, in_float8 = (min(group, key=position, default=None) for group in (operands, float8_operands))
+    if first is None:
+        return "but in no module when the step was repeated eagerly"
+    return f"first in {first}" + (f"; of float8 modules first in {in_float8}" if in_float8 not in (None, first) else "")
 
 
 def find_nonfinite(model: nn.Module, forward_backward: Callable[[], object]) -> NonFiniteOperand | None:

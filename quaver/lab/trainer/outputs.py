@@ -18,7 +18,7 @@ from quaver.lab.trainer.metrics import Logger, is_spike, list_scalars, open_logg
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_monitor import close_monitor, open_monitor
-from quaver.lab.trainer.trained_model import StepResult, TrainedModel
+from quaver.lab.trainer.trained_model import StepResult, TrainedModel, ValidationResult
 from quaver.lab.trainer.training_run import TrainingRun
 
 
@@ -65,14 +65,14 @@ class Outputs:
             with self.failures.catch():
                 self.scales.write(make_scales_record(step, model.name, scaling))
 
-    def record_validation(self, model: TrainedModel, loss: float) -> None:
+    def record_validation(self, model: TrainedModel, result: ValidationResult) -> None:
         """Write and show a validation of `model` after the last step."""
-        record = {"step": self.run.progress.step, "run": model.name, "validation_loss": loss}
+        record = {"step": self.run.progress.step, "run": model.name, "validation_loss": result.loss}
         record["precision"] = model.precision
         if model.expert_load is not None:
             record["expert_load"] = model.expert_load.tolist()
-        if self.run.config.validation.high_precision_too:
-            record["validation_loss_hp"] = model.validation_loss_hp
+        if result.loss_hp is not None:
+            record["validation_loss_hp"] = result.loss_hp
         self.write(record)
         self.display.print_validation(record)
 

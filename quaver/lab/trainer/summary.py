@@ -43,8 +43,8 @@ def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
         used = compute_utilization(run.flops_per_token[model.name], tokens_per_s / dims.world_size, run.peak)
     rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
     return {
-        "validation_loss": model.validation_loss,
-        **({"validation_loss_hp": model.validation_loss_hp} if config.validation.high_precision_too else {}),
+        "validation_loss": model.validation.loss,
+        **({"validation_loss_hp": model.validation.loss_hp} if config.validation.high_precision_too else {}),
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
         **used,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Self
 
 import torch
@@ -26,8 +25,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.lab.data import Batch
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Optimizer, TrainConfig, Training
-from quaver.lab.settings.schedule import ScheduleEntry, list_high_precision_matmuls
-from quaver.lab.trainer.float8 import in_high_precision, run_in_high_precision
+from quaver.lab.trainer.float8 import in_high_precision
 from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.loss import compute_next_token_loss
@@ -42,7 +40,7 @@ from quaver.lab.trainer.mixture import (
     take_expert_load,
 )
 from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.nonfinite import NonFiniteError, find_nonfinite
+from quaver.lab.trainer.nonfinite import NonFiniteError, describe_nonfinite
 from quaver.lab.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -51,8 +49,8 @@ from quaver.lab.trainer.optimizer import (
     sum_partial_gradients,
 )
 from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.precision_schedule import PrecisionSchedule
 from quaver.numerics.monitoring import Monitor
-from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import synchronize
 
 REMEDY = "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
@@ -78,12 +76,20 @@ class StepResult:
     nonfinite: str = ""
 
 
+@dataclass(frozen=True)
+class ValidationResult:
+    """The mean loss (nats) over the validation batches; None before the first validation."""
+
+    loss: float | None = None
+    loss_hp: float | None = None
+    """The loss of the same weights with every linear in high precision, if validation.high_precision_too is set."""
+
+
 @dataclass
 class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
-    `precision` is `name`, unless float8.high_precision_schedule runs matmuls of the step in high precision: then it is
-    the high-precision dtype if all matmuls do, else both names. Such a step records neither time nor memory.
+    A step with matmuls that float8.high_precision_schedule runs in high precision records neither time nor memory.
 
     Each rank has its shard of the model and of the batches. `train_step`, `validate` and `precompute_scales` are
     collectives: all ranks must call them, in the same order. Results are the same on all ranks, except for times
@@ -95,21 +101,18 @@ class TrainedModel:
     config: TrainConfig
     device: torch.device
     ranks: Ranks = field(default_factory=Ranks)
-    peak: PeakMemory = field(default_factory=PeakMemory)
-    step_seconds: list[float] = field(default_factory=list)
-    validation_loss: float | None = None
-    validation_loss_hp: float | None = None
-    """The loss of the same weights with every linear in high precision, if validation.high_precision_too is set."""
+    peak: PeakMemory = field(init=False, default_factory=PeakMemory)
+    step_seconds: list[float] = field(init=False, default_factory=list)
+    validation: ValidationResult = field(init=False, default=ValidationResult())
     expert_load: Tensor | None = field(init=False, default=None, repr=False)
     """The share of the last step's tokens that each expert took, [layers, E]; None without experts."""
     compiled_graphs: int = field(init=False, default=0)
     """The number of graphs that the steps have compiled."""
-    precision: str = field(init=False)
     monitor: Monitor | None = field(init=False, default=None, repr=False)
     """Samples the numerics of the float8 matmuls, if numerics.every is set."""
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The persistent scales; empty for recipes with dynamic scaling."""
-    _schedule: tuple[ScheduleEntry, ...] = field(init=False, repr=False)
+    _schedule: PrecisionSchedule = field(init=False, repr=False)
     _skipped_in_a_row: int = field(init=False, default=0)
     _routers: list[Router] = field(init=False, repr=False)
     _experts: list[Experts] = field(init=False, repr=False)
@@ -140,9 +143,8 @@ class TrainedModel:
 
     def __post_init__(self) -> None:
         self.model.train()
-        self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
-        self._schedule = self.config.float8.parse_schedule() if self._is_float8 else ()
+        self._schedule = PrecisionSchedule(self.name, self.model, self.config)
         self._routers, self._experts = list_modules(self.model, Router), list_modules(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
@@ -150,6 +152,11 @@ class TrainedModel:
     def make_optimizer(self, name: str) -> torch.optim.Optimizer:
         """Make an optimizer with default settings, into which a checkpoint loads the states of another optimizer."""
         return build_optimizer(self.model, Optimizer(name=name))
+
+    @property
+    def precision(self) -> str:
+        """The precision of the last step: `name`, or what `PrecisionSchedule` made it."""
+        return self._schedule.precision
 
     @property
     def _is_float8(self) -> bool:
@@ -203,7 +210,7 @@ class TrainedModel:
             NonFiniteError: for such a step; with training.nonfinite = "skip" only after training.max_nonfinite_steps of
                 them in a row.
         """
-        self.follow_schedule(step)
+        self._schedule.apply(step)
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
             measure = measure_peak(
@@ -277,29 +284,12 @@ class TrainedModel:
         with make_autocast(self.config.training, self.device):
             return compute_next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
-    def follow_schedule(self, step: int) -> None:
-        """Run the matmuls in high precision that float8.high_precision_schedule names for `step`."""
-        if not self._schedule:
-            return
-        config, blocks = self.config, list(self.model.iter_blocks())
-        block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
-        wanted = {
-            name: list_high_precision_matmuls(
-                self._schedule, step, config.training.steps, block_of.get(id(module)), len(blocks)
-            )
-            for name, module in iter_float8_modules(self.model)
-        }
-        run_in_high_precision(self.model, wanted.__getitem__)
-        matmul_sets = set(wanted.values())
-        high_precision = config.training.mixed_precision_param
-        self.precision = self.name if matmul_sets == {()} else high_precision
-        if matmul_sets not in ({()}, {tuple(MATMULS)}):
-            self.precision = f"{self.name} and {high_precision}"
-
     def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
-        """Discard a non-finite step, and say where it became so. Raises NonFiniteError if the run must stop."""
+        """Discard a non-finite step, and return where it became so. Raises NonFiniteError if the run must stop."""
         training = self.config.training
-        where = self._find_nonfinite(step, batches, loss, grad_norm)
+        with self.monitor.repeating() if self.monitor else nullcontext():
+            place = describe_nonfinite(self.model, partial(self.forward_backward, batches), self.ranks.gather)
+        where = f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {place}"
         self.scaling.forget_observed()
         take_expert_load(self._routers, self.ranks.sum)
         self._skipped_in_a_row += 1
@@ -310,32 +300,20 @@ class TrainedModel:
             raise NonFiniteError(f"{where}; the previous steps were non-finite too, and {limit} of them were skipped")
         return where
 
-    def _find_nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
-        with self.monitor.repeating() if self.monitor else nullcontext():
-            own = find_nonfinite(self.model, partial(self.forward_backward, batches))
-        operands = [operand for operand in self.ranks.gather(own) if operand]
-        float8_operands = [operand.in_float8 for operand in operands if operand.in_float8]
-        position = attrgetter("position")
-        first, in_float8 = (min(group, key=position, default=None) for group in (operands, float8_operands))
-        where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
-        if in_float8 and in_float8 != first:
-            where += f"; of float8 modules first in {in_float8}"
-        return f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}"
-
     @torch.no_grad()
-    def validate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over the validation batches in `precision`, and set `validation_loss` to it.
+    def validate(self, batches: Sequence[Batch]) -> ValidationResult:
+        """Compute the loss over the validation batches in `precision`, and set `validation`.
 
-        With validation.high_precision_too the same weights are also validated for `validation_loss_hp`. Raises
-        NonFiniteError if a loss is not finite.
+        Raises NonFiniteError if a loss is not finite.
         """
-        self.validation_loss = self._compute_mean_loss(batches)
+        loss, loss_hp = self._compute_mean_loss(batches), None
         if self.config.validation.high_precision_too:
-            self.validation_loss_hp = self.validation_loss
+            loss_hp = loss
             if self.precision != self.config.training.mixed_precision_param:
                 with in_high_precision(self.model):
-                    self.validation_loss_hp = self._compute_mean_loss(batches)
-        return self.validation_loss
+                    loss_hp = self._compute_mean_loss(batches)
+        self.validation = ValidationResult(loss, loss_hp)
+        return self.validation
 
     def _compute_mean_loss(self, batches: Sequence[Batch]) -> float:
         self.model.eval()

@@ -64,8 +64,9 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
     scales = copy.deepcopy(float8.scaling.state_dict())
 
     batches = run.data.make_validation_batches(config.training, config.validation)
-    assert float8.validate(batches) != float8.validation_loss_hp
-    assert float8.validation_loss_hp == baseline.validate(batches) == baseline.validation_loss_hp
+    result, expected = float8.validate(batches), baseline.validate(batches)
+    assert result.loss != result.loss_hp
+    assert result.loss_hp == expected.loss == expected.loss_hp
     assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
 
     assert train_step(run, float8, 4) == train_step(run, baseline, 4)

@@ -1,0 +1,40 @@
+"""Switches the matmuls of a model between float8 and high precision, step by step (float8.high_precision_schedule)."""
+
+from quaver.conversion.high_precision import iter_float8_modules
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.schedule import list_high_precision_matmuls
+from quaver.lab.trainer.float8 import run_in_high_precision
+from quaver.lab.trainer.model import Llama
+from quaver.recipes.linear_casts import MATMULS
+
+
+class PrecisionSchedule:
+    """The schedule of one model, which it changes. `precision` is that of the step that `apply` got last."""
+
+    def __init__(self, name: str, model: Llama, config: TrainConfig) -> None:
+        """Take `model`, whose precision is `name` in steps that the schedule does not change."""
+        self._name, self._model, self._config = name, model, config
+        has_float8 = any(True for _ in iter_float8_modules(model))
+        self._entries = config.float8.parse_schedule() if has_float8 else ()
+        self.precision = name
+        """The name, the high-precision dtype if all float8 matmuls run in it, or both names if some do."""
+
+    def apply(self, step: int) -> None:
+        """Run the matmuls of `step` (from 1) in the precision that the schedule names."""
+        if not self._entries:
+            return
+        blocks = list(self._model.iter_blocks())
+        block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+        steps, high_precision = self._config.training.steps, self._config.training.mixed_precision_param
+        wanted = {
+            name: list_high_precision_matmuls(self._entries, step, steps, block_of.get(id(module)), len(blocks))
+            for name, module in iter_float8_modules(self._model)
+        }
+        run_in_high_precision(self._model, wanted.__getitem__)
+        matmul_sets = set(wanted.values())
+        if matmul_sets == {()}:
+            self.precision = self._name
+        elif matmul_sets == {tuple(MATMULS)}:
+            self.precision = high_precision
+        else:
+            self.precision = f"{self._name} and {high_precision}"
