@@ -24,8 +24,8 @@ class DryRunOptions(Settings):
     def check(self) -> None:
         """Raise InputError for --ranks without --dry-run."""
         if not self.dry_run:
-            fix = "start a run on many processes with torchrun"
-            self.require_default("ranks", unless="--dry-run is given", fix=fix)
+            hint = "start a run on many processes with torchrun"
+            self.require_default("ranks", unless="--dry-run is given", hint=hint)
 
 
 def plan_run(run_flags: list[str], ranks: int) -> DryRun:

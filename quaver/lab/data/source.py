@@ -56,7 +56,7 @@ def find_source(data: Data) -> TextSource:
     if any(file.name.endswith(records.PARQUET) for file in record_files):
         records.require_pyarrow()
     if not record_files:
-        data.require_default("field", unless="data.path has JSONL or Parquet files", fix="plain text has no fields")
+        data.require_default("field", unless="data.path has JSONL or Parquet files", hint="plain text has no fields")
     read = record_files or files
     return TextSource(data.path, data.field, tuple(read), bool(record_files), len(files) - len(read))
 

@@ -13,7 +13,15 @@ from typing import Any
 import tomli_w
 
 from quaver.lab.settings import Float8, Numerics, TrainConfig
-from quaver.lab.settings.fields import Settings, as_tuple, expand_user, get_hints, is_section, setting, suggest_nearest
+from quaver.lab.settings.fields import (
+    Settings,
+    as_tuple,
+    expand_user,
+    get_types,
+    is_section,
+    setting,
+    suggest_nearest,
+)
 from quaver.lab.settings.flags import split_flags
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import replace_file
@@ -49,13 +57,13 @@ def list_turned_off(path: Path | None, flags: Sections) -> list[str]:
 def _list_turned_off(sections: Sections, flags: Sections) -> list[str]:
     if flags.get("float8", {}).get("enable_float8_linear") is not False:
         return []
-    in_float8 = (f"float8.{name}" for name in get_hints(Float8) if name not in _WITHOUT_FLOAT8)
-    in_numerics = (f"numerics.{name}" for name in get_hints(Numerics))
+    in_float8 = (f"float8.{name}" for name in get_types(Float8) if name not in _WITHOUT_FLOAT8)
+    in_numerics = (f"numerics.{name}" for name in get_types(Numerics))
     turned_off = []
     for name in (*in_float8, *in_numerics, "validation.high_precision_too", "metrics.float8_scales_freq"):
         section, key = name.split(".")
         values = sections.get(section, {})
-        default = get_hints(TrainConfig)[section].__dataclass_fields__[key].default
+        default = get_types(TrainConfig)[section].__dataclass_fields__[key].default
         if key in values and key not in flags.get(section, {}) and as_tuple(values[key]) != default:
             turned_off.append(name)
     return turned_off
@@ -64,8 +72,8 @@ def _list_turned_off(sections: Sections, flags: Sections) -> list[str]:
 def read_toml(path: Path) -> Sections:
     """Return the sections of a TOML file. Their names and keys are checked; `build_config` also checks values."""
     if not path.is_file():
-        fix = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
-        raise FileNotFoundError(f"config file {str(path)!r} {fix}")
+        hint = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
+        raise FileNotFoundError(f"config file {str(path)!r} {hint}")
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a BOM
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -76,7 +84,7 @@ def read_toml(path: Path) -> Sections:
 
 def _check_names(sections: Sections, source: str) -> None:
     for section, values in sections.items():
-        _check_known(section, get_hints(TrainConfig), f"section in {source}")
+        _check_known(section, get_types(TrainConfig), f"section in {source}")
         if not isinstance(values, dict):
             raise InputError(f"{section} in {source} must be a section, got {values!r}; write [{section}]")
         for key in values:
@@ -86,12 +94,12 @@ def _check_names(sections: Sections, source: str) -> None:
 def build_config(sections: Sections) -> TrainConfig:
     """Make a TrainConfig from nested plain values. Missing values take their defaults. Raises InputError."""
     _check_names(sections, "the settings")
-    return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in get_hints(TrainConfig).items()})
+    return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in get_types(TrainConfig).items()})
 
 
 def list_changed_settings(config: TrainConfig) -> Sections:
     """Return the settings that differ from their defaults, by section; `build_config` makes an equal config of them."""
-    sections = {name: getattr(config, name) for name in get_hints(TrainConfig)}
+    sections = {name: getattr(config, name) for name in get_types(TrainConfig)}
     changed = {
         name: {
             field.name: value for field in fields(section) if (value := getattr(section, field.name)) != field.default
@@ -124,7 +132,10 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
         options: the command's own options, which are parsed already. The hint for an unknown flag may name one.
     """
     values, rest = split_flags(TrainFlags, argv)
-    known = [*_list_setting_names(), *(name for name, hint in get_hints(options).items() if not is_section(hint))]
+    known = [
+        *_list_setting_names(),
+        *(name for name, kind in get_types(options).items() if not is_section(kind)),
+    ]
     for word in rest:
         if word.startswith("--"):
             _check_known(word[2:].partition("=")[0].replace("-", "_"), known, "flag")
@@ -152,7 +163,7 @@ def _find_config_of_run(folder: Path) -> Path:
 
 
 def _list_setting_names() -> list[str]:
-    return [f"{section}.{name}" for section, kind in get_hints(TrainConfig).items() for name in get_hints(kind)]
+    return [f"{section}.{name}" for section, kind in get_types(TrainConfig).items() for name in get_types(kind)]
 
 
 def _check_known(name: str, known: Collection[str], kind: str) -> None:

@@ -35,8 +35,8 @@ class Data(Settings, section="data"):
         self.require(bool(self.field), "field", "the name of a field")
         self.require(bool(self.tokenizer), "tokenizer", f"{BYTES}, a file or a folder")
         if self.tokenizer == BYTES:
-            fix = "with bytes a 0 byte ends a document"
-            self.require_default("eos_token", unless="data.tokenizer is a file", fix=fix)
+            hint = "with bytes a 0 byte ends a document"
+            self.require_default("eos_token", unless="data.tokenizer is a file", hint=hint)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.fields import Settings, format_default, get_choices, get_help, get_hints
+from quaver.lab.settings.fields import Settings, format_default, get_choices, get_help, get_types
 
 HEAD = """# Configuration
 
@@ -18,20 +18,20 @@ Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = va
 
 def format_configuration_page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([HEAD, *(_format_section(kind) for kind in get_hints(TrainConfig).values())])
+    return "\n".join([HEAD, *(_format_section(kind) for kind in get_types(TrainConfig).values())])
 
 
 def _format_section(kind: type[Settings]) -> str:
-    texts, hints = get_help(kind), get_hints(kind)
+    texts, hints = get_help(kind), get_types(kind)
     meanings = {name: text + _format_choices(hints[name], text) for name, text in texts.items()}
     rows = [f"`{field.name}` | `{format_default(field)}` | {meanings[field.name]}" for field in fields(kind)]
     table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
     return f"## [{kind.section}]\n\n{' '.join((kind.__doc__ or '').split())}\n\n{table}\n"
 
 
-def _format_choices(hint: Any, text: str) -> str:
+def _format_choices(annotation: Any, text: str) -> str:
     """Return the strings that a setting may be, unless its help text names them."""
-    choices = get_choices(hint)
+    choices = get_choices(annotation)
     return "" if all(choice in text for choice in choices) else f" One of {', '.join(choices)}."
 
 

@@ -92,9 +92,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        for name in get_hints(kind):
-            value, hint = getattr(self, name), get_hints(kind)[name]
-            if is_section(hint):
+        for name in get_types(kind):
+            value, annotation = getattr(self, name), get_types(kind)[name]
+            if is_section(annotation):
                 continue
             value = as_tuple(value)
             try:
@@ -102,8 +102,8 @@ class Settings:
             except ValidationError as error:
                 first = error.errors()[0]
                 is_type = first["type"].endswith("_type")
-                bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(get_choices(hint))}")
-                expected = describe_type(hint) if is_type else bound.format(**first.get("ctx", {}))
+                bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(get_choices(annotation))}")
+                expected = describe_type(annotation) if is_type else bound.format(**first.get("ctx", {}))
                 value = getattr(self, name) if is_type else first["input"]
                 raise InputError(f"{self.name_field(name)} must be {expected}, got {value!r}") from None
             object.__setattr__(self, name, checked)
@@ -120,22 +120,22 @@ class Settings:
             return f"{cls.section}.{field}"
         return field.upper() if is_positional(cls.__dataclass_fields__[field]) else "--" + field.replace("_", "-")
 
-    def require(self, holds: bool, field: str, expected: str, fix: str = "") -> None:
+    def require(self, holds: bool, field: str, expected: str, hint: str = "") -> None:
         """Raise InputError that says what `field` must be, what it is, and what to do, unless `holds`."""
-        require(holds, self.name_field(field), expected, attrgetter(field)(self), fix)
+        require(holds, self.name_field(field), expected, attrgetter(field)(self), hint)
 
-    def require_default(self, *names: str, unless: str = "", beside: str = "", fix: str = "") -> None:
+    def require_default(self, *names: str, unless: str = "", beside: str = "", hint: str = "") -> None:
         """Raise InputError if a field of `names` is set that nothing reads: `unless` or `beside` something."""
         condition = f"with {beside}" if beside else f"unless {unless}"
         for name in names:
             default = type(self).__dataclass_fields__[name].default
-            self.require(getattr(self, name) == default, name, f"its default, {default!r}, {condition}", fix)
+            self.require(getattr(self, name) == default, name, f"its default, {default!r}, {condition}", hint)
 
 
-def require(holds: bool, name: str, expected: str, value: object, fix: str = "") -> None:
+def require(holds: bool, name: str, expected: str, value: object, hint: str = "") -> None:
     """Raise InputError saying what setting `name` must be, its value, and what to do, unless `holds`."""
     if not holds:
-        raise InputError(f"{name} must be {expected}, got {value!r}" + (f"; {fix}" if fix else ""))
+        raise InputError(f"{name} must be {expected}, got {value!r}" + (f"; {hint}" if hint else ""))
 
 
 def as_tuple(value: Any) -> Any:
@@ -158,20 +158,20 @@ def is_folder_name(name: str) -> bool:
     return name not in (".", "..") and not set(name) & set("/\\\0")
 
 
-def get_hints(kind: Any) -> dict[str, Any]:
+def get_types(kind: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields, with their bounds."""
-    return _resolve_hints(kind)
+    return _resolve_types(kind)
 
 
 @cache  # mypy takes a dataclass for unhashable unless it is typed as Any
-def _resolve_hints(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(kind)}
+def _resolve_types(kind: Any) -> dict[str, Any]:
+    annotations = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: annotations[field.name] for field in fields(kind)}
 
 
-def is_section(hint: Any) -> bool:
+def is_section(annotation: Any) -> bool:
     """Return whether the type of a field is a `Settings` class."""
-    return isinstance(hint, type) and issubclass(hint, Settings)
+    return isinstance(annotation, type) and issubclass(annotation, Settings)
 
 
 def is_positional(field: "Field[Any]") -> bool:
@@ -179,30 +179,30 @@ def is_positional(field: "Field[Any]") -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def get_base_type(hint: Any) -> Any:
+def get_base_type(annotation: Any) -> Any:
     """Return the type of a setting without bounds and None: bool, int, float, str, or tuple[item, ...]."""
-    if typing.get_origin(hint) is Annotated:
-        return get_base_type(typing.get_args(hint)[0])
-    members = [member for member in typing.get_args(hint) if member is not NoneType]
-    is_optional = len(members) < len(typing.get_args(hint))
-    return get_base_type(members[0]) if is_optional else hint
+    if typing.get_origin(annotation) is Annotated:
+        return get_base_type(typing.get_args(annotation)[0])
+    members = [member for member in typing.get_args(annotation) if member is not NoneType]
+    is_optional = len(members) < len(typing.get_args(annotation))
+    return get_base_type(members[0]) if is_optional else annotation
 
 
-def get_item_type(hint: Any) -> Any:
+def get_item_type(annotation: Any) -> Any:
     """Return the type of the items of a tuple[item, ...], or None for any other type."""
-    base = get_base_type(hint)
+    base = get_base_type(annotation)
     return get_base_type(typing.get_args(base)[0]) if typing.get_origin(base) is tuple else None
 
 
-def get_choices(hint: Any) -> tuple[str, ...]:
+def get_choices(annotation: Any) -> tuple[str, ...]:
     """Return the strings that a setting, or an item of it, may be; () if any string is accepted."""
-    return next((metadata.choices for metadata in _iter_metadata(hint) if isinstance(metadata, OneOf)), ())
+    return next((metadata.choices for metadata in _iter_metadata(annotation) if isinstance(metadata, OneOf)), ())
 
 
-def describe_type(hint: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """Return the type of a setting as an error message names it."""
-    item = get_item_type(hint)
-    return TYPES_AS_TEXT[get_base_type(hint)] if item is None else f"a list of {TYPES_AS_TEXT[item].split()[-1]}s"
+    item = get_item_type(annotation)
+    return TYPES_AS_TEXT[get_base_type(annotation)] if item is None else f"a list of {TYPES_AS_TEXT[item].split()[-1]}s"
 
 
 def get_help(kind: type) -> dict[str, str]:
@@ -236,11 +236,15 @@ def format_default(setting: "Field[Any]") -> str:
 @cache
 def _make_adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
     strict = ConfigDict(strict=True)
-    return {name: TypeAdapter(hint, config=strict) for name, hint in get_hints(kind).items() if not is_section(hint)}
+    return {
+        name: TypeAdapter(annotation, config=strict)
+        for name, annotation in get_types(kind).items()
+        if not is_section(annotation)
+    }
 
 
-def _iter_metadata(hint: Any) -> Iterator[Any]:
-    """Yield the metadata of all Annotated types inside `hint`."""
-    yield from getattr(hint, "__metadata__", ())
-    for inner in typing.get_args(hint):
+def _iter_metadata(annotation: Any) -> Iterator[Any]:
+    """Yield the metadata of all Annotated types inside `annotation`."""
+    yield from getattr(annotation, "__metadata__", ())
+    for inner in typing.get_args(annotation):
         yield from _iter_metadata(inner)

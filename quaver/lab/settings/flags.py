@@ -18,8 +18,8 @@ from quaver.lab.settings.fields import (
     get_base_type,
     get_choices,
     get_help,
-    get_hints,
     get_item_type,
+    get_types,
     is_positional,
     is_section,
     suggest_nearest,
@@ -139,17 +139,17 @@ class _Parser(ArgumentParser):
     def _add(self, add: Callable[..., object], kind: type, section: str) -> None:
         texts = get_help(kind)
         for field in fields(kind):
-            hint, name = get_hints(kind)[field.name], section + field.name
-            if is_section(hint):
-                group = self.add_argument_group(field.name, _join_lines(hint.__doc__))
-                self._add(group.add_argument, hint, f"{name}.")
+            annotation, name = get_types(kind)[field.name], section + field.name
+            if is_section(annotation):
+                group = self.add_argument_group(field.name, _join_lines(annotation.__doc__))
+                self._add(group.add_argument, annotation, f"{name}.")
                 continue
-            base, item = get_base_type(hint), get_item_type(hint)
+            base, item = get_base_type(annotation), get_item_type(annotation)
             text = f"{texts[field.name]} {_describe_default(field)}".replace("%", "%%")
             if is_positional(field):
                 add(name, nargs="+" if item else None, metavar=name.upper(), help=text)
                 continue
-            choices = ("true", "false") if base is bool else get_choices(hint)
+            choices = ("true", "false") if base is bool else get_choices(annotation)
             metavar = "|".join(choices) or (item or base).__name__.upper()
             flag = f"--{name if section else name.replace('_', '-')}"
             options: dict[str, Any] = {"type": partial(_convert, base)}

@@ -143,8 +143,8 @@ class Float8(Settings, section="float8"):
                 continue
             with blame_input("float8."):
                 served = serving_config(self.serving, recipe)
-            fix = "a static scale is calibrated before the training"
-            self.require(not served.has_persistent_scales, "serving", "an engine that scales dynamically", fix)
+            hint = "a static scale is calibrated before the training"
+            self.require(not served.has_persistent_scales, "serving", "an engine that scales dynamically", hint)
 
     @property
     def has_persistent_scales(self) -> bool:
@@ -188,5 +188,5 @@ class Float8(Settings, section="float8"):
         self.make_delayed_scaling_config()
         if not self.has_persistent_scales:
             names = [field.name for field in fields(self) if field.name.startswith("delayed_")]
-            fix = f"set float8.enable_float8_linear and one of the recipes {DELAYED_RECIPES}"
-            self.require_default(*names, unless="scaling is delayed", fix=fix)
+            hint = f"set float8.enable_float8_linear and one of the recipes {DELAYED_RECIPES}"
+            self.require_default(*names, unless="scaling is delayed", hint=hint)

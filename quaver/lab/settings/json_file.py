@@ -13,19 +13,19 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """`__pydantic_config__` of the types: no conversions, and no NaN, which JSON lacks and Python's reader accepts."""
 
 
-def read_json(path: Path, kind: TypeAdapter[T], fix: str) -> T:
+def read_json(path: Path, kind: TypeAdapter[T], hint: str) -> T:
     """Read the regular file `path` and validate it with `kind`.
 
     Raises:
         OSError: the file cannot be read.
-        InputError: the file is damaged. One line names the file and the first field that is wrong, and ends with `fix`.
+        InputError: the file is damaged. One line names the file and the first wrong field, and ends with `hint`.
     """
     if not path.is_file():  # reading a FIFO would block
-        raise FileNotFoundError(f"{str(path)!r} is not a file; {fix}")
+        raise FileNotFoundError(f"{str(path)!r} is not a file; {hint}")
     try:
         return kind.validate_json(path.read_bytes())
     except ValidationError as error:
-        raise InputError(f"{str(path)!r} is damaged: {_describe_first(error)}; {fix}") from None
+        raise InputError(f"{str(path)!r} is damaged: {_describe_first(error)}; {hint}") from None
 
 
 def _describe_first(error: ValidationError) -> str:

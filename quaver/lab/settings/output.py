@@ -39,8 +39,8 @@ class Job(Settings, section="job"):
 
     def check(self) -> None:
         """Raise InputError for a path where a name is needed, and for an empty folder."""
-        fix = "put parent folders in job.dump_folder"
-        self.require(is_folder_name(self.name), "name", "the name of one folder", fix)
+        hint = "put parent folders in job.dump_folder"
+        self.require(is_folder_name(self.name), "name", "the name of one folder", hint)
         self.require(bool(self.dump_folder), "dump_folder", "a folder")
 
 

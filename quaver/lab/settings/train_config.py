@@ -78,8 +78,8 @@ class TrainConfig(Settings):
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
         is_read = self.float8.has_persistent_scales or self.metrics.float8_scales_freq <= 1
         expected = f"0 or 1 where no scale is saved from step to step ({precision})"
-        fix = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"
-        self.require(is_read, "metrics.float8_scales_freq", expected, fix)
+        hint = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"
+        self.require(is_read, "metrics.float8_scales_freq", expected, hint)
 
     def _check_tensor_parallel(self) -> None:
         degree = self.parallelism.tensor_parallel_degree
@@ -87,14 +87,14 @@ class TrainConfig(Settings):
         for name in SPLIT:
             section, size = name.split(".")
             self.require(getattr(getattr(self, section), size) % degree == 0, name, f"a multiple of {setting}")
-        fix = "experts are split by parallelism.expert_parallel_degree"
-        self.require(degree == 1 or not self.model.n_experts, "model.n_experts", f"0 with {setting}", fix)
-        fix = "the embedding and the output projection are split differently"
+        hint = "experts are split by parallelism.expert_parallel_degree"
+        self.require(degree == 1 or not self.model.n_experts, "model.n_experts", f"0 with {setting}", hint)
+        hint = "the embedding and the output projection are split differently"
         splits_tied = degree > 1 and self.model.tie_word_embeddings
-        self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", fix)
-        fix = "linears that read one input gather it in one recipe"
+        self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", hint)
+        hint = "linears that read one input gather it in one recipe"
         is_one = degree == 1 or not self.float8.layer_recipes
-        self.require(is_one, "float8.layer_recipes", f"empty with {setting}", fix)
+        self.require(is_one, "float8.layer_recipes", f"empty with {setting}", hint)
 
     def _check_expert_parallel(self) -> None:
         degree, experts = self.parallelism.expert_parallel_degree, self.model.n_experts
@@ -134,9 +134,9 @@ class TrainConfig(Settings):
             ):
                 fits = part is None or part.count(total) <= most
                 require(fits, "float8.high_precision_schedule", expected, entry.text)
-        fix = "every loss is one in high precision"
+        hint = "every loss is one in high precision"
         is_read = float8.enable_float8_linear or not self.validation.high_precision_too
-        self.require(is_read, "validation.high_precision_too", "false where float8.enable_float8_linear is false", fix)
+        self.require(is_read, "validation.high_precision_too", "false where float8.enable_float8_linear is false", hint)
         # A fallback to high precision needs weights or inputs that these settings send as float8 codes.
         degree = self.parallelism.tensor_parallel_degree
         reasons = {
@@ -163,5 +163,5 @@ class TrainConfig(Settings):
         )
         is_reached = every is None or every <= self.model.n_layers
         expected = f"op or at most model.n_layers = {self.model.n_layers}"
-        fix = "no block would be checkpointed"
-        self.require(is_reached, "activation_checkpoint.selective_ac_option", expected, fix)
+        hint = "no block would be checkpointed"
+        self.require(is_reached, "activation_checkpoint.selective_ac_option", expected, hint)

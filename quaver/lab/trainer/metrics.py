@@ -113,8 +113,8 @@ def check_loggers(config: Metrics) -> None:
     """Raise InputError if the package of an enabled logger is not installed."""
     for name in ("tensorboard", "wandb"):
         is_installed = not getattr(config, f"enable_{name}") or importlib.util.find_spec(name) is not None
-        fix = f"pip install 'quaver[{name}]'"
-        require(is_installed, f"metrics.enable_{name}", f"false without the package {name}", True, fix)
+        hint = f"pip install 'quaver[{name}]'"
+        require(is_installed, f"metrics.enable_{name}", f"false without the package {name}", True, hint)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from quaver.lab.settings import Float8, TrainConfig, Training
 from quaver.lab.settings.config_file import build_config, list_turned_off, load_config, parse_arguments, write_config
-from quaver.lab.settings.fields import get_base_type, get_hints
+from quaver.lab.settings.fields import get_base_type, get_types
 from quaver.lab.trainer.model import make_meta_llama
 
 DELAYED = "--float8.recipe_name delayed --float8.delayed_history_len=4"
@@ -277,8 +277,8 @@ def test_configs_are_frozen():
 
 NUMBERS = [
     f"{section}.{name}"
-    for section, kind in get_hints(TrainConfig).items()
-    for name, hint in get_hints(kind).items()
+    for section, kind in get_types(TrainConfig).items()
+    for name, hint in get_types(kind).items()
     if get_base_type(hint) in (int, float)
 ]
 

@@ -80,8 +80,8 @@ class MemoryOptions(Settings):
     def check(self) -> None:
         """Raise InputError for options that exclude each other."""
         if self.measure:
-            fix = "it measures on training.device, and predicts for it"
-            self.require_default("device", beside="--measure", fix=fix)
+            hint = "it measures on training.device, and predicts for it"
+            self.require_default("device", beside="--measure", hint=hint)
         if not (self.advise or self.fit):
             self.require_default("time_on", unless="--advise or --fit is given")
         for flag in ("fit", "checkpoint_bandwidth"):
@@ -91,12 +91,12 @@ class MemoryOptions(Settings):
         if self.time_on is not None:
             require_device_spec(self.time_on, "--time-on")
         if self.quick:
-            fix = "it estimates the peak on a GPU alone"
-            self.require_default("vs", "measure", "html", "png", "links", "top", beside="--quick", fix=fix)
-            self.require(self.device != "cpu", "device", "cuda with --quick", fix)
+            hint = "it estimates the peak on a GPU alone"
+            self.require_default("vs", "measure", "html", "png", "links", "top", beside="--quick", hint=hint)
+            self.require(self.device != "cpu", "device", "cuda with --quick", hint)
         if self.links:
             names = ("vs", "advise", "fit", "measure", "html", "png", "top")
-            self.require_default(*names, beside="--links", fix="it predicts no memory")
+            self.require_default(*names, beside="--links", hint="it predicts no memory")
         else:
             self.require_default("checkpoint_bandwidth", unless="--links is given")
         files = self.list_files()
