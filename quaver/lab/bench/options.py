@@ -87,9 +87,9 @@ class BenchOptions(Settings):
         rows: list[Row] = []
         is_complete = True
         try:
-            with show_progress("preparing") as tell:
+            with show_progress("preparing") as set_activity:
                 for case in cases:
-                    tell(", ".join(map(str, case)))
+                    set_activity(", ".join(map(str, case)))
                     torch.compiler.reset()
                     rows += make_rows(*case)
         except KeyboardInterrupt:

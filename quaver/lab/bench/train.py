@@ -84,14 +84,18 @@ class TrainBenchmark(Recipes, BenchOptions):
         setup, recipe_models = compared
         config, tokens = setup.config, setup.config.training.step_tokens
         recompiles = recompile_limit(_MAX_COMPILED_VARIANTS)
-        with recompiles, use_determinism(config.training.deterministic), show_progress("making the models") as tell:
+        with (
+            recompiles,
+            use_determinism(config.training.deterministic),
+            show_progress("making the models") as set_activity,
+        ):
             models = _make_models(setup, recipe_models)
             steps = self.warmup + self.rounds
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
             is_complete = True
             try:
                 for step, model, step_s in _train(models, setup, steps):
-                    tell(f"step {step} of {steps}, {model.name}")
+                    set_activity(f"step {step} of {steps}, {model.name}")
                     if step > self.warmup:
                         seconds[model.name].append(step_s)
             except KeyboardInterrupt:

@@ -15,7 +15,7 @@ def run(argv: list[str]) -> int:
     from quaver.lab.cli.doctor_options import DoctorOptions
     from quaver.lab.cli.errors import report_bad_input
     from quaver.lab.settings.flags import parse_options
-    from quaver.lab.terminal.console import show_or_dump
+    from quaver.lab.terminal.console import print_views_or_json
     from quaver.lab.terminal.progress import show_progress
 
     with report_bad_input():
@@ -29,5 +29,5 @@ def run(argv: list[str]) -> int:
             views, content = doctor_model.iter_views(survey), doctor_model.make_survey_dict(survey)
     if options.gpu is None and options.model is None:
         return print_machine(as_json=options.json, try_compile=options.compile)
-    show_or_dump(views, content, as_json=options.json)
+    print_views_or_json(views, content, as_json=options.json)
     return 0

@@ -83,9 +83,9 @@ def run(argv: list[str]) -> int:
         target = Path(options.target)
         check_new(target)
         kv_scales = _read_kv_scales(options)
-        with show_progress("reading the model") as tell:
+        with show_progress("reading the model") as set_activity:
             source = _open_source(options)
-            tell(f"writing {target}")
+            set_activity(f"writing {target}")
             if options.own_scales:
                 format = plan_export(source.model, options.format, source.weights).format
                 if format.weights != "tensor" or format.is_file:

@@ -33,7 +33,7 @@ from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, 
 from quaver.lab.settings.flags import split_options
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.terminal.byte_sizes import format_bytes, parse_bytes
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.recipes.recipe_name import canonicalize_recipe
@@ -184,17 +184,17 @@ def run(argv: list[str]) -> int:
         )
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
-        with show_progress("planning") as tell:
-            result = search(layouts, cluster, memory, top=options.top, progress=tell)
+        with show_progress("planning") as set_activity:
+            result = search(layouts, cluster, memory, top=options.top, progress=set_activity)
         if not result.rows:
             raise InputError(_describe_misfit(result, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
             if number is not None and number > len(result.rows):
                 raise InputError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
     limits = [describe_limits(row, cluster) for row in result.rows]
-    show(iter_views(options, result, limits, cluster, memory))
-    show(_iter_notes_on_steps(options, layouts, result))
-    show(f"not simulated: {sentence}" for sentence in iter_unsimulated(config))
+    print_views(iter_views(options, result, limits, cluster, memory))
+    print_views(_iter_notes_on_steps(options, layouts, result))
+    print_views(f"not simulated: {sentence}" for sentence in iter_unsimulated(config))
     _write(options, result, limits, cluster)
     return 0
 

@@ -13,7 +13,7 @@ from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
 from quaver.lab.settings.fields import NotNegative, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.runtime.errors import InputError
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
         first = paths[0] if paths[0].is_dir() else paths[0].parent
         page = first / _PAGE if options.html is None else Path(options.html)
         check_writable(page, "--html")
-    show(iter_views(runs, options.top))
+    print_views(iter_views(runs, options.top))
     try:
         with show_progress(f"writing {page}"):
             write_report(page, runs)

@@ -22,7 +22,7 @@ from quaver.lab.runs.ranks import Ranks, read_ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings.config_file import Sections, TrainFlags, load_config, parse_arguments
 from quaver.lab.settings.flags import exit_after_help, split_options
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
 from quaver.lab.trainer.train import train
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
         with _agree_on_input(ranks):
             planned = plan_run(run_flags, options.ranks or ranks.world_size) if ranks.is_first else None
         if planned is not None:
-            show(iter_views(planned))
+            print_views(iter_views(planned))
         return 0
     with _agree_on_input(ranks) as fingerprints:
         config_path, flags = parse_arguments(run_flags, Train)

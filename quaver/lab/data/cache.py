@@ -86,7 +86,7 @@ class TokenCache:
         except FileNotFoundError:
             return None
         except DamagedEntryError as error:
-            progress.say(f"the tokens in {self.entry_folder} are damaged ({error}); making them again")
+            progress.print_line(f"the tokens in {self.entry_folder} are damaged ({error}); making them again")
             return None
         return entry
 
@@ -99,7 +99,7 @@ class TokenCache:
         require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", expected, str(self.folder))
 
     def _wait_for_lock(self, lock: FileLock) -> None:
-        self.progress.say("waiting for another process, which makes the tokens")
+        self.progress.print_line("waiting for another process, which makes the tokens")
         lock.acquire()
 
     def _make(self, build: Build, advance: Advance) -> None:

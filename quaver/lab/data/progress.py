@@ -10,7 +10,7 @@ Advance = Callable[[int], None]
 class CacheProgress:
     """Receives what the cache does while a run waits for its tokens, and shows nothing; subclasses show it."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Report in one line what the cache does or waits for."""
 
     def show_reading(self, label: str, total_bytes: int) -> AbstractContextManager[Advance]:

@@ -88,8 +88,8 @@ class TokenData:
     def _make_batches(self, split: TokenSplit, starts: Integers, training: Training, dims: ParallelDims) -> list[Batch]:
         size = training.local_batch_size
         batches = [starts[first : first + size] for first in range(0, len(starts), size)]
-        mine = batches[dims.data_parallel_rank :: dims.data_parallel_degree]
-        return [_make_batch(split, rows.tolist(), training.seq_len, self.document_mask) for rows in mine]
+        batches_of_rank = batches[dims.data_parallel_rank :: dims.data_parallel_degree]
+        return [_make_batch(split, rows.tolist(), training.seq_len, self.document_mask) for rows in batches_of_rank]
 
 
 def _make_batch(split: TokenSplit, starts: Sequence[int], seq_len: int, with_documents: bool) -> Batch:

@@ -63,5 +63,5 @@ def find_source(data: Data) -> TextSource:
 
 def choose_split(text: str) -> str:
     """Return the split of a document of JSONL or Parquet, from its content alone: equal documents share a split."""
-    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-    return VALIDATION if share < VALIDATION_SHARE else TRAIN
+    fraction = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    return VALIDATION if fraction < VALIDATION_SHARE else TRAIN

@@ -29,7 +29,7 @@ from quaver.lab.plan.run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
-from quaver.lab.terminal.progress import Tell
+from quaver.lab.terminal.progress import SetActivity
 from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_device_spec
 from quaver.runtime.errors import InputError
 
@@ -102,7 +102,7 @@ def advise(
     device: str = "cuda",
     time_on: str | None = None,
     quick: bool = False,
-    progress: Tell | None = None,
+    progress: SetActivity | None = None,
 ) -> Advice:
     """Predict the peak of one rank's memory under other settings of a run.
 
@@ -141,7 +141,7 @@ class _AdviceSearch:
         fit_bytes: int | None,
         spec: DeviceSpec | None,
         compute_peak: Callable[[TrainConfig, int], int],
-        progress: Tell,
+        progress: SetActivity,
     ) -> None:
         self.rows: list[AdvisedSetting] = []
         self.notes = [TIMES, LESS_PRECISE]

@@ -24,7 +24,7 @@ from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, si
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import resolve
-from quaver.lab.terminal.progress import Tell
+from quaver.lab.terminal.progress import SetActivity
 from quaver.runtime.errors import InputError
 
 USABLE = 0.94
@@ -94,7 +94,7 @@ def search(
     memory_bytes: int,
     *,
     top: int,
-    progress: Tell = lambda activity: None,
+    progress: SetActivity = lambda activity: None,
 ) -> SearchResult:
     """Return the `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
 
@@ -127,7 +127,7 @@ def search(
 
 
 def _estimate(
-    candidates: list[Candidate], refusals: Counter[str], progress: Tell
+    candidates: list[Candidate], refusals: Counter[str], progress: SetActivity
 ) -> Iterator[tuple[Candidate, PlannedRun, int]]:
     """Yield candidates with their estimated memory. Candidates whose time is not simulated count as refused."""
     for number, candidate in enumerate(candidates, 1):

@@ -34,7 +34,7 @@ class OutputFailures:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.first = ""
+        self.first_error = ""
         """The first error of this rank; empty without one."""
 
     @contextmanager
@@ -43,10 +43,10 @@ class OutputFailures:
         try:
             yield
         except (OutputError, CheckpointError) as error:
-            self.first = self.first or str(error)
+            self.first_error = self.first_error or str(error)
 
     def raise_on_all_ranks(self) -> None:
         """Raise OutputError on every rank if any has kept an error; it names the first such rank. A collective."""
-        for rank, error in enumerate(self._ranks.gather(self.first)):
+        for rank, error in enumerate(self._ranks.gather(self.first_error)):
             if error:
                 raise OutputError(f"rank {rank}: {error}" if rank else error)

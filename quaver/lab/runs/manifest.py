@@ -79,9 +79,9 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
         size = path.stat().st_size
         if size != expected[name].bytes:
             raise InputError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
-    mine = sorted(files)[rank::world_size]
+    names = sorted(files)[rank::world_size]
     with make_file_threads() as threads:
-        for name, digest in zip(mine, threads.map(_hash_file, [files[name] for name in mine]), strict=True):
+        for name, digest in zip(names, threads.map(_hash_file, [files[name] for name in names]), strict=True):
             if digest != expected[name]:
                 raise InputError(f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
 

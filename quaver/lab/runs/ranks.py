@@ -93,10 +93,10 @@ class Ranks:
         for rank in range(1, self.world_size):
             if not _wait_for(store, [f"said {rank}"], deadline - time.monotonic()):
                 return _describe_late(rank, INPUT_TIMEOUT_S)
-            theirs, _, error = store.get(f"said {rank}").decode().partition("\n")
+            other_fingerprint, _, error = store.get(f"said {rank}").decode().partition("\n")
             if error:
                 return f"rank {rank}: {error}"
-            if theirs != fingerprint:
+            if other_fingerprint != fingerprint:
                 return f"rank {rank} read another config or other data than rank 0; give every rank the same files"
         return ""
 

@@ -63,9 +63,9 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
     """
     dims = _make_parallel_dims(config, rank, world_size)
     training, groups = config.training, dims.data_parallel_degree
-    share = training.local_batch_size * groups
+    smallest = training.local_batch_size * groups
     require(
-        training.global_batch_size == -1 or training.global_batch_size % share == 0,
+        training.global_batch_size == -1 or training.global_batch_size % smallest == 0,
         "training.global_batch_size",
         f"-1 or a multiple of training.local_batch_size = {training.local_batch_size} on {groups} data-parallel ranks",
         training.global_batch_size,
@@ -95,7 +95,7 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
         "default where FSDP2 gathers no weight (one data-parallel rank)",
         config.parallelism.fsdp_reshard_after_forward,
     )
-    batch = share if training.global_batch_size == -1 else training.global_batch_size
+    batch = smallest if training.global_batch_size == -1 else training.global_batch_size
     return replace(config, training=replace(training, global_batch_size=batch)), dims
 
 

@@ -62,12 +62,12 @@ def make_stdout_console(*, quiet: bool = False) -> Console:
     return Console(file=typing.cast(IO[str], FailSafeStdout()), quiet=quiet, color_system=choose_color_system())
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print one line on standard output, without wrapping or styles. Does nothing once stdout has failed."""
     make_stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def show(views: Iterable[str | Table]) -> None:
+def print_views(views: Iterable[str | Table]) -> None:
     """Print lines unwrapped, and tables in the width of the terminal or 80 columns, whichever is more.
 
     A table whose numbers need more is wider: no number is cut.
@@ -80,9 +80,9 @@ def show(views: Iterable[str | Table]) -> None:
         console.print(view, soft_wrap=isinstance(view, str))
 
 
-def show_or_dump(views: Iterable[str | Table], content: dict[str, Any], *, as_json: bool) -> None:
-    """`show` the views, or print the content as JSON."""
+def print_views_or_json(views: Iterable[str | Table], content: dict[str, Any], *, as_json: bool) -> None:
+    """Print the views, or the content as JSON."""
     if as_json:
         print(json.dumps(content, indent=2, allow_nan=False))
     else:
-        show(views)
+        print_views(views)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Tell = Callable[[str], None]
-"""Called with the description of the next activity."""
+SetActivity = Callable[[str], None]
+"""Changes the activity that is shown."""
 
 EVERY_S = 0.2
 EVERY_LINE_S = 10.0
@@ -16,38 +16,38 @@ EVERY_LINE_S = 10.0
 
 
 @contextmanager
-def show_progress(activity: str) -> Iterator[Tell]:
+def show_progress(activity: str) -> Iterator[SetActivity]:
     """Show `activity` on stderr while the block runs; the block may change it.
 
     A thread writes, because a single call may take long. A terminal's line has no escape codes. A file or a pipe gets a
     line every EVERY_LINE_S seconds, so a short command writes none.
     """
     if sys.stderr is None:
-        yield lambda text: None
+        yield lambda activity: None
         return
-    told, start, is_done = [activity], time.monotonic(), threading.Event()
+    activities, start, is_done = [activity], time.monotonic(), threading.Event()
     width = shutil.get_terminal_size().columns - 1
 
-    def line() -> str:
-        return f"... {told[-1]}, {time.monotonic() - start:.0f} s"
+    def format_line() -> str:
+        return f"... {activities[-1]}, {time.monotonic() - start:.0f} s"
 
-    def show() -> None:
+    def redraw_line() -> None:
         shown = ""
         while not is_done.wait(EVERY_S):
-            if line() != shown:
-                shown = line()
+            if format_line() != shown:
+                shown = format_line()
                 print(f"\r{shown[:width]:<{width}}", end="", file=sys.stderr, flush=True)
         if shown:
             print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
-    def log() -> None:
+    def print_lines() -> None:
         while not is_done.wait(EVERY_LINE_S):
-            print(line(), file=sys.stderr, flush=True)
+            print(format_line(), file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=show if sys.stderr.isatty() else log, daemon=True)
+    thread = threading.Thread(target=redraw_line if sys.stderr.isatty() else print_lines, daemon=True)
     thread.start()
     try:
-        yield told.append
+        yield activities.append
     finally:
         is_done.set()
         thread.join()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quaver.lab.data.progress import Advance, CacheProgress
-from quaver.lab.terminal.console import make_stdout_console, say
+from quaver.lab.terminal.console import make_stdout_console, print_line
 from quaver.lab.terminal.tables import fit_table, make_table
 from quaver.lab.trainer.memory import describe_memory
 
@@ -17,16 +17,16 @@ from quaver.lab.trainer.memory import describe_memory
 class ShownProgress(CacheProgress):
     """Prints what the cache of tokens does. Progress is a bar on a terminal and one line elsewhere."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print `text`."""
-        say(text)
+        print_line(text)
 
     @contextmanager
     def show_reading(self, label: str, total_bytes: int) -> Iterator[Advance]:
         """Show progress over `total_bytes` under `label` while the block runs."""
         console = make_stdout_console()
         if not console.is_terminal:
-            say(f"{label}: {total_bytes:,} bytes")
+            print_line(f"{label}: {total_bytes:,} bytes")
         columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
         disable = not console.is_terminal
         with Progress(*columns, console=console, disable=disable, refresh_per_second=2, transient=True) as bar:

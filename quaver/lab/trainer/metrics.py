@@ -12,7 +12,7 @@ from uuid import uuid4
 from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
 from quaver.lab.settings import Metrics, require
-from quaver.lab.terminal.console import say
+from quaver.lab.terminal.console import print_line
 
 WARMUP_STEPS = 3
 """The first steps, which medians leave out: they compile, allocate and measure memory."""
@@ -64,7 +64,7 @@ class _Wandb:
             )
             self._run.define_metric("*", step_metric="step")  # its own step counts the calls of log
         if is_new and resume_step is not None:
-            say(f"{_WANDB}: a new run, {identity}, begins after step {resume_step}")
+            print_line(f"{_WANDB}: a new run, {identity}, begins after step {resume_step}")
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         with _convert_errors(_WANDB):

@@ -78,25 +78,25 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], object]) -> 
         module, _, operand = name.rpartition(".")
         search.check(module, f"grad_{operand}", parameter.grad)
     model.zero_grad(set_to_none=True)
-    return None if search.first is None else replace(search.first, in_float8=search.first_in_float8)
+    return None if search.first_operand is None else replace(search.first_operand, in_float8=search.first_in_float8)
 
 
 @dataclass
 class _NonFiniteSearch:
     float8: set[str]
     """The names of modules that compute in float8."""
-    first: NonFiniteOperand | None = None
+    first_operand: NonFiniteOperand | None = None
     first_in_float8: NonFiniteOperand | None = None
     checks: int = 0
 
     def check(self, module: str, operand: str, values: Any) -> None:
         self.checks += 1
         values = values if isinstance(values, tuple) else (values,)
-        if self.first is not None and (self.first_in_float8 is not None or module not in self.float8):
+        if self.first_operand is not None and (self.first_in_float8 is not None or module not in self.float8):
             return
         if not all(is_finite(value) for value in values):
             nonfinite = NonFiniteOperand(module, operand, self.checks)
-            self.first = self.first or nonfinite
+            self.first_operand = self.first_operand or nonfinite
             if module in self.float8:
                 self.first_in_float8 = self.first_in_float8 or nonfinite
 
@@ -113,8 +113,8 @@ def _hook(model: nn.Module, search: _NonFiniteSearch) -> Iterator[None]:
     """Check the operands of every module that has parameters or no children."""
     handles: list[Any] = []
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if own or not list(module.children()):
+        parameters = dict(module.named_parameters(recurse=False))
+        if parameters or not list(module.children()):
             check = partial(search.check, path or type(module).__name__)
             handles += [
                 module.register_forward_pre_hook(partial(_check_operands, check)),
@@ -124,7 +124,7 @@ def _hook(model: nn.Module, search: _NonFiniteSearch) -> Iterator[None]:
             ]
             handles += [
                 parameter.register_hook(partial(check, f"grad_{operand}"))
-                for operand, parameter in own.items()
+                for operand, parameter in parameters.items()
                 if parameter.requires_grad
             ]
     try:

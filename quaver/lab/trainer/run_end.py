@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures, convert_to_output_error
-from quaver.lab.terminal.console import say
+from quaver.lab.terminal.console import print_line
 from quaver.lab.trainer.display import print_results
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.plot import draw_curves
@@ -44,7 +44,7 @@ class RunEnd:
         if unsaved:
             self.error = f"{self.error}; {unsaved}" if self.error else unsaved
             if self._run.ranks.is_first:
-                say(unsaved)
+                print_line(unsaved)
 
     def write(self) -> None:
         """Write the summary and the curves, on the first rank, unless there was nothing to do. Raises OutputError."""
@@ -62,12 +62,12 @@ class RunEnd:
             return
         if run.progress.step == run.began_at_step and self.status == "finished":
             steps = f"training.steps = {run.config.training.steps}"
-            say(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; set more steps")
+            print_line(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; set more steps")
         else:
             print_results(self.summary)
-        say(f"run folder: {run.folder.path}")
+        print_line(f"run folder: {run.folder.path}")
         if self.status in ("interrupted", "alarm") and run.checkpoints.folder.list_steps():
-            say(f"resume with: quaver train --resume {run.folder.path}")
+            print_line(f"resume with: quaver train --resume {run.folder.path}")
 
 
 @contextmanager

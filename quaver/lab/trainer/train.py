@@ -93,7 +93,7 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: Requests) -> None
 def _must_end(run: TrainingRun, outputs: Outputs, requests: Requests) -> bool:
     """Return whether any rank must end before the next step. A collective."""
     step = run.progress.step
-    reasons = requests.stop, run.checkpoints.failed, bool(outputs.failures.first), bool(outputs.alarms.reason)
+    reasons = requests.stop, run.checkpoints.failed, bool(outputs.failures.first_error), bool(outputs.alarms.reason)
     is_first_here = step == run.began_at_step  # ranks load at different speeds
     with run.watch(f"the agreement before step {step + 1}", is_slow=is_first_here):
         return run.ranks.any(any(reasons), run.device)
@@ -160,8 +160,8 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
 
 def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:
     """Return whether to measure memory: once, and on the first rank only, which writes the summary."""
-    first = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
-    is_reached = step - run.began_at_step >= first
+    earliest = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
+    is_reached = step - run.began_at_step >= earliest
     is_free = model.has_countable_memory or not profiling.traces(step)
     return run.ranks.is_first and is_reached and is_free and model.peak.peak_bytes is None
 

@@ -32,7 +32,7 @@ from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.terminal import progress
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.display import print_results
@@ -118,9 +118,9 @@ def count_twice(monkeypatch):
             time.sleep(0.001)
 
     def count_twice(words=()):
-        with show_progress("counting") as tell:
+        with show_progress("counting") as set_activity:
             wait_for("... counting, 0 s")
-            tell("counting again")
+            set_activity("counting again")
             wait_for("... counting again, 0 s")
         return 0
 
@@ -265,7 +265,7 @@ def test_tables_fit_80_columns_and_lose_no_word(table, monkeypatch, capsys):
     make, words = TABLES[table]
     tables = [view for view in make() if not isinstance(view, str)]
     assert tables
-    show(tables)
+    print_views(tables)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -276,7 +276,7 @@ def test_a_table_of_more_numbers_than_80_columns_is_wider_and_cuts_none(monkeypa
     monkeypatch.setenv("COLUMNS", "40")
     numbers = [f"{10**place:,}" for place in range(12, 22)]
     columns = ("what", *map(str, range(len(numbers))))
-    show([make_table("title", columns, rows=[("a long text", *numbers)], wrapped=("what",), right=columns[1:])])
+    print_views([make_table("title", columns, rows=[("a long text", *numbers)], wrapped=("what",), right=columns[1:])])
     text = capsys.readouterr().out
     assert [number for number in numbers if number not in text] == []
     assert "…" not in text

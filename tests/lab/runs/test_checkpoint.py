@@ -176,7 +176,7 @@ def test_states_of_another_algorithm_are_refused(config, saved):
 
 @pytest.mark.parametrize("length", [2, 5])
 def test_a_run_resumes_with_another_length_of_histories(config, finished, saved, length):
-    resumed = prepare(changed(set_steps(config, 8, resume="must"), float8={"delayed_history_len": length}))
+    resumed = prepare_run(changed(set_steps(config, 8, resume="must"), float8={"delayed_history_len": length}))
     scales, saved_scales = (run.models[0].scaling.state_dict() for run in (resumed, finished))
     expected = {name: F.pad(scale, (2, 0))[-length:] if scale.dim() else scale for name, scale in saved_scales.items()}
     assert_same(scales, expected)

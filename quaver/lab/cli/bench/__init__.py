@@ -15,7 +15,7 @@ from quaver.lab.cli.run_config import load_run
 from quaver.lab.output_file import write_json
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import parse_options, split_options
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.nonfinite import NonFiniteError
 
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
         print_error(error)
         return EXIT_NONFINITE
     write_json(result, options.result_file)
-    show(iter_views(options, result))
+    print_views(iter_views(options, result))
     return 0 if result["complete"] else EXIT_INTERRUPTED
 
 

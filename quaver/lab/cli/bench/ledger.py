@@ -41,7 +41,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import BFLOAT16, RECIPES
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.recipes.recipe_name import canonicalize_recipe
@@ -115,16 +115,16 @@ def run(argv: list[str]) -> int:
         check_writable(output)
         spec = require_device_spec(options.device, "--gpu")
     ledgers, codes = [], Codes()
-    with show_progress("compiling") as tell:
+    with show_progress("compiling") as set_activity:
         for name in options.list_contestants():
-            tell(f"compiling {name} for {options.device}")
+            set_activity(f"compiling {name} for {options.device}")
             ledger = count_launches(work, name, options.device)
             if options.machine_code:
-                tell(f"compiling kernels of {name} to machine code")
+                set_activity(f"compiling kernels of {name} to machine code")
                 codes |= compile_kernels(ledger, GPUS[options.device].capability, codes)
                 ledger = with_machine_code(ledger, codes)
             ledgers.append(ledger)
-        tell(f"drawing {output.with_suffix('.png')}")
+        set_activity(f"drawing {output.with_suffix('.png')}")
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(ledgers, spec, output.with_suffix(".png"))
     rows = list(iter_rows(ledgers, spec))
@@ -140,7 +140,7 @@ def run(argv: list[str]) -> int:
         ],
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
-    show(iter_views(options, ledgers, codes, spec, work))
+    print_views(iter_views(options, ledgers, codes, spec, work))
     print(f"saved {output}, {output.with_suffix('.png')}")
     return 0
 

@@ -23,7 +23,7 @@ from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.roofline.device_specs import DEVICE_SPECS
@@ -84,7 +84,7 @@ def run(argv: list[str]) -> int:
         files.append(output / f"roofline_{spec.name.lower()}.png")
         with show_progress(f"drawing {files[-1]}"):
             draw_map(roofline, spec, files[-1])
-    show(iter_views(roofline))
+    print_views(iter_views(roofline))
     print(f"saved {', '.join(map(str, files))}")
     return 0
 

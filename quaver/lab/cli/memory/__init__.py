@@ -33,7 +33,7 @@ from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
 from quaver.lab.terminal.byte_sizes import format_bytes, parse_bytes
-from quaver.lab.terminal.console import show
+from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
@@ -133,7 +133,7 @@ def run(argv: list[str]) -> int:
         views += [make_advice_table(results["advice"]), *summarize_advice(results["advice"])]
     if "measured" in results:
         views.append(make_side_by_side_table(tabulate_side_by_side(memory, results["measured"])))
-    show(views)
+    print_views(views)
     name = config_path.stem if config_path else "defaults"
     title = f"{name} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
     for file in _write(memory, results, options, title):
@@ -146,7 +146,7 @@ def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> in
     per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
     with show_progress("counting the collectives of a step"):
         links = predict_links(config, options.ranks, device)
-    show(iter_link_views(links, per_s))
+    print_views(iter_link_views(links, per_s))
     _write_json(links.to_dict(), options)
     print(f"saved {options.output}")
     return 0
@@ -156,14 +156,14 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     estimate, advice = estimate_peak(config, options.ranks), None
     if options.advise or options.fit is not None:
         fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
-        with show_progress("estimating") as tell:
+        with show_progress("estimating") as set_activity:
             advice = advise(
-                config, options.ranks, fit_bytes=fit_bytes, time_on=options.time_on, quick=True, progress=tell
+                config, options.ranks, fit_bytes=fit_bytes, time_on=options.time_on, quick=True, progress=set_activity
             )
     peak = f"about {format_bytes(estimate)} at the peak of one of {options.ranks} ranks"
-    show([f"{peak}, estimated within {ESTIMATE_ERROR:.0%}"])
+    print_views([f"{peak}, estimated within {ESTIMATE_ERROR:.0%}"])
     if advice is not None:
-        show([make_advice_table(advice), *summarize_advice(advice)])
+        print_views([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
     _write_json(result, options)
     print(f"saved {options.output}")
@@ -181,10 +181,10 @@ def _predict(
         is_over = not other_flags or other_flags[0].startswith("--")
         other_config = load_run(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
     results: dict[str, Any] = {}
-    with show_progress("predicting a step") as tell:
+    with show_progress("predicting a step") as set_activity:
         memory = predict_memory(config, options.ranks, device)
         if options.vs is not None:
-            tell("predicting a step of the other run")
+            set_activity("predicting a step of the other run")
             other = predict_memory(other_config, options.ranks, device)
             labels = {"label_a": "as given", "label_b": " ".join(other_flags)}
             results |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
@@ -195,7 +195,7 @@ def _predict(
                 fit_bytes=fit_bytes,
                 device=device,
                 time_on=options.time_on,
-                progress=tell,
+                progress=set_activity,
             )
     if options.measure:
         with show_progress("training to measure"):
