@@ -19,7 +19,7 @@ def check_writable(path: Path, option: str = "--output") -> None:
         InputError: it cannot be written.
     """
     if path.is_dir():
-        raise InputError(f"{option}: expected a file to write, got the folder {path}")
+        raise InputError(f"{option} must be a file to write, got the folder {path}")
     target = Path(os.path.realpath(path))  # of a symlink, whether or not it exists
     nearest = next(existing for existing in (target, *target.parents) if existing.exists())
     is_below_a_file = nearest != target and not nearest.is_dir()

@@ -190,7 +190,7 @@ def run(argv: list[str]) -> int:
             raise InputError(_describe_misfit(result, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
             if number is not None and number > len(result.rows):
-                raise InputError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
+                raise InputError(f"{option} must be a row of 1 to {len(result.rows)}, got {number}")
     limits = [describe_limits(row, cluster) for row in result.rows]
     print_views(iter_views(options, result, limits, cluster, memory))
     print_views(_iter_notes_on_steps(options, layouts, result))

@@ -37,7 +37,7 @@ class ReportOptions(Settings):
         for run_path in self.runs:
             path = Path(run_path).resolve()
             if path in paths:
-                raise InputError(f"expected different runs, got {run_path!r} twice")
+                raise InputError(f"RUN must be different runs, got {run_path!r} twice")
             paths.add(path)
 
 

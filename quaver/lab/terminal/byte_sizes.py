@@ -44,5 +44,5 @@ def parse_bytes(text: str, name: str = "size") -> int:
     unit_bytes = UNITS_BYTES.get(match[2].lower(), 0) if match and not is_bits else 0
     size_bytes = float(match[1]) * unit_bytes if match else 0
     if not 1 <= size_bytes < math.inf:
-        raise InputError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
+        raise InputError(f"{name} must be a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
     return int(size_bytes)

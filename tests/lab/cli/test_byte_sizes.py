@@ -16,5 +16,5 @@ NO_SIZES = ["", "GiB", "80 G", "-1GiB", "0", "0.1", "80GiB of it", "1e3", "nan",
 
 @pytest.mark.parametrize("text", NO_SIZES)
 def test_text_that_is_not_a_size_is_refused(text):
-    with pytest.raises(ValueError, match="--fit: expected a size above 0 such as 80GiB"):
+    with pytest.raises(ValueError, match="--fit must be a size above 0 such as 80GiB"):
         parse_bytes(text, "--fit")

@@ -65,7 +65,7 @@ def test_bad_input_is_one_line(tmp_path, refused):
     folder = saved(tmp_path / "float8")
     assert "is quantized already" in refused("export", folder, tmp_path / "out", "--recipe=rowwise")
     words = (tmp_path / "nowhere", tmp_path / "out", "--recipe=rowwise", "--max-shard-size=much")
-    assert "--max-shard-size: expected a size" in refused("export", *words)
+    assert "--max-shard-size must be a size" in refused("export", *words)
     words = (folder / "model.safetensors", tmp_path / "out.safetensors", "--max-shard-size=1GB")
     assert "--max-shard-size must be its default" in refused("import", *words)
     (folder / "config.json").unlink()

@@ -169,7 +169,7 @@ def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, 
     [
         ("--recipes tensorwise --memory 3GiB", "needs about 5 GiB, 2 GiB more; add GPUs with --gpus"),
         ("--gpus 7 --training.global_batch_size 16", "expected a layout of so many GPUs that the trainer accepts"),
-        ("--memory much --gpu h300", "--memory: expected a size above 0"),  # before the config and the GPU are read
+        ("--memory much --gpu h300", "--memory must be a size above 0"),  # before the config and the GPU are read
         ("--gpu h300", f"--gpu: unknown device 'h300': expected the full name of {GPUS}, "),
         ("--spec no.toml", "no.toml"),
         ("--network 50gb/s", "--network must be a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for"),
@@ -181,7 +181,7 @@ def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, 
         ("--global-batch 5", "at least those of a sequence, 8192, got '5'"),
         ("--recipes mxfp8", "--recipes mxfp8: H100 does not multiply float8 with such scales"),
         ("--recipes bf17", "bf17"),
-        ("--recipes tensorwise --explain 99", "--explain: expected a row of 1 to"),
+        ("--recipes tensorwise --explain 99", "--explain must be a row of 1 to"),
         ("--row 2", "--row must be its default, 1, unless --write names a file"),
         ("--png a.png", "--png must be its default, 'runs/plan.png', unless --explain names a row"),
         ("--ledger", "--ledger must be its default, False, unless --explain names a row"),

@@ -93,8 +93,8 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
         ([], "the following arguments are required: RUNS; see quaver report --help"),
         (["{folder}/missing"], "there is no run"),
         (["{folder}"], "is not the folder of a run: it has neither metrics.jsonl nor numerics.jsonl"),
-        (["{run}", "{run}"], "expected different runs"),
-        (["{run}", "--html", "{folder}"], "--html: expected a file to write, got the folder"),
+        (["{run}", "{run}"], "RUN must be different runs"),
+        (["{run}", "--html", "{folder}"], "--html must be a file to write, got the folder"),
         (["{run}", "--html", "/dev/null/page.html"], "--html: cannot write"),
         (["{run}", "--htlm", "a"], "unknown flag: '--htlm'; did you mean '--html'?"),
         (["{run}", "--top", "-1"], "--top must be"),
@@ -112,7 +112,7 @@ def test_a_run_without_statistics_has_a_page(tmp_path, run_quaver):
 
 
 def test_one_run_under_two_paths_is_given_twice():
-    with pytest.raises(ValueError, match=r"expected different runs, got '\./runs/x' twice"):
+    with pytest.raises(ValueError, match=r"RUN must be different runs, got '\./runs/x' twice"):
         ReportOptions(runs=("runs/x", "./runs/x"))
 
 

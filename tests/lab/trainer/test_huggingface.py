@@ -373,7 +373,7 @@ WORDS = {
     "quaver-to-hf {hf} {tmp}/back": "is not a checkpoint",
     "quaver-to-hf {out} {tmp}/back --dtype=int8": "--dtype must be one of float32, bfloat16, got 'int8'",
     "quaver-to-hf {out} {tmp}/back --model=rowwise": "--model must be one of model, the models of",
-    "quaver-to-hf {out} {tmp}/back --max-shard-size=5XB": "--max-shard-size: expected a size above 0",
+    "quaver-to-hf {out} {tmp}/back --max-shard-size=5XB": "--max-shard-size must be a size above 0",
     "quaver-to-hf {out} {tmp}/back --max-shard-size=0GB": "such as 80GiB, 80GB, 512MiB",
     "quaver-to-hf {out} {tmp}/back --tokenizer={out}": "expected files of a tokenizer",
 }

@@ -60,9 +60,7 @@ class RooflineOptions(Settings):
         names = [model.name for model in models]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise InputError(
-                f"two models are called {twice}; expected each --model once, and --config files of other names"
-            )
+            raise InputError(f"two models are called {twice}; give each --model once, and --config files other names")
         devices, recipes = find_specs(self.device), find_recipes(self.recipes)
         return RooflineSettings(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
 
@@ -75,7 +73,7 @@ def run(argv: list[str]) -> int:
         pictured = settings.devices if options.pictures is None else find_specs(options.pictures)
         missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:
-            raise InputError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
+            raise InputError(f"--pictures must be devices of --device, got {', '.join(missing)}")
         output.mkdir(parents=True, exist_ok=True)
         with show_progress("predicting"):
             roofline = predict(settings)
