@@ -92,7 +92,7 @@ class TokenCache:
 
     def _check_owner(self) -> None:
         """Refuse a folder into which another user can write tokens under the name that this run computes."""
-        if os.name != "posix" or os.getuid() == 0 or not self.folder.exists():
+        if os.getuid() == 0 or not self.folder.exists():
             return
         belongs = self.folder.stat().st_uid in (os.getuid(), 0)
         expected = "a folder that belongs to you, or that you cannot write"

@@ -92,8 +92,9 @@ class _RunSink(AlarmSink):
 def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:
     """Change the recipes of linears during training. `trained.config` is updated to name these recipes.
 
-    Parameters, their gradients and the optimizer's state stay. Compiled code is compiled anew. All weights of a layer
-    of experts change together. Later checkpoints have the new config.
+    Parameters, their gradients and the optimizer's state stay. All weights of a layer of experts change together.
+    Later checkpoints have the new config. Discards all code that this process has compiled, so that the next step
+    compiles the blocks with their new recipes.
 
     Raises:
         InputError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.

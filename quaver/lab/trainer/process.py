@@ -74,9 +74,8 @@ def catch_stop_signals() -> Iterator[Requests]:
     """
     requests = Requests()
     numbers: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
-    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        numbers += (hangup,)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers += (signal.SIGHUP,)
 
     def stop(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and requests.stop:
@@ -102,7 +101,7 @@ def count_snapshot_signals() -> Iterator[Requests]:
     def count(_signal: int, _frame: FrameType | None) -> None:
         requests.snapshots += 1
 
-    with _handle((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else (), count):
+    with _handle((signal.SIGUSR1,), count):
         yield requests
 
 
@@ -194,13 +193,16 @@ def use_determinism(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def raise_recompile_limit(config: TrainConfig, models: Iterable[Llama]) -> Iterator[None]:
-    """Raise Dynamo's recompile limit in the block, if the run compiles: blocks with different recipes share no code."""
+    """Raise Dynamo's recompile limit in the block, if the run compiles: blocks with different recipes share no code.
+
+    Discards all code that this process has compiled: the run would reuse it, and `compiled_graphs` would miss it.
+    """
     if not config.training.compile:
         yield
         return
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
-    torch.compiler.reset()  # code of an earlier run in this process would be reused, and not be counted
+    torch.compiler.reset()
     phases_of_block = 2 ** len(MATMULS) if config.float8.high_precision_schedule else 1
     blocks = sum(len(list(model.iter_blocks())) for model in models)
     with recompile_limit(VARIANTS_OF_A_BLOCK * phases_of_block * blocks):
