@@ -45,13 +45,13 @@ def assert_float8_training(
         require_native: whether all float8 linears and experts must have multiplied on float8 units in their last
             forward, eager or compiled (`Float8Linear.backend`). A CPU has no float8 units and multiplies exactly.
     Raises:
-        RuntimeError: with one line for each problem. Torchao converted linears. No linear is in float8. The conversion
-            of a float8 linear, or of experts, is unfinished; its config computes all matmuls in high precision; its
-            weight was deleted, requires no gradient or is not in the optimizer; it did not run while others trained, or
-            after its forward was replaced. The optimizer holds
-            a parameter twice, or parameters of another model instead of this one's. Weights changed between forwards
-            without a sync of the delayed scales (weights that FSDP2 gathers are not checked). With `require_native`, a
-            float8 linear, or experts, multiplied exactly or did not run.
+        RuntimeError: the model does not train as it was converted. The message has a line for each problem. No linear
+            is in float8, or torchao converted some. Of a float8 linear or experts, the conversion is unfinished, the
+            config computes all matmuls in high precision, or the weight was deleted, requires no gradient or is not in
+            the optimizer. It did not run while others trained, or not after its forward was replaced. The optimizer
+            holds a parameter twice, or parameters of another model. Weights changed between forwards without a sync of
+            the delayed scales, which is not checked for weights that FSDP2 gathers. With `require_native`, float8
+            matmuls ran exactly or not at all.
 
     A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Of
     compiled code only the backends are checked.

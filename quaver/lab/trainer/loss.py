@@ -45,12 +45,13 @@ _aten = torch.ops.aten
 def compute_next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy (nats, float32) of `logits` [B, T, vocab] against `targets` [B, T].
 
-    Tokens with the target -100 do not count. Backward overwrites logits that exceed one slice.
+    Tokens with the target -100 do not count. Logits of more than one slice are overwritten by backward.
 
     Args:
-        logits: a DTensor sharded along the vocabulary over a mesh of one dim stays sharded, see [Note: split
-            vocabulary]: all its ranks call this together, with the same targets. Backward overwrites it. An
-            out-of-vocabulary target yields NaN; `F.cross_entropy` raises.
+        logits: a DTensor that is sharded along the vocabulary over a mesh of one dim is not gathered: see [Note: split
+            vocabulary]. All its ranks call this together, with the same targets. Backward overwrites its logits.
+        targets: a target outside of the vocabulary makes the loss NaN if the vocabulary is split, and otherwise raises
+            what `F.cross_entropy` raises.
     """
     if _is_split(logits):
         return _compute_split_loss(logits, targets)
@@ -75,11 +76,11 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
-        share = grad / (targets != IGNORED).sum()
-        weight = torch.ones_like(share)  # unused by the reduction "sum"
+        grad_per_token = grad / (targets != IGNORED).sum()
+        weight = torch.ones_like(grad_per_token)  # unused by the reduction "sum"
         for rows, wanted in _iter_slices(logits, targets):
             log_probabilities = F.log_softmax(rows.float(), dim=1)
-            grads = _aten.nll_loss_backward(share, log_probabilities, wanted, None, _SUM, IGNORED, weight)
+            grads = _aten.nll_loss_backward(grad_per_token, log_probabilities, wanted, None, _SUM, IGNORED, weight)
             rows.copy_(_aten._log_softmax_backward_data(grads, log_probabilities, 1, torch.float32))
         return logits.detach(), None
 
@@ -99,37 +100,39 @@ def _is_split(logits: Tensor) -> TypeIs[DTensor]:
 
 def _compute_split_loss(logits: DTensor, targets: Tensor) -> Tensor:
     mesh, vocab_size = logits.device_mesh, logits.shape[-1]
-    first = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard has parts as of torch.chunk
+    first_token = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard splits as torch.chunk does
     local = logits.to_local().flatten(0, 1)
-    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first, vocab_size, mesh.get_group())
+    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first_token, vocab_size, mesh.get_group())
     return loss
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross entropy of `logits` [tokens, columns of this rank], which begin with token `first` of the vocabulary."""
+    """Cross entropy of `logits` [tokens, columns of this rank]; column 0 is `first_token` of the vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, vocab_size: int, group: ProcessGroup) -> Tensor:
-        own = _compute_parts(logits, targets - first)
-        largest, sums, chosen = all_gather(own, 0, group).unflatten(0, (-1, len(own))).unbind(1)
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first_token: int, vocab_size: int, group: ProcessGroup
+    ) -> Tensor:
+        parts = _compute_parts(logits, targets - first_token)
+        largest, sums, chosen = all_gather(parts, 0, group).unflatten(0, (-1, len(parts))).unbind(1)
         top = largest.amax(0)
         whole_sum = (sums * (largest - top).exp()).sum(0)
         ctx.save_for_backward(logits, targets, top, whole_sum)
-        ctx.first = first
+        ctx.first_token = first_token
         is_counted = targets != IGNORED
         losses = torch.where(is_counted, top - chosen.sum(0) + whole_sum.log(), 0)
-        is_no_word = is_counted & ((targets < 0) | (targets >= vocab_size))
-        return losses.masked_fill(is_no_word, torch.nan).sum() / is_counted.sum()
+        is_outside = is_counted & ((targets < 0) | (targets >= vocab_size))
+        return losses.masked_fill(is_outside, torch.nan).sum() / is_counted.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, top, whole_sum = ctx.saved_tensors
         is_counted = targets != IGNORED
-        shares = torch.where(is_counted, grad / is_counted.sum(), 0)
+        grad_losses = torch.where(is_counted, grad / is_counted.sum(), 0)
         # Dynamo does not trace a backward that writes over what the forward saved.
         written = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
-        vectors = targets - ctx.first, top, shares / whole_sum, shares
+        vectors = targets - ctx.first_token, top, grad_losses / whole_sum, grad_losses
         for rows, *vectors_of_slice, result in _iter_slices(logits, *vectors, written):
             result.copy_(_compute_gradient(rows, *vectors_of_slice))
         return written.detach(), None, None, None, None
@@ -151,14 +154,15 @@ def _compute_parts(logits: Tensor, wanted: Tensor) -> Tensor:
     return parts
 
 
-def _compute_gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, share: Tensor) -> Tensor:
-    """Return the gradient of a slice in float32: exp(rows - top) * factor, less `share` at the target.
+def _compute_gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, grad_loss: Tensor) -> Tensor:
+    """Return the gradient of a slice in float32: (softmax(rows) - one_hot(wanted)) * grad_loss.
 
-    `factor` is share / sum of exponentials, so the first term is the probabilities times `share`. All are per row.
+    `factor` [rows] is grad_loss / sum(exp(logits - top)) over the whole vocabulary, so exp(rows - top) * factor is the
+    first term.
     """
     grads = (rows - top[:, None]).exp_().mul_(factor[:, None])
     index, is_held = _locate(wanted, rows)
-    return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, share[:, None], 0))
+    return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, grad_loss[:, None], 0))
 
 
 def _locate(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

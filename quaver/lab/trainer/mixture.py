@@ -92,13 +92,13 @@ class Experts(RoutedExperts):
 
     def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
-        dtype = get_output_dtype(tokens)  # autocast leaves a grouped matmul alone
+        dtype = get_output_dtype(tokens)  # autocast does not cast the operands of a grouped matmul
         tokens = tokens.to(dtype)
         tokens = tokens if dispatch is None else ExchangeRows.apply(tokens, dispatch, True)
         weights = self._get_local(name).to(dtype).transpose(1, 2)
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
-        else:  # PyTorch traces its grouped matmul in bfloat16 only; this one is bit-identical
+        else:  # torch.compile traces F.grouped_mm in bfloat16 only; this matmul has the same bits as its eager one
             output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION)
         return output if combine is None else ExchangeRows.apply(output, combine, False)
 

@@ -1,13 +1,12 @@
-"""Losses stay what they were: to the bit on a type of machine that was recorded, within a tolerance on others.
+"""Tests that losses are those of golden_losses.json: bit-identical on a recorded type of machine, else close.
 
-The tolerance is four times what four types of machine differ by: at most 5.64e-4 in 20 steps of all recipes, recorded
-in golden_losses.json. They are AVX2 and AVX-512 of one CPU with a library's matmul, which agree to 1e-7 in the first
-step, its AVX-512 with quaver's matmul, and a CPU with AMX, whose sums run in other orders. That is 9.6e-6 in the first
-step, one forward, where sums in float64 make 4.3e-6: a unit in the last place of a sum moves a few values to another
-bfloat16 or float8 code, and the steps multiply that.
+Machines differ because their matmuls sum in other orders. A unit in the last place of a sum moves a few values to
+another bfloat16 or float8 code, and later steps amplify that. The tolerance is four times the largest difference of
+four types of machine: 9.6e-6 in the first step, which is one forward, and 5.64e-4 in 20 steps of any recipe. The types
+are one CPU with AVX2 or AVX-512 and PyTorch's matmul, it with AVX-512 and quaver's matmul, and a CPU with AMX.
 
-CPUs with AMX are held to the tolerance, because the library cuts sums for tiles by the caches that a CPU has. The
-recipes of blocks were recorded on one of them only.
+CPUs with AMX are always compared within the tolerance: PyTorch's matmul splits sums by the sizes of the caches. Recipes
+with blocks were recorded on one such CPU only.
 """
 
 import json

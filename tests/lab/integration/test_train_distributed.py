@@ -1,11 +1,12 @@
 """Compares `quaver train` on several ranks with the same run in one process: losses, norms, and how it ends.
 
-In float32 a run on several ranks adds the same numbers as one process in another order: losses agree to a few units
-in the last place (2e-7 measured, 2e-6 allowed), and gradient norms, which see every gradient, to ten times that. In
-float8 a last place may move a value from one code to the next, an eighth of the value; that is rare, and one among
-thousands: 1e-5 for losses, and for norms 5e-4 (2.3e-4 measured, in the third step, after updates that differ). The
-warm-up is one step long, so that updates matter from the first on.
-The runs are those of `main` in the ranks of tests/ranks.py; a nightly test starts torchrun.
+Ranks sum the same numbers in another order. In float32 losses then agree to a few units in the last place (2e-7
+measured, 2e-6 allowed), and gradient norms, which depend on every gradient, to ten times that. In float8 a unit in the
+last place may move a value to the next code, which is up to an eighth larger. Few values move, so losses agree to 1e-5
+and norms to 5e-4 (2.3e-4 measured in the third step, after two updates that differ). The warm-up has one step, so that
+the first update has the full learning rate.
+
+The runs call `main` on the ranks of tests/ranks.py; a nightly test starts torchrun.
 """
 
 import json
