@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quaver.lab.memory.runs.predict import make_train_step as trained_step
+from quaver.lab.memory.runs.predict import make_train_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import BlockTimes
 from quaver.lab.plan.run import make_planned_run
@@ -28,7 +28,7 @@ from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step, list_block_groups
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.block import PerPass
@@ -38,17 +38,17 @@ CPU = torch.device("cpu")
 STEPS, WARM_UP = 9, 3
 
 
-class Measured(Cluster):
-    """A cluster whose collectives take the measured time per byte."""
+@dataclass(frozen=True)
+class MeasuredCluster(Cluster):
+    """A cluster whose collectives take the measured seconds per byte, by kind."""
 
-    per_byte: dict[str, float]
+    per_byte: Mapping[str, float] = field(default_factory=dict)
 
-    def seconds(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
-        """See `Cluster`."""
+    def time_collective(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
         return 0.0 if ranks == 1 else self.per_byte[kind] * tensor_bytes
 
 
-def config_of() -> TrainConfig:
+def make_config() -> TrainConfig:
     """Return a bfloat16 model of the debug config's width, with more blocks and few tokens: communication matters."""
     return TrainConfig(
         model=Model(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, hidden_dim=768),
@@ -58,7 +58,7 @@ def config_of() -> TrainConfig:
     )
 
 
-def median_s(call: Callable[[], object]) -> float:
+def time_median(call: Callable[[], object]) -> float:
     """Return the median seconds of STEPS calls after WARM_UP calls, with a barrier before each."""
     times = []
     for number in range(WARM_UP + STEPS):
@@ -74,43 +74,45 @@ def measure(rank: int, ranks: int, port: int, results: torch.multiprocessing.Sim
     """Measure a real step and its parts on one rank. Rank 0 puts the results into `results`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    config = config_of()
-    resolved, layout = resolve(config, rank=rank, world_size=ranks)
+    config = make_config()
+    resolved, dims = resolve(config, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",)) if ranks > 1 else None
-    real = median_s(_trained(resolved, layout, mesh, rank, ranks))
-    alone, alone_layout = resolve(config, world_size=1)
-    parts = _parts_s(alone, alone_layout)
-    group = list_block_groups(make_planned_run(resolved, layout))[0]
-    per_byte = _per_byte(int(group.gathered_bytes), group.parameters, ranks) if ranks > 1 else {}
+    real = time_median(_make_step(resolved, dims, mesh, rank, ranks))
+    alone, alone_dims = resolve(config, world_size=1)
+    parts = _time_parts(alone, alone_dims)
+    group = list_block_groups(make_planned_run(resolved, dims))[0]
+    per_byte = _time_per_byte(int(group.gathered_bytes), group.parameters, ranks) if ranks > 1 else {}
     if rank == 0:
         results.put((real, parts, per_byte))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _per_byte(gathered_bytes: int, parameters: int, ranks: int) -> dict[str, float]:
+def _time_per_byte(gathered_bytes: int, parameters: int, ranks: int) -> dict[str, float]:
     """Return the seconds per byte of the collectives of a block, and of an all-reduce of one number."""
     whole = torch.empty(gathered_bytes // ranks * ranks, dtype=torch.uint8)
     gradients, number = torch.empty(parameters // ranks * ranks), torch.zeros(1)
     part, sums = whole[: len(whole) // ranks].clone(), gradients[: len(gradients) // ranks].clone()
     return {
-        "all_gather": median_s(lambda: dist.all_gather_into_tensor(whole, part)) / len(whole),
-        "reduce_scatter": median_s(lambda: dist.reduce_scatter_tensor(sums, gradients)) / (4 * len(gradients)),
-        "all_reduce": median_s(lambda: dist.all_reduce(number)) / 4,
+        "all_gather": time_median(lambda: dist.all_gather_into_tensor(whole, part)) / len(whole),
+        "reduce_scatter": time_median(lambda: dist.reduce_scatter_tensor(sums, gradients)) / (4 * len(gradients)),
+        "all_reduce": time_median(lambda: dist.all_reduce(number)) / 4,
     }
 
 
-def _trained(config: TrainConfig, layout, mesh, rank: int, ranks: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+def _make_step(
+    config: TrainConfig, dims: ParallelDims, mesh: DeviceMesh | None, rank: int, ranks: int
+) -> Callable[[], object]:
     trained = TrainedModel.build(*make_models(config, CPU).first, config, CPU, Ranks(rank, 0, ranks), mesh)
-    return trained_step(trained, config, layout)[0]
+    return make_train_step(trained, config, dims)[0]
 
 
-def _parts_s(config: TrainConfig, layout) -> dict[str, float]:  # type: ignore[no-untyped-def]
+def _time_parts(config: TrainConfig, dims: ParallelDims) -> dict[str, float]:
     """Return the seconds of a step of the unsharded model, and of one with two blocks."""
     seconds = {}
     for blocks in (2, config.model.n_layers):
         changed = replace(config, model=replace(config.model, n_layers=blocks))
-        seconds[blocks] = median_s(_trained(changed, layout, None, 0, 1))
+        seconds[blocks] = time_median(_make_step(changed, dims, None, 0, 1))
     return {"few": seconds[2], "whole": seconds[config.model.n_layers]}
 
 
@@ -127,12 +129,11 @@ def main() -> None:
         arguments = (ranks, 29511 + ranks, results)
         torch.multiprocessing.start_processes(measure, arguments, nprocs=ranks, start_method="spawn")
         real, parts, per_byte = results.get()
-        resolved, layout = resolve(config_of(), world_size=ranks)
-        run = make_planned_run(resolved, layout)
+        resolved, dims = resolve(make_config(), world_size=ranks)
+        run = make_planned_run(resolved, dims)
         block = (parts["whole"] - parts["few"]) / (run.model.n_layers - 2)
         rest = parts["few"] - 2 * block
-        cluster = Measured(replace(spec, memory_gb_per_s=1e9), 8, 400.0)
-        object.__setattr__(cluster, "per_byte", per_byte)
+        cluster = MeasuredCluster(replace(spec, memory_gb_per_s=1e9), per_byte=per_byte)
         costs = Costs(BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0))
         step = build_step(run, cluster, costs)
         hidden, exposed = simulate(step, contention=0.0).seconds, sum(task.seconds for task in step.tasks)

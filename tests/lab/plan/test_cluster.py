@@ -4,6 +4,7 @@ import operator
 
 import pytest
 
+from benchmarks.plan_here import MeasuredCluster
 from quaver.lab.plan.calibration import CARDS, get_sustained_share
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.roofline.device_specs import find_device_spec
@@ -33,6 +34,11 @@ def test_one_rank_sends_nothing_and_more_nodes_never_help_a_small_tensor(kind):
     assert cluster.time_collective(kind, 2**30, 1) == 0
     times = [cluster.time_collective(kind, 64, ranks) for ranks in (8, 16, 64, 512, 4096)]
     assert times == sorted(times)
+
+
+def test_a_measured_cluster_takes_the_measured_times():
+    cluster = MeasuredCluster(H100, per_byte={"all_gather": 2.0})
+    assert [cluster.time_collective("all_gather", 3.0, ranks) for ranks in (1, 2)] == [0.0, 6.0]
 
 
 def test_groups_across_nodes_use_the_network():
