@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.calibrate:
         for name, card in plan_published.CARDS.items():
-            print(f"{name:14s} {plan_published.calibrated(name):.3f}  now {card.sustained}  {card.row}")
+            print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {card.sustained}  {card.row}")
     for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
         results = make_page(options, part.predict, part.RECORD, part.tables, part.PAGE)
         if options.update_docs:

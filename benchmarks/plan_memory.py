@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.published import Published, published
+from benchmarks.published import Published, load_published
 from benchmarks.record import ROOT, markdown
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
@@ -30,13 +30,13 @@ CHECKPOINTING = {
 }
 
 
-def not_in_the_trainer(row: Published) -> str:
+def list_missing_features(row: Published) -> str:
     """Return the features of a published run that the trainer lacks, or "" if it supports the run."""
     lacks = {"pipeline stages": row.pp > 1, "context parallelism": row.cp > 1, "asynchronous TP": row.async_tp}
     return ", ".join(name for name, has in lacks.items() if has)
 
 
-def config_of(row: Published) -> TrainConfig:
+def make_run_config(row: Published) -> TrainConfig:
     """A published run as a config of the trainer: a residual stream in bfloat16, as torchtitan's activations are.
 
     The config is eager if the trainer cannot compile it: fully recomputed blocks under tensor parallelism.
@@ -93,7 +93,7 @@ def _skip_linears(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
     return shard
 
 
-def key_without_recipe(row: Published) -> tuple[object, ...]:
+def get_key_without_recipe(row: Published) -> tuple[object, ...]:
     """Return the fields that distinguish runs, without the recipe, which changes a peak by less than 1%."""
     return row.name.partition(" ")[0], row.model, row.gpus, row.tp, row.seq_len, row.local_batch, row.compiled
 
@@ -106,26 +106,26 @@ def predict() -> dict[str, Any]:
     known: dict[TrainConfig, int] = {}
     seen: set[tuple[object, ...]] = set()
     rows = []
-    for row in with_memory():
-        if not_in_the_trainer(row):
+    for row in list_with_memory():
+        if list_missing_features(row):
             continue
-        config, as_theirs = config_of(row), None
+        config, as_theirs = make_run_config(row), None
         if config not in known:
-            known[config] = peak_bytes(config, row.gpus)
-        if key_without_recipe(row) not in seen:
-            seen.add(key_without_recipe(row))
+            known[config] = predict_peak_bytes(config, row.gpus)
+        if get_key_without_recipe(row) not in seen:
+            seen.add(get_key_without_recipe(row))
             with as_published(row):
-                as_theirs = peak_bytes(config, row.gpus)
+                as_theirs = predict_peak_bytes(config, row.gpus)
         rows.append({"name": row.name, "trainer": known[config], "as_published": as_theirs})
     return {"rows": rows}
 
 
-def peak_bytes(config: TrainConfig, ranks: int) -> int:
+def predict_peak_bytes(config: TrainConfig, ranks: int) -> int:
     """Return the predicted live peak of the first rank, on a GPU."""
     return predict_memory(config, ranks, "cuda").prediction.peak_bytes
 
 
-def counted_bytes(row: Published) -> int:
+def count_added_bytes(row: Published) -> int:
     """Return the bytes that torchtitan needs in addition to `as_published`.
 
     These are the bfloat16 logits: eager cross entropy frees them before the backward, but the allocator cannot reuse
@@ -138,25 +138,25 @@ def counted_bytes(row: Published) -> int:
     return logits + (2 * tokens * row.shape.dim * row.shape.n_layers if is_saved else 0)
 
 
-def with_memory() -> list[Published]:
+def list_with_memory() -> list[Published]:
     """Return the runs whose memory was published."""
-    return [row for row in published() if row.memory_gib is not None]
+    return [row for row in load_published() if row.memory_gib is not None]
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the table of published and predicted memory."""
     by_name = {row["name"]: row for row in results["rows"]}
     lines = []
-    for row in with_memory():
+    for row in list_with_memory():
         group, _, name = row.name.partition(" ")
         known = by_name.get(row.name)
         if known is None:
-            cells = [f"not in the trainer: {not_in_the_trainer(row)}", "", "", "", ""]
+            cells = [f"not in the trainer: {list_missing_features(row)}", "", "", "", ""]
         else:
             theirs, measured = known["as_published"], (row.memory_gib or 0.0) * 2**30
             cells = [_gib(known["trainer"]), f"{known['trainer'] / measured:.2f}", _gib(theirs), "", ""]
             if theirs is not None:
-                counted = theirs + counted_bytes(row)
+                counted = theirs + count_added_bytes(row)
                 cells[3:] = [_gib(counted), f"{counted / measured:.2f}"]
         lines.append([group, name, f"{row.memory_gib:g}", *cells])
     heads = ["source", "run", "published", "in the trainer", "ratio", "as published", "and counted", "ratio"]

@@ -1,14 +1,14 @@
 """The published runs as `quaver plan` predicts them: the table of docs/lab/published-runs.md.
 
-One row per card determines the share of the best matmul rate that the card sustains (`calibrated`). Nothing else is
-fitted.
+One row per card determines the share of the best matmul rate that the card sustains (`calibrate_share`). Nothing else
+is fitted.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.pipeline import PipelinedRun, make_pipeline_step
-from benchmarks.published import Published, published
+from benchmarks.published import Published, load_published
 from benchmarks.record import ROOT, markdown
 from quaver.lab.plan import calibration
 from quaver.lab.plan.calibration import Card
@@ -57,7 +57,7 @@ def is_megatron(row: Published) -> bool:
     return row.name.startswith(("dgxc", "megatron", "nemo"))
 
 
-def run_of(row: Published) -> PipelinedRun:
+def make_run(row: Published) -> PipelinedRun:
     """Return a published run as input of the simulation."""
     model, megatron, mode = row.shape, is_megatron(row), CHECKPOINTING[row.checkpointing]
     if row.pp_schedule == "DualPipe":  # recomputes norms and up-projections of attention: no exchange, little compute
@@ -100,27 +100,27 @@ def run_of(row: Published) -> PipelinedRun:
     return run
 
 
-def seconds(row: Published, card: Card) -> float:
+def simulate_seconds(row: Published, card: Card) -> float:
     """Return the simulated seconds of a step."""
     cluster = Cluster(card.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
-    run = run_of(row)
+    run = make_run(row)
     return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else build_step(run, cluster)).seconds
 
 
-def tokens_per_s(row: Published, card: Card | None = None) -> float:
+def predict_tokens_per_s(row: Published, card: Card | None = None) -> float:
     """Return the predicted tokens/s per GPU, on the row's card unless another is given."""
-    run = run_of(row)
-    return run.step_tokens / seconds(row, card or CARDS[row.gpu]) / run.ranks
+    run = make_run(row)
+    return run.step_tokens / simulate_seconds(row, card or CARDS[row.gpu]) / run.ranks
 
 
-def calibrated(name: str) -> float:
+def calibrate_share(name: str) -> float:
     """Return the share of a card at which the prediction of its row equals the published figure, by bisection."""
     card = CARDS[name]
-    row = next(row for row in published() if row.name == card.row)
+    row = next(row for row in load_published() if row.name == card.row)
     low, high = 0.1, 1.2
     for _ in range(30):
         middle = (low + high) / 2
-        faster = tokens_per_s(row, card._replace(sustained=middle)) > row.tokens_per_s_per_gpu
+        faster = predict_tokens_per_s(row, card._replace(sustained=middle)) > row.tokens_per_s_per_gpu
         low, high = (low, middle) if faster else (middle, high)
     return (low + high) / 2
 
@@ -128,13 +128,13 @@ def calibrated(name: str) -> float:
 def predict() -> dict[str, Any]:
     """Predict the tokens/s of every row."""
     rows = []
-    for row in published():
-        measured, predicted = row.tokens_per_s_per_gpu, tokens_per_s(row)
+    for row in load_published():
+        measured, predicted = row.tokens_per_s_per_gpu, predict_tokens_per_s(row)
         rows.append({"name": row.name, "published": measured, "predicted": round(predicted, 1)})
     return {"rows": rows}
 
 
-def reason(name: str) -> str:
+def find_note(name: str) -> str:
     """Return the note of a row: that it fixes its card's share, or why it differs by more than OFF; else ""."""
     if name in {card.row for card in CARDS.values()}:
         return "fixes its card"
@@ -143,11 +143,11 @@ def reason(name: str) -> str:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the rows, of the cards' shares, and of the errors."""
-    by_name, lines = {row.name: row for row in published()}, []
+    by_name, lines = {row.name: row for row in load_published()}, []
     for each in results["rows"]:
         row, ratio = by_name[each["name"]], each["predicted"] / each["published"]
         group, _, name = row.name.partition(" ")
-        note = reason(row.name)
+        note = find_note(row.name)
         shown = f"{ratio:.2f}" if abs(ratio - 1) <= OFF else f"**{ratio:.2f}**"
         lines.append([group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{each['predicted']:,.0f}", shown, note])
     cards = [[name, f"{card.sustained:.3f}", card.row] for name, card in CARDS.items()]
@@ -155,11 +155,11 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     return {
         "published runs": markdown(heads, lines),
         "cards": markdown(["card", "share", "the run that fixes it"], cards),
-        "summary": summary(results),
+        "summary": make_summary(results),
     }
 
 
-def summary(results: dict[str, Any]) -> str:
+def make_summary(results: dict[str, Any]) -> str:
     """Return a table of the errors of the rows that do not fix a card."""
     fixed = {card.row for card in CARDS.values()}
     errors = sorted(

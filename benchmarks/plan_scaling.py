@@ -65,7 +65,7 @@ NETWORKS = (400.0, 100.0)
 GATHER_SIZES = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 100_352)
 
 
-def layouts(config: str) -> Iterator[Layout]:
+def iter_layouts(config: str) -> Iterator[Layout]:
     """Yield all layouts to try for a config."""
     for shard, tensor in itertools.product((0, 8, 64, 512), (1, 2, 4, 8)):
         yield Layout(shard, tensor)
@@ -73,7 +73,7 @@ def layouts(config: str) -> Iterator[Layout]:
             yield Layout(shard, tensor, 8)
 
 
-def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: bool) -> PlannedRun | None:
+def make_run(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: bool) -> PlannedRun | None:
     """Return a run of a config, or None if the layout does not divide the GPUs or the batch, or does not fit."""
     settings = load_config(TRAIN_CONFIGS / f"{config}.toml")
     checkpointing, batch = CONFIGS[config]
@@ -102,20 +102,20 @@ def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: b
     if precision != "bfloat16":
         in_float8 = {**run.in_float8, "experts": 1.0} if mixture else run.in_float8
         run = replace(run, recipe=recipe, in_float8=in_float8, float8_gather=precision == "float8")
-    return fitting(run, settings, precision)
+    return fit_micro_batches(run, settings, precision)
 
 
-def fitting(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRun | None:
+def fit_micro_batches(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRun | None:
     """Return `run` with the fewest micro-batches that fit into memory.
 
     Returns None if single sequences do not fit, or if the trainer refuses the layout.
     """
     try:
-        config_of(run, settings, precision)
+        make_run_config(run, settings, precision)
     except ValueError:
         return None
     most, sequences = USABLE * H100.memory_gb * 1e9, run.local_batch
-    while estimate_peak(config_of(run, settings, precision), run.ranks) > most:
+    while estimate_peak(make_run_config(run, settings, precision), run.ranks) > most:
         if run.local_batch == 1:
             return None
         local = run.local_batch // 2
@@ -123,7 +123,7 @@ def fitting(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRu
     return run
 
 
-def config_of(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainConfig:
+def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainConfig:
     """Return the config of a run, eager for fully recomputed blocks under tensor parallelism."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
     config = with_precision(settings, recipe, gathers_codes=run.float8_gather and run.has_one_cast and run.shard > 1)
@@ -142,7 +142,7 @@ def config_of(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainCo
     )
 
 
-def tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
+def predict_tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     """Return tokens/s per GPU. Micro-batches after the third are taken to be as long as the third."""
     costs = Costs.from_formulas(run, cluster)
     took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, costs)
@@ -156,12 +156,12 @@ def predict() -> dict[str, Any]:
     cluster = Cluster.from_spec(H100)
     curves = []
     for config, precision, is_weak in itertools.product(CONFIGS, PRECISIONS, (True, False)):
-        for layout in layouts(config):
+        for layout in iter_layouts(config):
             points = {}
             for gpus in SIZES:
-                run = run_of(config, precision, layout, gpus, is_weak=is_weak)
+                run = make_run(config, precision, layout, gpus, is_weak=is_weak)
                 if run is not None:
-                    points[str(gpus)] = round(tokens_per_s(run, cluster), 1)
+                    points[str(gpus)] = round(predict_tokens_per_s(run, cluster), 1)
             if points:
                 scaling = "weak" if is_weak else "fixed batch"
                 curve = {"config": config, "precision": precision, "scaling": scaling, "layout": layout.name}
@@ -176,9 +176,9 @@ def _gathers() -> list[dict[str, Any]]:
         cluster = replace(Cluster.from_spec(H100), network_gbps=gbps)
         rates: dict[str, list[float]] = {}
         for gpus in GATHER_SIZES:
-            runs = [run_of(config, precision, layout, gpus, is_weak=True) for precision in PRECISIONS[1:]]
+            runs = [make_run(config, precision, layout, gpus, is_weak=True) for precision in PRECISIONS[1:]]
             if None not in runs:
-                rates[str(gpus)] = [round(tokens_per_s(run, cluster), 1) for run in runs if run]
+                rates[str(gpus)] = [round(predict_tokens_per_s(run, cluster), 1) for run in runs if run]
         rows.append({"config": config, "layout": layout.name, "network_gbps": gbps, "tokens_per_s": rates})
     return rows
 
@@ -187,7 +187,7 @@ Curves = list[dict[str, Any]]
 WORDS = {"weak": "8,192 tokens of each GPU", "fixed batch": "a fixed global batch"}
 
 
-def best(curves: Curves, config: str, precision: str, scaling: str, gpus: int) -> tuple[float, str] | None:
+def find_best(curves: Curves, config: str, precision: str, scaling: str, gpus: int) -> tuple[float, str] | None:
     """The most tokens/s and their layout; None where nothing fits."""
     found = [
         (curve["tokens_per_s"][str(gpus)], curve["layout"])
@@ -202,7 +202,7 @@ def _of(curves: Curves, config: str, precision: str, scaling: str) -> Curves:
     return [curve for curve in curves if all(curve[key] == value for key, value in asked.items())]
 
 
-def points_of(curves: Curves, config: str, precision: str, scaling: str, layout: str) -> dict[int, float]:
+def find_points(curves: Curves, config: str, precision: str, scaling: str, layout: str) -> dict[int, float]:
     """Return the tokens/s of one layout by the number of GPUs."""
     of_layout = [curve for curve in _of(curves, config, precision, scaling) if curve["layout"] == layout]
     return {int(gpus): value for curve in of_layout for gpus, value in curve["tokens_per_s"].items()}
@@ -225,7 +225,9 @@ def _best_table(curves: Curves, scaling: str) -> str:
     for config in CONFIGS:
         cells = []
         for gpus in SHOWN:
-            plain, float8 = (best(curves, config, precision, scaling, gpus) for precision in ("bfloat16", "float8"))
+            plain, float8 = (
+                find_best(curves, config, precision, scaling, gpus) for precision in ("bfloat16", "float8")
+            )
             if float8 is None:
                 cells.append("")
                 continue
@@ -241,10 +243,12 @@ def _stop_table(curves: Curves) -> str:
     lines = []
     for config in CONFIGS:
         for layout in dict.fromkeys(curve["layout"] for curve in _of(curves, config, "float8", "weak")):
-            points = points_of(curves, config, "float8", "weak", layout)
+            points = find_points(curves, config, "float8", "weak", layout)
             top = max(points.values())
             most = [max(gpus for gpus, value in points.items() if value >= share * top) for share in (0.95, 0.5)]
-            wins = [gpus for gpus in points if (best(curves, config, "float8", "weak", gpus) or ("", ""))[1] == layout]
+            wins = [
+                gpus for gpus in points if (find_best(curves, config, "float8", "weak", gpus) or ("", ""))[1] == layout
+            ]
             if wins or layout == "FSDP2":
                 where = f"{min(wins):,} to {max(wins):,}" if wins else "nowhere"
                 lines.append([config, layout, f"{top:,.0f}", *(f"{gpus:,}" for gpus in most), where])
@@ -270,13 +274,13 @@ def draw(results: dict[str, Any]) -> None:
     for row, scaling in zip(axes, WORDS, strict=True):
         for axis, config in zip(row, CONFIGS, strict=True):
             for precision in drawn:
-                points_of_best = {gpus: best(curves, config, precision, scaling, gpus) for gpus in SIZES}
+                points_of_best = {gpus: find_best(curves, config, precision, scaling, gpus) for gpus in SIZES}
                 line = {gpus: point[0] for gpus, point in points_of_best.items() if point}
                 axis.plot(
                     line.keys(), line.values(), color=colors[precision], linewidth=2.5, label=f"{precision}, best"
                 )
                 for layout, style in (("FSDP2", "--"), ("FSDP2 x TP 8", ":")):
-                    points = points_of(curves, config, precision, scaling, layout)
+                    points = find_points(curves, config, precision, scaling, layout)
                     axis.plot(
                         points.keys(), points.values(), style, color=colors[precision], label=f"{precision}, {layout}"
                     )

@@ -1,6 +1,6 @@
 """Training runs that others measured and published: reads and checks published_runs.toml.
 
-for run in published():
+for run in load_published():
     print(run.name, run.tokens_per_s_per_gpu, run.source)
 """
 
@@ -87,7 +87,7 @@ class Published:
         """Check that the fields do not contradict each other."""
         degrees = self.dp_replicate, self.dp_shard, self.tp, self.cp, self.pp
         self._require(prod(degrees) == self.gpus, f"degrees {degrees} that multiply to {self.gpus} GPUs")
-        self._require(self.model in models(), f"a model of {sorted(models())}")
+        self._require(self.model in load_models(), f"a model of {sorted(load_models())}")
         self._require(self.recipe in RECIPES, f"a recipe of {RECIPES}")
         self._require(self.recipe != "bfloat16" or not self.float8_gather, "float8 where float8_gather is true")
         self._require((self.pp > 1) == bool(self.pp_schedule), "a pp_schedule with pipelines, and none without")
@@ -105,7 +105,7 @@ class Published:
     @property
     def shape(self) -> Model:
         """The shape of the model."""
-        return models()[self.model]
+        return load_models()[self.model]
 
     @property
     def data_parallel(self) -> int:
@@ -119,14 +119,14 @@ class Published:
 
 
 @cache
-def models() -> dict[str, Model]:
+def load_models() -> dict[str, Model]:
     """Return the shapes of the published models, from train_configs/ and from the file."""
     ours = {path.stem: load_config(path).model for path in TRAIN_CONFIGS.glob("llama3_*b.toml")}
     return ours | {name: Model(**shape) for name, shape in _content()["models"].items()}
 
 
 @cache
-def published() -> tuple[Published, ...]:
+def load_published() -> tuple[Published, ...]:
     """Return all runs, in the order of the file.
 
     Raises:

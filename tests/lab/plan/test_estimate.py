@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.plan_memory import peak_bytes
+from benchmarks.plan_memory import predict_peak_bytes
 from quaver.lab.plan.estimate import ESTIMATE_ERROR, Estimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
@@ -103,7 +103,7 @@ def test_the_estimate_is_near_the_peak(ranks, settings, peak):
 @needs_gathers
 @pytest.mark.parametrize(("ranks", "settings", "peak"), PEAKS)
 def test_the_recorded_peaks_are_those_of_today(ranks, settings, peak):
-    assert peak_bytes(make_config(*settings), ranks) == pytest.approx(peak, rel=0.01)
+    assert predict_peak_bytes(make_config(*settings), ranks) == pytest.approx(peak, rel=0.01)
 
 
 SMALL = TrainConfig(
@@ -137,7 +137,7 @@ def test_settings_change_the_estimate_as_they_change_the_peak(sections, added):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("sections", "added"), [({}, 0.0), *CHANGES])
 def test_the_recorded_changes_are_those_of_today(sections, added):
-    assert peak_bytes(changed(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
+    assert predict_peak_bytes(changed(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
 
 
 @needs_gathers
@@ -145,7 +145,7 @@ def test_the_recorded_changes_are_those_of_today(sections, added):
 def test_the_gradient_of_a_tied_projection_waits_for_the_embeddings(reshard):
     tied = {"vocab_size": 1 << 16, "tie_word_embeddings": True}
     config = changed(SMALL, model=tied, training={"seq_len": 32}, parallelism={"fsdp_reshard_after_forward": reshard})
-    assert estimate_peak(config, 8) == pytest.approx(peak_bytes(config, 8), rel=ESTIMATE_ERROR)
+    assert estimate_peak(config, 8) == pytest.approx(predict_peak_bytes(config, 8), rel=ESTIMATE_ERROR)
 
 
 def test_what_the_policy_saves_is_stored_in_compiled_code():

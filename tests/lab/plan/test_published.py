@@ -5,24 +5,26 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.published import models, parse_run, published
+from benchmarks.published import load_models, load_published, parse_run
 
 
 def test_runs_are_sorted_by_source_and_told_apart():
-    runs = published()
+    runs = load_published()
     assert 60 <= len(runs) <= 110
     groups = [run.name.partition(" ")[0] for run in runs]
     assert groups == sorted(groups)
     assert [name for name, count in Counter(run.name for run in runs).items() if count > 1] == []
-    assert {run.model for run in runs} | {"llama3_8b", "llama3_70b", "llama3_405b"} == set(models())
+    assert {run.model for run in runs} | {"llama3_8b", "llama3_70b", "llama3_405b"} == set(load_models())
 
 
 def test_runs_without_a_source_are_left_out():
-    assert {run.tokens_per_s_per_gpu for run in published()}.isdisjoint({5760, 6468, 7186})
+    assert {run.tokens_per_s_per_gpu for run in load_published()}.isdisjoint({5760, 6468, 7186})
 
 
 def test_micro_batches_of_a_pipeline():
-    (run,) = (run for run in published() if run.pp_schedule == "Interleaved1F1B" and run.name.startswith("torchtitan"))
+    (run,) = (
+        run for run in load_published() if run.pp_schedule == "Interleaved1F1B" and run.name.startswith("torchtitan")
+    )
     assert (run.local_batch, run.micro_batches, run.data_parallel, run.memory_gib) == (4, 8, 8, 72.7)
 
 
@@ -44,6 +46,6 @@ def test_micro_batches_of_a_pipeline():
     ],
 )
 def test_a_run_that_contradicts_itself_is_refused(change, message):
-    first = {key: value for key, value in asdict(published()[0]).items() if value is not None}
+    first = {key: value for key, value in asdict(load_published()[0]).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         parse_run({**first, **change})

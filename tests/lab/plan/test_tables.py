@@ -5,9 +5,9 @@ import json
 import pytest
 
 from benchmarks import plan_memory, plan_published, plan_scaling
-from benchmarks.plan_published import CARDS, OFF, REASONS, calibrated, reason, tokens_per_s
-from benchmarks.plan_scaling import CONFIGS, H100, SHOWN, Layout, best, run_of
-from benchmarks.published import published
+from benchmarks.plan_published import CARDS, OFF, REASONS, calibrate_share, find_note, predict_tokens_per_s
+from benchmarks.plan_scaling import CONFIGS, H100, SHOWN, Layout, find_best, make_run
+from benchmarks.published import load_published
 from benchmarks.record import fill
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
@@ -16,7 +16,7 @@ from quaver.lab.plan.step import build_step
 
 PARTS = plan_published, plan_scaling, plan_memory
 PUBLISHED, SCALING, MEMORY = (json.loads(part.RECORD.read_text()) for part in PARTS)
-ROWS = {row.name: row for row in published()}
+ROWS = {row.name: row for row in load_published()}
 QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches <= 2]
 
 
@@ -35,52 +35,52 @@ def test_recorded_predictions_of_published_runs_are_the_models(names):
     assert list(recorded) == list(ROWS)
     for name in names:
         assert recorded[name]["published"] == ROWS[name].tokens_per_s_per_gpu
-        assert recorded[name]["predicted"] == pytest.approx(tokens_per_s(ROWS[name]), abs=0.06), name
+        assert recorded[name]["predicted"] == pytest.approx(predict_tokens_per_s(ROWS[name]), abs=0.06), name
 
 
 def test_recorded_memory_of_published_runs_is_near_the_estimate():
-    rows = {row.name: row for row in plan_memory.with_memory() if not plan_memory.not_in_the_trainer(row)}
+    rows = {row.name: row for row in plan_memory.list_with_memory() if not plan_memory.list_missing_features(row)}
     assert [row["name"] for row in MEMORY["rows"]] == list(rows)
     for recorded in MEMORY["rows"]:
         row = rows[recorded["name"]]
-        estimate = estimate_peak(plan_memory.config_of(row), row.gpus)
+        estimate = estimate_peak(plan_memory.make_run_config(row), row.gpus)
         assert recorded["trainer"] == pytest.approx(estimate, rel=ESTIMATE_ERROR / 2), row.name
         if recorded["as_published"] is not None:  # live bytes are no more than what was reserved
-            assert recorded["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
+            assert recorded["as_published"] + plan_memory.count_added_bytes(row) < row.memory_gib * 2**30, row.name
 
 
 @pytest.mark.nightly
 def test_recorded_memory_of_a_published_run_is_the_trainers():
     name = "torchao-tutorial-202506 8B 8 H100 bfloat16"
     (recorded,) = (row for row in MEMORY["rows"] if row["name"] == name)
-    config, row = plan_memory.config_of(ROWS[name]), ROWS[name]
-    assert recorded["trainer"] == plan_memory.peak_bytes(config, row.gpus)
+    config, row = plan_memory.make_run_config(ROWS[name]), ROWS[name]
+    assert recorded["trainer"] == plan_memory.predict_peak_bytes(config, row.gpus)
     with plan_memory.as_published(row):
-        assert recorded["as_published"] == plan_memory.peak_bytes(config, row.gpus)
+        assert recorded["as_published"] == plan_memory.predict_peak_bytes(config, row.gpus)
 
 
 def test_rows_far_off_and_no_others_have_a_reason():
     off = [row["name"] for row in PUBLISHED["rows"] if abs(row["predicted"] / row["published"] - 1) > OFF]
-    assert [name for name in off if not reason(name)] == []
+    assert [name for name in off if not find_note(name)] == []
     assert all(any(name.startswith(part) for name in off) for part in REASONS)
     assert len(off) <= 8
 
 
 @pytest.mark.parametrize("name", ["H100", "H100-500W", *(pytest.param(n, marks=pytest.mark.nightly) for n in CARDS)])
 def test_a_cards_rate_is_that_of_its_calibration(name):
-    assert CARDS[name].sustained == pytest.approx(calibrated(name), abs=0.001)
+    assert CARDS[name].sustained == pytest.approx(calibrate_share(name), abs=0.001)
 
 
 def test_curves_of_scaling_are_the_models():
     cluster = Cluster.from_spec(H100)
     for config, layout, gpus in (("llama3_8b", Layout(0, 1), 1024), ("mixture_30b_a3b", Layout(64, 1, 8), 512)):
-        run = run_of(config, "float8", layout, gpus, is_weak=True)
+        run = make_run(config, "float8", layout, gpus, is_weak=True)
         assert run.ranks == gpus
-        points = plan_scaling.points_of(SCALING["curves"], config, "float8", "weak", layout.name)
-        assert points[gpus] == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-4)
-    assert run_of("llama3_8b", "float8", Layout(64, 1), 100, is_weak=True) is None
-    assert run_of("llama3_8b", "float8", Layout(0, 1), 1024, is_weak=False) is None  # 512 sequences
-    assert run_of("llama3_405b", "float8", Layout(0, 1), 8, is_weak=True) is None  # does not fit
+        points = plan_scaling.find_points(SCALING["curves"], config, "float8", "weak", layout.name)
+        assert points[gpus] == pytest.approx(plan_scaling.predict_tokens_per_s(run, cluster), rel=1e-4)
+    assert make_run("llama3_8b", "float8", Layout(64, 1), 100, is_weak=True) is None
+    assert make_run("llama3_8b", "float8", Layout(0, 1), 1024, is_weak=False) is None  # 512 sequences
+    assert make_run("llama3_405b", "float8", Layout(0, 1), 8, is_weak=True) is None  # does not fit
 
 
 def test_recorded_weak_scaling_keeps_the_tokens_per_gpu():
@@ -88,16 +88,16 @@ def test_recorded_weak_scaling_keeps_the_tokens_per_gpu():
     assert {curve["config"] for curve in curves} == set(CONFIGS)
     for config in CONFIGS:
         for precision in ("bfloat16", "float8"):
-            points = [best(curves, config, precision, "weak", gpus) for gpus in SHOWN]
+            points = [find_best(curves, config, precision, "weak", gpus) for gpus in SHOWN]
             tokens = [point[0] for point in points if point]
             assert min(tokens[1:]) > 0.7 * max(tokens)
-    plain = plan_scaling.points_of(curves, "llama3_8b", "float8", "weak", "FSDP2")
+    plain = plan_scaling.find_points(curves, "llama3_8b", "float8", "weak", "FSDP2")
     assert plain[100_352] < 0.15 * plain[8]
 
 
 def test_further_micro_batches_take_as_long_as_the_third():
-    run = run_of("llama3_8b", "bfloat16", Layout(0, 1), 64, is_weak=False)
+    run = make_run("llama3_8b", "bfloat16", Layout(0, 1), 64, is_weak=False)
     assert run.micro_batches > 3
     cluster = Cluster.from_spec(H100)
     whole = simulate(build_step(run, cluster)).seconds
-    assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-3)
+    assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.predict_tokens_per_s(run, cluster), rel=1e-3)
