@@ -185,7 +185,7 @@ def run(argv: list[str]) -> int:
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
         with show_progress("planning") as set_activity:
-            result = search(layouts, cluster, memory, top=options.top, progress=set_activity)
+            result = search(layouts, cluster, memory, top=options.top, set_activity=set_activity)
         if not result.rows:
             raise InputError(_describe_misfit(result, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):

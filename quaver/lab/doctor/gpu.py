@@ -108,7 +108,9 @@ def describe_gpu(
         raise InputError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
     config = config or Float8LinearConfig.from_recipe_name(recipe)
     configs = {name.value: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
-    recipes = [_describe_recipe(name, own, spec) for name, own in (configs | {recipe: config}).items()]
+    recipes = [
+        _describe_recipe(name, recipe_config, spec) for name, recipe_config in (configs | {recipe: config}).items()
+    ]
     layers = None if model is None else _describe_layers(model, config, spec)
     return OnGpu(spec.name, f"sm_{spec.compute_capability}", _describe_casts(spec), recipes, recipe, layers)
 

@@ -102,7 +102,7 @@ def advise(
     device: str = "cuda",
     time_on: str | None = None,
     quick: bool = False,
-    progress: SetActivity | None = None,
+    set_activity: SetActivity | None = None,
 ) -> Advice:
     """Predict the peak of one rank's memory under other settings of a run.
 
@@ -112,14 +112,14 @@ def advise(
         time_on: the name of a GPU, such as "H100", for which times are simulated. The default is this machine's GPU. If
             that is unknown, it is an H100 with `fit_bytes`; without `fit_bytes` no times are simulated.
         quick: estimate peaks on a GPU in closed form, within ESTIMATE_ERROR, instead of predicting them.
-        progress: called with the name of each setting before its prediction.
+        set_activity: called with the name of each setting before its prediction.
     Raises:
         InputError: an unknown GPU, or an error of the run itself.
         NotImplementedError: the configured run cannot be predicted.
     """
     spec = _find_spec(time_on, is_needed=fit_bytes is not None)
     compute_peak = estimate_peak if quick else partial(_predict_peak, device=device)
-    search = _AdviceSearch(config, ranks, fit_bytes, spec, compute_peak, progress or (lambda activity: None))
+    search = _AdviceSearch(config, ranks, fit_bytes, spec, compute_peak, set_activity or (lambda activity: None))
     search.notes += [f"peaks are estimated, within {ESTIMATE_ERROR:.0%}"] if quick else []
     search.try_single_changes()
     best = None if fit_bytes is None else search.find_fastest_that_fits()
@@ -141,14 +141,14 @@ class _AdviceSearch:
         fit_bytes: int | None,
         spec: DeviceSpec | None,
         compute_peak: Callable[[TrainConfig, int], int],
-        progress: SetActivity,
+        set_activity: SetActivity,
     ) -> None:
         self.rows: list[AdvisedSetting] = []
         self.notes = [TIMES, LESS_PRECISE]
         self.notes += [f"times on {spec.name}: {describe_sustained_share(spec)}"] if spec is not None else []
         self._compute_peak = compute_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
-        self._spec, self._progress = spec, progress
+        self._spec, self._set_activity = spec, set_activity
         resolved, self._dims = resolve(config, rank=0, world_size=ranks)
         self._batch = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
@@ -210,7 +210,7 @@ class _AdviceSearch:
 
     def _predict(self, name: str, config: TrainConfig) -> int:
         """Return the bytes of the peak."""
-        self._progress(name)
+        self._set_activity(name)
         return self._compute_peak(config, self._ranks)
 
     def _add(self, name: str, config: TrainConfig, peak_bytes: int) -> int:

@@ -89,15 +89,15 @@ def count_held_parameters(run: PlannedRun) -> float:
 def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     """Return the times of one block and micro-batch."""
     linears = {name: time_linear(run, name, *sizes, cluster) for name, sizes in list_linears(run.model).items()}
-    spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
+    spec, model, rank_tokens = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
-    wide = model.hidden_dim * count_networks(model)
+    hidden = model.hidden_dim * count_networks(model)
     between = predict_seconds_between_matmuls(
-        BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes
+        BlockShape(model.dim, queries, keys, hidden), rank_tokens, spec, run.residual_bytes
     )
     if not run.framework.compiled:
         between = PerPass(*(EAGER_BYTES * seconds for seconds in between))
-    attention = predict_attention_seconds(queries, share, run.seq_len, spec, run.framework.attention)
+    attention = predict_attention_seconds(queries, rank_tokens, run.seq_len, spec, run.framework.attention)
     forward = sum(map(_time_forward, linears.values()))
     backward = sum(time.total_s - _time_forward(time) for time in linears.values())
     experts = time_experts(run, cluster) if model.n_experts else PerPass(0, 0)
@@ -139,11 +139,11 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
 
     Under a float8 all-gather, its weight arrives as codes.
     """
-    share = run.get_float8_share(name)
-    if 0 < share < 1:
+    float8_share = run.get_float8_share(name)
+    if 0 < float8_share < 1:
         parts = [replace(run, in_float8={name: float(is_float8)}) for is_float8 in (True, False)]
         float8, bfloat16 = (time_linear(part, name, inputs, outputs, cluster) for part in parts)
-        return _average(float8, bfloat16, share)
+        return _average(float8, bfloat16, float8_share)
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = SPLIT_DIMS.get(name) == 1
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
@@ -161,15 +161,15 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
             by_shape=True,
             shares={"output": get_cutlass_rowwise_share(spec)} if rescales else None,
         )
-        if rescales and share:
+        if rescales and float8_share:
             return _add_rescaling(linear.float8, (tokens, inputs, outputs), spec)
-        return linear.float8 if share else linear.bfloat16
+        return linear.float8 if float8_share else linear.bfloat16
 
     time = predict_cost(run.tokens)
     if run.framework.async_tensor and split > 1:  # one matmul per rank's tokens, at the rate of its shape
         part = predict_cost(max(1, run.tokens // split))
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
-    if run.recipe is None or not share:
+    if run.recipe is None or not float8_share:
         return time
     if run.float8_gather:  # the shard was cast; grad_input still needs another layout, or the dequantized weight
         moved = 2 if "grad_input" in find_scale_kinds(run.precision) else 3
@@ -183,10 +183,12 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     return time
 
 
-def _average(first: LinearTime, second: LinearTime, share: float) -> LinearTime:
-    """Return the mean of two times, with the weight `share` for the first."""
+def _average(float8: LinearTime, bfloat16: LinearTime, float8_share: float) -> LinearTime:
+    """Return the time of a linear that is float8 in a share of the blocks."""
     names = (field.name for field in fields(LinearTime))
-    return LinearTime(**{name: share * getattr(first, name) + (1 - share) * getattr(second, name) for name in names})
+    return LinearTime(
+        **{name: float8_share * getattr(float8, name) + (1 - float8_share) * getattr(bfloat16, name) for name in names}
+    )
 
 
 def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSpec) -> LinearTime:

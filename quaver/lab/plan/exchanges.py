@@ -77,17 +77,17 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
         return
     group, dim = (run.tensor, 1), run.model.dim
     halves = 1 if not run.has_feed_forward else 2
-    again = backward and run.checkpointing != "none"
+    gathers_again = backward and run.checkpointing != "none"
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
-    share = fmean(run.get_float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
+    float8_share = fmean(run.get_float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
     if casts is not None and not run.framework.casts_gathered:
         forward, backwards = _count_amaxes(run, casts)
-        for number, elements in [forward] * (again or not backward) + [backwards] * backward:
-            if number and share:
-                yield Exchange("all_reduce", 4 * elements / number, number * share, *group)
-    if backward and share:  # gradients of the norms' weights; bfloat16 blocks start no such collective
-        yield Exchange("all_reduce", 2 * dim, 2 * share, *group)
-    for is_gradient in [False] * (again or not backward) + [True] * backward:
+        for number, elements in [forward] * (gathers_again or not backward) + [backwards] * backward:
+            if number and float8_share:
+                yield Exchange("all_reduce", 4 * elements / number, number * float8_share, *group)
+    if backward and float8_share:  # gradients of the norms' weights; bfloat16 blocks start no such collective
+        yield Exchange("all_reduce", 2 * dim, 2 * float8_share, *group)
+    for is_gradient in [False] * (gathers_again or not backward) + [True] * backward:
         operand = (
             None if casts is None or run.framework.casts_gathered else casts.grad_output if is_gradient else casts.input
         )

@@ -94,7 +94,7 @@ def search(
     memory_bytes: int,
     *,
     top: int,
-    progress: SetActivity = lambda activity: None,
+    set_activity: SetActivity = lambda activity: None,
 ) -> SearchResult:
     """Return the `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
 
@@ -105,7 +105,7 @@ def search(
         InputError: the trainer accepts no layout, or the time of no layout is simulated.
     """
     refusals = layouts.refusals.copy()
-    estimated = list(_estimate(layouts.candidates, refusals, progress))
+    estimated = list(_estimate(layouts.candidates, refusals, set_activity))
     if not estimated:
         ranks = f"{layouts.candidates[0].dims.world_size} GPUs" if layouts.candidates else "so many GPUs"
         reasons = "; ".join(dict(refusals.most_common(3)))
@@ -120,19 +120,19 @@ def search(
     ]
     rows = []
     for number, timed in enumerate({id(timed): timed for timed in chosen}.values(), 1):
-        progress(f"simulating step {number}")
+        set_activity(f"simulating step {number}")
         rows.append(FittingLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
     return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
 
 
 def _estimate(
-    candidates: list[Candidate], refusals: Counter[str], progress: SetActivity
+    candidates: list[Candidate], refusals: Counter[str], set_activity: SetActivity
 ) -> Iterator[tuple[Candidate, PlannedRun, int]]:
     """Yield candidates with their estimated memory. Candidates whose time is not simulated count as refused."""
     for number, candidate in enumerate(candidates, 1):
         if number % 50 == 0:
-            progress(f"estimating layout {number} of {len(candidates)}")
+            set_activity(f"estimating layout {number} of {len(candidates)}")
         try:
             run = make_planned_run(candidate.config, candidate.dims)
         except InputError as error:

@@ -248,8 +248,8 @@ class _StepBuilder:
             "clipping and the optimizer", predict_move_seconds(moved * parameters, cluster.spec), "optimizer", [norm]
         )
         if run.steps_between_saves:
-            share = time_saving(run, cluster) / run.steps_between_saves
-            self.step.add("its share of a checkpoint", STORAGE, share, [updated], "checkpoint")
+            saving_s = time_saving(run, cluster) / run.steps_between_saves
+            self.step.add("its share of a checkpoint", STORAGE, saving_s, [updated], "checkpoint")
         if run.float8_gather and run.shard > 1:
             self._compute(
                 "amaxes of weights", predict_move_seconds(run.parameter_bytes * parameters, cluster.spec), "optimizer"

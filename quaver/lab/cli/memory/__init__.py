@@ -158,7 +158,12 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
         fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
         with show_progress("estimating") as set_activity:
             advice = advise(
-                config, options.ranks, fit_bytes=fit_bytes, time_on=options.time_on, quick=True, progress=set_activity
+                config,
+                options.ranks,
+                fit_bytes=fit_bytes,
+                time_on=options.time_on,
+                quick=True,
+                set_activity=set_activity,
             )
     peak = f"about {format_bytes(estimate)} at the peak of one of {options.ranks} ranks"
     print_views([f"{peak}, estimated within {ESTIMATE_ERROR:.0%}"])
@@ -195,7 +200,7 @@ def _predict(
                 fit_bytes=fit_bytes,
                 device=device,
                 time_on=options.time_on,
-                progress=set_activity,
+                set_activity=set_activity,
             )
     if options.measure:
         with show_progress("training to measure"):
