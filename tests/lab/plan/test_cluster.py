@@ -5,7 +5,6 @@ import operator
 import pytest
 
 from benchmarks.plan_here import MeasuredCluster
-from quaver.lab.plan.calibration import CARDS, get_sustained_share
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.roofline.device_specs import find_device_spec
 
@@ -68,10 +67,3 @@ def test_two_nodes_with_slow_interfaces_reach_what_google_measured():
     """2 x 8 H100 with 8 x 200 Gb/s: an all-gather of 8 GiB has 188.8 GB/s on the bus."""
     seconds = Cluster(H100, network_gbps=200.0).time_collective("all_gather", 2**33, 16)
     assert 2**33 * 15 / 16 / seconds / 1e9 == pytest.approx(188.8, rel=0.05)
-
-
-def test_devices_get_the_share_of_their_first_card():
-    assert get_sustained_share(H100) == CARDS["H100"].sustained
-    assert get_sustained_share(find_device_spec("mi300x")) == CARDS["H100"].sustained  # none of its own
-    assert Cluster.from_spec(H100).sustained == CARDS["H100"].sustained
-    assert all(0.3 < card.sustained < 1 for card in CARDS.values())
