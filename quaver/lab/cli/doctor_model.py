@@ -73,7 +73,7 @@ def survey_model(path: str, options: DoctorOptions) -> Survey:
     surveyed = survey(opened.model, opened.forward_backward)
     experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
     recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, preferred, experts)
-    share = compute_float8_share(recipes, surveyed, opened.is_skipped)
+    share = compute_float8_share(recipes, surveyed, opened.is_skipped, opened.config.float8.backward)
     if out is not None:
         if not share:
             raise InputError(

@@ -132,13 +132,13 @@ def choose_recipes(
 
 
 def compute_float8_share(
-    recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool]
+    recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool], backward: str
 ) -> float:
-    """Return the share of the linears' FLOPs that run in float8."""
+    """Return the share of the linears' FLOPs that run in float8 with `backward`, a value of float8.backward."""
     total = sum(linear.multiply_adds for linear in surveyed)
     in_float8 = 0.0
     for linear in surveyed:
         recipe = HIGH_PRECISION if skipped(linear.name) else recipes.of(linear.name)
         if recipe != HIGH_PRECISION:
-            in_float8 += linear.multiply_adds * len(find_scale_kinds(recipe)) / len(MATMULS)
+            in_float8 += linear.multiply_adds * len(find_scale_kinds(f"{recipe}:{backward}")) / len(MATMULS)
     return in_float8 / total if total else 0.0
