@@ -3,6 +3,9 @@
 It protects metrics and checkpoints from a second `--resume` of the same run. The lock is a file lock of the operating
 system, which is released however its process ends. A second file names the holder. A run removes it when it releases
 the lock, so if the lock is free and the file exists, the last holder was killed.
+
+On a file system without such locks, such as some mounts of Lustre, filelock warns and takes the existence of the file
+as the lock. It then removes the file of a killed process of the same host, and no other.
 """
 
 import json

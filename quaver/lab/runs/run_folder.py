@@ -129,11 +129,15 @@ class RunFolder:
         return CheckpointFolder(self.path / config.folder)
 
     def add_provenance(self, start: dict[str, Any]) -> None:
-        """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError."""
+        """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError.
+
+        An incomplete last line, of a start that was killed, is removed.
+        """
         path = self.path / "provenance.jsonl"
         line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
-        with convert_to_output_error(path), path.open("a", encoding="utf-8") as file:
-            file.write(line)
+        with convert_to_output_error(path), replace_file(path) as partial:
+            earlier = path.read_bytes() if path.exists() else b""
+            partial.write_bytes(earlier[: earlier.rfind(b"\n") + 1] + line.encode())
 
     @property
     def metrics(self) -> Path:
@@ -215,9 +219,8 @@ def will_resume(config: TrainConfig) -> bool:
 
 
 def _make_write_error(path: Path, error: OSError) -> OSError:
-    return type(error)(
-        f"cannot write the run folder {str(path)!r}: {error.strerror or error}; give another job.dump_folder"
-    )
+    reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+    return type(error)(f"cannot write the run folder {str(path)!r}: {reason}; give another job.dump_folder")
 
 
 def _describe_refusal(path: Path, config: Checkpoint) -> str:

@@ -223,8 +223,18 @@ def test_the_record_of_a_checkpoint(config, finished):
     assert record["config"]["float8"]["recipe_name"] == "delayed"
     assert record["conversion_report"]["layers"]
     assert record["provenance"]["environment"]["torch"] == torch.__version__
-    lines = (finished.folder.path / "provenance.jsonl").read_text().splitlines()
-    assert [json.loads(line)["from_step"] for line in lines] == [0]
+    assert list_starts(finished.folder.path) == [0]
+
+
+def list_starts(run: Path) -> list[int]:
+    return [json.loads(line)["from_step"] for line in (run / "provenance.jsonl").read_text().splitlines()]
+
+
+def test_a_start_that_was_killed_while_it_was_noted_is_removed(config, saved):
+    with (saved / "provenance.jsonl").open("a") as file:
+        file.write('{"from_st')
+    prepare_run(set_steps(config, 7, resume="must")).folder.release()
+    assert list_starts(saved) == [0, 6]
 
 
 def test_a_partial_checkpoint_does_not_count(config, saved):
