@@ -13,6 +13,7 @@ from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_outpu
 from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
 from quaver.lab.settings import Metrics, require
 from quaver.lab.terminal.console import print_line
+from quaver.runtime.files import replace_file
 
 WARMUP_STEPS = 3
 """The first steps, which medians leave out: they compile, allocate and measure memory."""
@@ -56,8 +57,7 @@ class _Wandb:
     """
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any], resume_step: int | None) -> None:
-        is_new = not (folder / WANDB_ID).exists()
-        identity = _choose_wandb_id(folder)
+        identity, is_new = _choose_wandb_id(folder)
         with _convert_errors(_WANDB):
             self._run = importlib.import_module("wandb").init(
                 project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
@@ -75,16 +75,19 @@ class _Wandb:
             self._run.finish()
 
 
-def _choose_wandb_id(folder: Path) -> str:
-    """Return the id under which a resumed run continues its curves; if the folder has none, store a new id.
+def _choose_wandb_id(folder: Path) -> tuple[str, bool]:
+    """Return the id under which a resumed run continues its curves, and whether it is new and was stored now.
 
     It is stored in the run folder, because runs in different folders may have the same name. Raises OutputError.
     """
     path = folder / WANDB_ID
     with convert_to_output_error(path):
-        if not path.exists():
-            path.write_text(uuid4().hex[:16] + "\n", encoding="utf-8")
-        return path.read_text(encoding="utf-8").strip()
+        if path.exists() and (identity := path.read_text(encoding="utf-8").strip()):
+            return identity, False
+        identity = uuid4().hex[:16]
+        with replace_file(path) as partial:
+            partial.write_text(identity + "\n", encoding="utf-8")
+        return identity, True
 
 
 @contextmanager

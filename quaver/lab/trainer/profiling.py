@@ -82,7 +82,7 @@ class Profiler:
             stack.enter_context(self._trace(step, name))
             yield
 
-    def traces(self, step: int) -> bool:
+    def is_traced(self, step: int) -> bool:
         """Return whether torch.profiler runs in the step, to write a trace or to warm up for one."""
         config = self._config.profiling
         window = config.profiler_warmup + config.profiler_active
@@ -90,7 +90,7 @@ class Profiler:
 
     @contextmanager
     def _trace(self, step: int, name: str) -> Iterator[None]:
-        if not self.traces(step):
+        if not self.is_traced(step):
             yield
             return
         config = self._config.profiling

@@ -162,7 +162,7 @@ def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: 
     """Return whether to measure memory: once, and on the first rank only, which writes the summary."""
     earliest = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= earliest
-    is_free = model.has_countable_memory or not profiling.traces(step)
+    is_free = model.has_countable_memory or not profiling.is_traced(step)
     return run.ranks.is_first and is_reached and is_free and model.peak.peak_bytes is None
 
 

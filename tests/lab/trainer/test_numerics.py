@@ -145,8 +145,11 @@ def test_no_run_of_wandb_has_a_step_twice(resumable_config, wandb, capsys):
     assert f"Weights & Biases: a new run, {ids[2]}, begins after step 2\n" in capsys.readouterr().out
     steps = [(entry["id"], entry["step"]) for entry in wandb.logged if "bfloat16/loss" in entry]
     assert steps == [(ids[0], step) for step in range(1, 7)] + [(ids[2], step) for step in range(3, 8)]
-    run_to_end(changed(config, job={"dump_folder": config.job.dump_folder + "2"}))  # of the same name
+    other = run_to_end(changed(config, job={"dump_folder": config.job.dump_folder + "2"}))  # of the same name
     assert wandb.options["id"] not in ids
+    (other.folder.path / "wandb_id.txt").write_text("")  # of a run that was killed while it wrote the id
+    run_to_end(changed(config, job={"dump_folder": config.job.dump_folder + "2"}, checkpoint={"resume": "must"}))
+    assert wandb.options["id"]
 
 
 def test_an_error_of_wandb_is_one_line(watched_config, wandb):

@@ -73,7 +73,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
             for name, model in models.items():
                 with profiling.profile(step, name, model, optimizers[name]):
                     train_step(model, optimizers[name])
-        assert [step for step in range(1, 9) if not profiling.traces(step)] == [1, 5]
+        assert [step for step in range(1, 9) if not profiling.is_traced(step)] == [1, 5]
     traces = [f"profile_trace/step-{s:06d}/{n}-rank1.json.gz" for s in (3, 4, 7, 8) for n in sorted(models)]
     timelines = [f"memory_snapshot/step-000002/{n}-rank1.{e}" for n in sorted(models) for e in ("json", "png")]
     assert list_files(tmp_path) == timelines + traces
