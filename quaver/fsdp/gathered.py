@@ -50,6 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quaver.experts.cast import expand_quant_scales
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight
+from quaver.fsdp.scaled_shard import ScaledShard, ShardState
 from quaver.fsdp.scales import WholeScales, list_layouts
 from quaver.fsdp.shard import WeightShard
 from quaver.fsdp.siblings import (
@@ -62,39 +63,18 @@ from quaver.kernels.operands import Operand, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.parts import select_part_scales
 from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
 from quaver.recipes.scaling import Scales
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor
 from quaver.torch_private.fsdp import hide_from_policies
-from quaver.torch_private.versions import get_version, keep_versions
+from quaver.torch_private.versions import keep_versions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 aten = torch.ops.aten
-
-
-class ShardState:
-    """The scales of one shard, shared by all views of it."""
-
-    __slots__ = ("computed_from", "name", "observed", "scales", "writes")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        """The name of the module's parameter."""
-        self.scales: WholeScales | None = None
-        self.computed_from: tuple[Tensor, int, int] | None = None
-        """The plain tensor that the scales were computed from, and its version and the parameter's at that time."""
-        self.observed: Tensor | None = None
-        """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced only after a write:
-        forwards that read it may be queued on another stream, and all-gathers wait for that stream after an optimizer
-        step.
-        """
-        self.writes = 0
-        """The number of writes to the shard, whether there were scales to drop or not."""
 
 
 class _Padding:
@@ -119,7 +99,7 @@ AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
 """The result of `fsdp_pre_all_gather`: the payloads of this rank, and the metadata that reads the gathered ones."""
 
 
-class Float8AllGatherWeight(WrapperWeight):
+class Float8AllGatherWeight(ScaledShard):
     """A weight, or a shard of one, that FSDP2 all-gathers in float8.
 
     Ops run on the wrapped tensor. `data_ptr`, `untyped_storage`, `numpy` and `tolist` return the wrapped tensor's.
@@ -128,7 +108,6 @@ class Float8AllGatherWeight(WrapperWeight):
         wrapped: the plain tensor in high precision, [n, K] for a linear and [e, r, C] for experts.
     """
 
-    shard_state: ShardState
     padding: _Padding | None
 
     @staticmethod
@@ -140,32 +119,6 @@ class Float8AllGatherWeight(WrapperWeight):
         self.shard_state = shard_state or ShardState("weight")
         self.padding = padding
         hide_from_policies()  # here, since FSDP2 may be imported only after the conversion
-
-    def set_scales(self, scales: WholeScales, parameter: Tensor) -> None:
-        """Store the scales of the whole weight `parameter` until the shard is written to."""
-        self.shard_state.scales = scales
-        self.shard_state.computed_from = self.wrapped, get_version(self.wrapped), get_version(parameter)
-
-    def get_scales(self, parameter: Tensor) -> WholeScales | None:
-        """Return the stored scales of the whole weight `parameter`, or None if there are none since the last write.
-
-        Raises:
-            RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
-        """
-        shard_state = self.shard_state
-        if shard_state.scales is not None and shard_state.computed_from is not None:
-            # A write to a DTensor that shares the shard moves the version of the parameter, not of the shard.
-            tensor, version, parameter_version = shard_state.computed_from
-            if tensor is not self.wrapped and parameter_version == get_version(parameter):
-                # FSDP2 copied the shard into a padded tensor: the same values, so the scales hold for that tensor.
-                shard_state.computed_from = self.wrapped, get_version(self.wrapped), parameter_version
-            elif (version, parameter_version) != (get_version(tensor), get_version(parameter)):
-                raise RuntimeError(
-                    "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
-                    "computed. After such a write call model.load_state_dict, or "
-                    "precompute_float8_dynamic_scale_for_fsdp(model), on every rank"
-                )
-        return shard_state.scales
 
     def fsdp_pre_all_gather(
         self,

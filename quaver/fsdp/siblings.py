@@ -22,24 +22,14 @@ from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
+from quaver.fsdp.scaled_shard import ScaledShard
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
 from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
-from quaver.linear.weight_form import WrapperWeight
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
 logger = logging.getLogger(__name__)
-
-
-class AllGatherWeight(Protocol):
-    """The interface of `Float8AllGatherWeight` (gathered.py), which imports this file."""
-
-    wrapped: Tensor
-
-    def get_scales(self, parameter: Tensor) -> WholeScales | None: ...
-
-    def set_scales(self, scales: WholeScales, parameter: Tensor) -> None: ...
 
 
 class PreparedInputs(Protocol):
@@ -82,13 +72,14 @@ class AllGatherState:
     """Payloads by name, filled while a `cast_weights_once` is open."""
 
 
-def _get_all_gather_weight(weight: ModuleWeight) -> AllGatherWeight:
-    if not isinstance(weight.local, WrapperWeight):
+def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
+    local = weight.local
+    if not isinstance(local, ScaledShard):
         raise RuntimeError(
             f"a weight {list(weight.parameter.shape)} that FSDP2 all-gathers in float8 was replaced after fully_shard, "
             "but FSDP2 still holds the original; write values with copy_ or load_state_dict"
         )
-    return typing.cast(AllGatherWeight, weight.local)
+    return local
 
 
 def get_all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
@@ -104,7 +95,7 @@ def get_current_shard(weight: ModuleWeight) -> WeightShard:
     All but `local` is cached until the module has another parameter.
     """
     shards, parameter = get_all_gather_state(weight.module).shards, weight.parameter
-    local = _get_all_gather_weight(weight)
+    local = _get_scaled_shard(weight)
     if weight.name not in shards or shards[weight.name][0] is not parameter:
         shards[weight.name] = parameter, locate_shard(parameter, local.wrapped.new_empty(0))  # keep no memory alive
     return shards[weight.name][1]._replace(local=local.wrapped)
@@ -115,7 +106,7 @@ def _is_sharded(weight: ModuleWeight) -> bool:
     parameter = weight.parameter
     if not weight.config.casts.weight.is_float8:  # `high_precision_matmuls` covers it at this step
         return False
-    if not is_dtensor(parameter) or not isinstance(get_local_tensor(parameter), WrapperWeight):
+    if not is_dtensor(parameter) or not isinstance(get_local_tensor(parameter), ScaledShard):
         return False
     sharding = weight.module.sharding if isinstance(weight.module, Float8Linear) else None
     return sharding is None or parameter.device_mesh.ndim > sharding.mesh.ndim
@@ -137,14 +128,14 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
 
     If they are unknown, one collective computes the scales of every sibling that lacks them.
     """
-    known = _get_all_gather_weight(weight).get_scales(weight.parameter)
+    known = _get_scaled_shard(weight).get_scales(weight.parameter)
     if known is not None:
         return known
     siblings = get_all_gather_state(weight.module).siblings
     unknown = [
         (name, sibling)
         for name, sibling in siblings.named
-        if _needs_scales(sibling) and _get_all_gather_weight(sibling).get_scales(sibling.parameter) is None
+        if _needs_scales(sibling) and _get_scaled_shard(sibling).get_scales(sibling.parameter) is None
     ]
     own = get_current_shard(weight)
     key = _make_collective_key(weight, own)
@@ -155,7 +146,7 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
         check_ranks_agree(lines, *groups, what=_GATHERED)
         siblings.agreed.add(key)
     _compute_and_set_scales(computed)
-    return typing.cast(WholeScales, _get_all_gather_weight(weight).get_scales(weight.parameter))
+    return typing.cast(WholeScales, _get_scaled_shard(weight).get_scales(weight.parameter))
 
 
 def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> CollectiveKey:
@@ -179,7 +170,7 @@ def _compute_and_set_scales(named: NamedShards) -> None:
     with torch.no_grad():
         scales = compute_whole_scales(shards, weights)
     for weight, weight_scales in zip(weights, scales, strict=True):
-        _get_all_gather_weight(weight).set_scales(weight_scales, weight.parameter)
+        _get_scaled_shard(weight).set_scales(weight_scales, weight.parameter)
 
 
 def _describe_weights(named: NamedWeights) -> list[str]:

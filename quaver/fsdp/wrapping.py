@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
-from quaver.fsdp.gathered import Float8AllGatherWeight, ShardState
+from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.scaled_shard import ShardState
 from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module_weight import ModuleWeight, weights_under
-from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ShardState, is_all_gather_weight
+from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, is_all_gather_weight
+from quaver.fsdp.scaled_shard import ShardState
 from quaver.fsdp.siblings import AllGatherState, get_all_gather_state
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import FakeTensor

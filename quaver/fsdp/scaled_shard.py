@@ -1,0 +1,61 @@
+"""`ScaledShard`: a shard of a weight that stores the scales of the whole weight until it is written to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quaver.fsdp.scales import WholeScales
+from quaver.linear.weight_form import WrapperWeight
+from quaver.torch_private.versions import get_version
+
+
+class ShardState:
+    """The scales of one shard, shared by all views of it."""
+
+    __slots__ = ("computed_from", "name", "observed", "scales", "writes")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """The name of the module's parameter."""
+        self.scales: WholeScales | None = None
+        self.computed_from: tuple[Tensor, int, int] | None = None
+        """The plain tensor that the scales were computed from, and its version and the parameter's at that time."""
+        self.observed: Tensor | None = None
+        """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced only after a write:
+        forwards that read it may be queued on another stream, and all-gathers wait for that stream after an optimizer
+        step.
+        """
+        self.writes = 0
+        """The number of writes to the shard, whether there were scales to drop or not."""
+
+
+class ScaledShard(WrapperWeight):
+    """Base class of `Float8AllGatherWeight` (gathered.py): its wrapped shard and the scales of the whole weight."""
+
+    shard_state: ShardState
+
+    def set_scales(self, scales: WholeScales, parameter: Tensor) -> None:
+        """Store the scales of the whole weight `parameter` until the shard is written to."""
+        self.shard_state.scales = scales
+        self.shard_state.computed_from = self.wrapped, get_version(self.wrapped), get_version(parameter)
+
+    def get_scales(self, parameter: Tensor) -> WholeScales | None:
+        """Return the stored scales of the whole weight `parameter`, or None if there are none since the last write.
+
+        Raises:
+            RuntimeError: the wrapped tensor was written to directly ([Note: when scales are dropped] in gathered.py).
+        """
+        shard_state = self.shard_state
+        if shard_state.scales is not None and shard_state.computed_from is not None:
+            # A write to a DTensor that shares the shard moves the version of the parameter, not of the shard.
+            tensor, version, parameter_version = shard_state.computed_from
+            if tensor is not self.wrapped and parameter_version == get_version(parameter):
+                # FSDP2 copied the shard into a padded tensor: the same values, so the scales hold for that tensor.
+                shard_state.computed_from = self.wrapped, get_version(self.wrapped), parameter_version
+            elif (version, parameter_version) != (get_version(tensor), get_version(parameter)):
+                raise RuntimeError(
+                    "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
+                    "computed. After such a write call model.load_state_dict, or "
+                    "precompute_float8_dynamic_scale_for_fsdp(model), on every rank"
+                )
+        return shard_state.scales
