@@ -37,6 +37,7 @@ the zeros share the weight's scales from the start, and the one copy of the shar
 
 from __future__ import annotations
 
+import importlib
 import math
 import typing
 from collections.abc import Sequence
@@ -118,7 +119,6 @@ class Float8AllGatherWeight(ScaledShard):
         self.wrapped = wrapped
         self.shard_state = shard_state or ShardState("weight")
         self.padding = padding
-        hide_from_policies()  # here, since FSDP2 may be imported only after the conversion
 
     def fsdp_pre_all_gather(
         self,
@@ -237,6 +237,7 @@ class Float8AllGatherWeight(ScaledShard):
 
     @classmethod
     def from_state(cls, wrapped: Tensor, name: str = "weight") -> Float8AllGatherWeight:
+        hide_fsdp_hooks()
         return cls(wrapped, ShardState(name))
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
@@ -269,6 +270,12 @@ class Float8AllGatherWeight(ScaledShard):
 
 
 torch.serialization.add_safe_globals([Float8AllGatherWeight])
+
+
+def hide_fsdp_hooks() -> None:
+    """Import FSDP2 and hide its hooks, which compute scales, from the policies of selective checkpoints."""
+    importlib.import_module("torch.distributed.fsdp")
+    hide_from_policies()
 
 
 def is_all_gather_weight(weight: ModuleWeight) -> bool:
