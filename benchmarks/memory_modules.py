@@ -135,7 +135,7 @@ def build(case: Case, size: Size, device: torch.device, mesh: DeviceMesh | None)
         fuse_producers(subject)
     mode = {"none": "none", "full": "full", "op": "selective"}[case.checkpointing]
     checkpointed = (part.linear if isinstance(part, OneLinear) else part for part in subject.parts)
-    apply_activation_checkpointing(checkpointed, mode=mode, selective_ac_option="op", preserve_rng_state=False)
+    apply_activation_checkpointing(checkpointed, mode=mode, preserve_rng_state=False)
     if case.compiled:
         for part in subject.parts:
             part.compile(fullgraph=True)

@@ -99,8 +99,8 @@ def apply_activation_checkpointing(
     modules: Iterable[nn.Module],
     *,
     mode: str = "selective",
-    selective_ac_option: str = "op",
-    memory_budget: float = 0.5,
+    selective_ac_option: str | None = None,
+    memory_budget: float | None = None,
     preserve_rng_state: bool = True,
     also_keep: Iterable[str] = (),
     never_keep: Iterable[str] = (),
@@ -116,12 +116,13 @@ def apply_activation_checkpointing(
         modules: the blocks of a model, in order.
         mode: "none": nothing changes. "full": each module saves its inputs only. "selective": see
             `selective_ac_option`. "memory_budget": the compiler decides; the modules must be compiled after this call.
-        selective_ac_option: "op": every module, by the policy at the top of the file. A number n of at least 1 as a
-            string: every n-th module as in "full", and the others are not checkpointed.
-        memory_budget: with mode "memory_budget", the fraction of activations to save: 1 for all, 0 for inputs only. It
-            applies to everything that this process compiles from now on. The compiler counts exact float8
-            matmuls (quaver.linear.gemm) as cheap ops, and below 1 saves less than the budget allows. Below 1 torch does
-            not compile attention in modules of mode "selective": set the budget to 1 first.
+        selective_ac_option: with mode "selective". "op" (the default): every module, by the policy at the top of the
+            file. A number n of at least 1 as a string: every n-th module as in "full", and the others are not
+            checkpointed.
+        memory_budget: with mode "memory_budget", the fraction of activations to save, by default 0.5: 1 for all, 0 for
+            inputs only. It applies to everything that this process compiles from now on. The compiler counts exact
+            float8 matmuls (quaver.linear.gemm) as cheap ops, and below 1 saves less than the budget allows. Below 1
+            torch does not compile attention in modules of mode "selective": set the budget to 1 first.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout do not need it.
         also_keep: with mode "selective" and option "op", operators whose results the policy also saves, such as
             "aten.silu"; see `find_operations`.
@@ -137,7 +138,7 @@ def apply_activation_checkpointing(
     modules, also_keep, never_keep = list(modules), tuple(also_keep), tuple(never_keep)
     _check_options(mode, selective_ac_option, memory_budget, PolicyChanges.parse(also_keep, never_keep))
     if mode == "memory_budget":
-        _set_memory_budget(memory_budget)
+        _set_memory_budget(0.5 if memory_budget is None else memory_budget)
     if mode in ("none", "memory_budget"):
         return
     every = 1 if mode == "full" else parse_selective_option(selective_ac_option)
@@ -149,16 +150,17 @@ def apply_activation_checkpointing(
         wrap_forward(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
 
 
-def _check_options(mode: str, selective_ac_option: str, memory_budget: float, changes: PolicyChanges) -> None:
+def _check_options(
+    mode: str, selective_ac_option: str | None, memory_budget: float | None, changes: PolicyChanges
+) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    defaults: Any = apply_activation_checkpointing.__kwdefaults__
-    if mode != "selective" and selective_ac_option != defaults["selective_ac_option"]:
+    if mode != "selective" and selective_ac_option is not None:
         raise ValueError(
             "selective_ac_option: expected none unless mode is selective, got "
             f"{selective_ac_option!r} with mode {mode!r}"
         )
-    if mode != "memory_budget" and memory_budget != defaults["memory_budget"]:
+    if mode != "memory_budget" and memory_budget is not None:
         raise ValueError(
             f"memory_budget: expected none unless mode is memory_budget, got {memory_budget} with mode {mode!r}"
         )
@@ -169,9 +171,9 @@ def _check_options(mode: str, selective_ac_option: str, memory_budget: float, ch
         )
 
 
-def parse_selective_option(selective_ac_option: str) -> int | None:
-    """Parse the option: n for "n", None for "op". Raises ValueError for any other."""
-    if selective_ac_option == "op":
+def parse_selective_option(selective_ac_option: str | None) -> int | None:
+    """Parse the option: n for "n", None for "op" or None. Raises ValueError for any other."""
+    if selective_ac_option in (None, "op"):
         return None
     is_number = isinstance(selective_ac_option, str) and selective_ac_option.isdecimal()
     if not is_number or int(selective_ac_option) < 1:
