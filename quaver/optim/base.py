@@ -91,7 +91,6 @@ class Float8Optimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    @typing.no_type_check
     @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
