@@ -27,7 +27,6 @@ them. So results and gradients are bit-identical to that process, and nothing is
 from __future__ import annotations
 
 import logging
-import re
 import typing
 import zlib
 
@@ -291,22 +290,20 @@ def _check_experts(module: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-_UNSUPPORTED = re.compile(r"support|no backend type|scalar type|not implemented", re.IGNORECASE)
-"""The words of c10d's backends for a collective, device or dtype that they lack."""
-
-
 def check_backend(mesh: DeviceMesh, device: torch.device) -> None:
     """Exchange one byte with each rank. Raises NotImplementedError if the backend has no all_to_all_single of bytes.
 
-    Other errors, such as those of a network, stay as they are.
+    Other errors, such as those of a network, stay as they are, with a note that says what the backend must support.
     """
     one_each, group = [1] * mesh.size(), mesh.get_group()
+    needed = f"expert parallelism sends codes by all_to_all_single of uint8 on {device.type}; use gloo or nccl"
+    backends = dist.get_backend_config(group)
+    if device.type not in [backend.partition(":")[0] for backend in backends.split(",")]:
+        raise NotImplementedError(f"{needed}, got a process group of {backends}")
     try:
         all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), one_each, one_each, group)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{needed}, got a process group of {backends} ({error})") from error
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or not _UNSUPPORTED.search(str(error)):
-            raise
-        raise NotImplementedError(
-            "expert parallelism sends codes by all_to_all_single of uint8, which the "
-            f"{dist.get_backend(group)} backend does not support on {device.type} ({error}); use gloo or nccl"
-        ) from error
+        error.add_note(needed)
+        raise

@@ -139,7 +139,7 @@ def check_refusals(folder):
         collectives.functional, "all_to_all_single", side_effect=NotImplementedError("not implemented")
     ):
         message = refusal(lambda: load(folder, **layout))
-    assert "which the gloo backend does not support on cpu" in message
+    assert "use gloo or nccl, got a process group of cpu:gloo" in message
 
 
 def test_what_is_refused(folder):
