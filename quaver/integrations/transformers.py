@@ -160,7 +160,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     def _load_scales(self, callbacks: dict[str, Any], source: str) -> None:
         saved = callbacks.get(type(self).__name__, {})
         last = saved[-1] if isinstance(saved, list) else saved
-        scales = {name: torch.tensor(values) for name, values in last.get(_SCALES, {}).items()}
+        entries = last.get(_SCALES, {})
+        scales = {name: torch.tensor(entry, dtype=torch.float32, device="cpu") for name, entry in entries.items()}
         if self._scales and not scales:
             logger.warning(
                 "float8: %s has no persistent scales: the model keeps those that it has, and a tensor without one is "

@@ -73,8 +73,13 @@ def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
 
 @proves("transformers' Trainer", "best model")
 def test_the_best_model_comes_with_its_scales(tmp_path):
-    """The learning rate makes every step worse than the first."""
-    best = trained(tmp_path, delayed(), max_steps=2, learning_rate=10.0, **BEST)
+    """The learning rate makes every step worse than the first. The default dtype changes no scale."""
+    model = delayed()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        best = trained(tmp_path, model, max_steps=2, learning_rate=10.0, **BEST)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert best.state.best_global_step == 1
     short = trained(tmp_path / "1", delayed(), max_steps=1, learning_rate=10.0)
     assert_same(scales_of(best.model), scales_of(short.model))
