@@ -71,7 +71,8 @@ def survey_model(path: str, options: DoctorOptions) -> Survey:
     run_recipe = opened.config.float8.recipe_name
     preferred = run_recipe if run_recipe in DYNAMIC_RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)
-    experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
+    layers = opened.model.named_modules()
+    experts = [name for name, module in layers if is_experts(module) and not opened.is_skipped(name)]
     recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, preferred, experts)
     share = compute_float8_share(recipes, surveyed, opened.is_skipped, opened.config.float8.backward)
     if out is not None:

@@ -33,14 +33,30 @@ from quaver.runtime.errors import InputError, blame_input
 
 
 def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
-    """Convert the linears of `model` in place as `config` says, and return the report.
+    """Convert the linears of `model` in place as `config` says, and return the report. Takes `make_filter`'s arguments.
+
+    Raises:
+        InputError: an entry of filter_fqns matches no linear, or no linear is left to convert.
+    """
+    convert_chosen(model, config, make_filter(model, config, tokens=tokens, device=device))
+    report = conversion_report(model)
+    if not report.converted:
+        raise InputError(report.explain_nothing())
+    model.fuses_producers = config.fused_producers
+    if config.fused_producers:
+        fuse_producers(model)
+    return report
+
+
+def make_filter(model: Llama, config: Float8, *, tokens: int, device: torch.device) -> ModuleFilter:
+    """Return the filter of the linears and experts that `config` converts.
 
     Args:
         tokens: the rows of the linears' inputs in one forward, for the cost model of `auto_filter`.
         device: the device of the cost model; without a GPU, an H100.
 
     Raises:
-        InputError: an entry of filter_fqns matches no linear, or no linear is left to convert.
+        InputError: an entry of filter_fqns matches no linear.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
     for skipped in config.filter_fqns:
@@ -64,14 +80,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
             return FilterDecision(False, skipped_blocks[module])
         return automatic(module, fqn) if automatic else True
 
-    convert_chosen(model, config, decide)
-    report = conversion_report(model)
-    if not report.converted:
-        raise InputError(report.explain_nothing())
-    model.fuses_producers = config.fused_producers
-    if config.fused_producers:
-        fuse_producers(model)
-    return report
+    return decide
 
 
 def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:

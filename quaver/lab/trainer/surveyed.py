@@ -1,5 +1,6 @@
 """The model of a run or of a Hugging Face folder, and one batch for it, for `quaver doctor --model`."""
 
+import functools
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from quaver.conversion.convert import ModuleFilter
 from quaver.conversion.roles import ROUTERS
 from quaver.export.files import read_config
 from quaver.export.source import open_huggingface_source
 from quaver.lab.data import Batch, load_data
 from quaver.lab.settings import Data, Model, TrainConfig
 from quaver.lab.settings.config_file import build_config
+from quaver.lab.trainer.float8 import make_filter
 from quaver.lab.trainer.huggingface.config import read_hf_config
 from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
 from quaver.lab.trainer.huggingface.float8 import make_run_source
@@ -38,8 +41,18 @@ class Surveyed:
     """Whether `config` is a whole run for `quaver train`."""
 
     def is_skipped(self, name: str) -> bool:
-        """Return whether a linear stays in high precision regardless of its numerics."""
-        return any(part in name for part in self.config.float8.filter_fqns) or name.rpartition(".")[2] in ROUTERS
+        """Return whether a linear or experts stay in high precision regardless of their numerics."""
+        if any(part in name for part in self.config.float8.filter_fqns) or name.rpartition(".")[2] in ROUTERS:
+            return True
+        return self._run_filter is not None and not self._run_filter(self.model.get_submodule(name), name)
+
+    @functools.cached_property
+    def _run_filter(self) -> ModuleFilter | None:
+        """The filter of a run's conversion; None for a model of transformers."""
+        if not isinstance(self.model, Llama):
+            return None
+        tokens = self.config.training.local_batch_size * self.config.training.seq_len
+        return make_filter(self.model, self.config.float8, tokens=tokens, device=torch.device("cpu"))
 
 
 def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:

@@ -66,6 +66,14 @@ def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_q
     better.folder.release()
 
 
+def test_linears_that_a_run_does_not_convert_are_skipped(tiny_config, run_quaver):
+    float8 = {"enable_float8_linear": True, "skip_first_layers": 1, "filter_fqns": ("lm_head", "q_proj")}
+    run = run_to_end(changed(tiny_config, float8=float8))
+    linears = json.loads(run_quaver("doctor", "--model", run.folder.path, "--json"))["linears"]
+    surveyed = {linear["name"] for linear in linears if linear["recipe"] != "skipped"}
+    assert surveyed == list_recipes(run.models[0].model).keys()
+
+
 def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_folder, run_quaver):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # an architecture that quaver does not train
 
