@@ -23,7 +23,7 @@ from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.function import get_output_dtype, refuse_transforms, run_backward
+from quaver.linear.function import get_output_dtype, make_device_error, refuse_transforms, run_backward
 from quaver.linear.protocols import NO_PROBE, Groups, MatmulProbe
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.tensor import Float8Tensor
@@ -296,6 +296,8 @@ def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:
     for name, tensor in (("a", a), ("b_t", weight)):
         if tensor.dtype not in HP_DTYPES:
             raise ValueError(f"{name}: expected {', '.join(map(str, HP_DTYPES))}, got {tensor.dtype}")
+    if weight.device != a.device or offs.device != a.device:
+        raise make_device_error(a=a, b_t=weight, offs=offs)
     if offs.dtype is not torch.int32 or offs.dim() != 1 or offs.shape[0] != b_t[0] or not offs.shape[0]:
         raise ValueError(
             f"offs: expected int32 of shape [{b_t[0]}], one end for each of at least one expert; got "

@@ -313,6 +313,16 @@ def refuse_transforms() -> None:
         )
 
 
+def make_device_error(**tensors: Tensor | None) -> ValueError:
+    """Return the error for tensors on several devices. Casts run on each one's own, so PyTorch would not raise."""
+    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    hint = "; give parameters on the meta device memory: to_empty, load_state_dict(assign=True)"
+    return ValueError(
+        f"expected {', '.join(devices)} on one device, got {', '.join(map(str, devices.values()))}"
+        f"{hint if torch.device('meta') in devices.values() else ''}"
+    )
+
+
 def apply_linear(
     input: Tensor,
     weight: Tensor,
@@ -348,6 +358,8 @@ def apply_linear(
         )
     if input.dtype not in HP_DTYPES:
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
+    if weight.device != input.device or (bias is not None and bias.device != input.device):
+        raise make_device_error(input=input, weight=weight, bias=bias)
     hp_dtype = get_output_dtype(input)
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
     probe = NO_PROBE if linear is None else linear.get_probe("weight")

@@ -353,6 +353,7 @@ def test_scales_of_groups_do_not_overlap():
         ({"a": torch.zeros(310, 95)}, r"expected a of \[T, K\]"),
         ({"a": torch.zeros(310, 96, dtype=torch.float64)}, "a: expected"),
         ({"b_t": torch.zeros(4, 96, 160, dtype=torch.int8)}, "b_t: expected"),
+        ({"b_t": torch.zeros(4, 96, 160, device="meta")}, "expected a, b_t, offs on one device, got cpu, meta"),
         ({"config": "delayed"}, "scaled dynamically"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

@@ -288,6 +288,20 @@ def test_bad_inputs_say_what_was_expected(input, message):
         make("tensorwise", dtype=torch.float32)(input())
 
 
+@RECIPE
+@pytest.mark.parametrize("absent", ["weight", "bias", "input"])
+def test_tensors_without_memory_are_refused(recipe, absent):
+    """nn.Linear's matmul raises. Casts run on each tensor's own device, and would multiply uninitialized memory."""
+    linear, input = make(recipe, bias=True), torch.randn(3, 64)
+    if absent == "input":
+        input = input.to("meta")
+    else:
+        setattr(linear, absent, nn.Parameter(getattr(linear, absent).to("meta")))
+    for is_training in (True, False):
+        with torch.set_grad_enabled(is_training), pytest.raises(ValueError, match="one device, got .*meta.*to_empty"):
+            linear(input)
+
+
 @pytest.mark.parametrize("weight", [(2, 16, 16), (16,), ()], ids=str)
 def test_weights_that_are_no_matrices_are_refused(weight):
     with pytest.raises(ValueError, match=rf"expected a weight of shape \[N, K\], got {re.escape(str(list(weight)))}"):
