@@ -56,7 +56,7 @@ from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scale
 from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
-from quaver.torch_private.dispatch import transforms
+from quaver.torch_private.dispatch import is_batched, transforms
 
 
 class LinearArgs(NamedTuple):
@@ -232,7 +232,14 @@ def run_backward(
     the inputs of the forward are inputs of the node that raises. Other inputs of the forward cannot be: a derivative of
     grad_weight alone, with respect to what the linear's input was computed from, is None or partial.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return backward(ctx, grad_output)
+    if is_batched(grad_output):
+        raise RuntimeError(
+            "float8 matmuls support no batched gradients (is_grads_batched=True, vectorize=True), which vmap computes: "
+            "call torch.autograd.grad once for each, or convert_to_high_precision(model) before"
+        )
+    if not torch.is_grad_enabled():
         return backward(ctx, grad_output)
     with torch.no_grad():
         grads = backward(ctx, grad_output)

@@ -5,6 +5,8 @@
   `dispatch_modes()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, the list of modes.
 - `count_function_modes()`: torch._C._len_torch_function_stack, the number of active TorchFunctionModes.
 - `innermost_transform()`: torch._C._functorch.peek_interpreter_stack: vmap, grad, jvp or functionalize, else None.
+- `is_batched(tensor)`: whether vmap passes the tensor for a batch of tensors. The vmap of torch.autograd.grad with
+  is_grads_batched=True has a key of its own, `Batched`, which only torch._C._parse_dispatch_key returns.
 - `transforms()`: torch._C._functorch.get_interpreter_stack, the names of all transforms: "Grad", "Jvp", "Vmap",
   "Functionalize". Dynamo enters transforms while it traces, so the names are constants to it, and it guards on them.
 - `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context without active modes.
@@ -44,6 +46,7 @@ __all__ = [
     "fake_mode_is_on",
     "has_kernel",
     "innermost_transform",
+    "is_batched",
     "skip_torch_function",
     "transforms",
     "without_dispatch_modes",
@@ -54,6 +57,7 @@ count_function_modes = torch._C._len_torch_function_stack
 dispatch_mode_at = torch._C._get_dispatch_stack_at
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 dispatch_keys = torch._C._dispatch_keys
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 skip_torch_function = torch._C._disabled_torch_function_impl
 dispatch_modes = _get_current_dispatch_mode_stack
 without_dispatch_modes = _disable_current_modes
@@ -75,6 +79,12 @@ def has_kernel(overload: OpOverload, key: str = "") -> bool:
 def decompose(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a composite op as the ops it is composed of."""
     return overload.decompose(*args, **kwargs)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether vmap passes `tensor` for a batch of tensors."""
+    keys = dispatch_keys(tensor)
+    return keys.has(_BATCHED) or keys.has(DispatchKey.FuncTorchBatched)
 
 
 @assume_constant_result

@@ -302,6 +302,15 @@ def test_tensors_without_memory_are_refused(recipe, absent):
             linear(input)
 
 
+def test_batched_gradients_are_refused():
+    linear, input = make("rowwise"), torch.randn(3, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no batched gradients"):
+        torch.autograd.grad(linear(input), input, torch.randn(2, 3, 32), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="no batched gradients"):
+        torch.autograd.functional.jacobian(linear, input, vectorize=True)
+    assert torch.autograd.functional.jacobian(linear, input).shape == (3, 32, 3, 64)
+
+
 @pytest.mark.parametrize("weight", [(2, 16, 16), (16,), ()], ids=str)
 def test_weights_that_are_no_matrices_are_refused(weight):
     with pytest.raises(ValueError, match=rf"expected a weight of shape \[N, K\], got {re.escape(str(list(weight)))}"):
