@@ -12,7 +12,7 @@ same config share the new one, and equal configs are the same object, so compile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
@@ -24,8 +24,9 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.fsdp import forget_unsharded
 
-_CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...]], Float8LinearConfig] = {}
-"""The shared configs, by the config without `high_precision_matmuls` and these matmuls: at most 8 for each config."""
+_CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...], tuple[str, ...]], Float8LinearConfig] = {}
+"""The shared configs, by the config without `high_precision_matmuls`, the names of its fields without derived ones,
+which equality ignores, and these matmuls: at most 8 for each config."""
 
 
 def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callable[[str], Iterable[str]]) -> None:
@@ -86,9 +87,10 @@ def _make_config(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8
         return config
     changed = replace(config, high_precision_matmuls=matmuls)
     plain = replace(config, high_precision_matmuls=())
+    given = tuple(field.name for field in fields(plain))
     if not config.high_precision_matmuls:
-        _CONFIGS.setdefault((plain, ()), config)
-    return _CONFIGS.setdefault((plain, changed.high_precision_matmuls), changed)
+        _CONFIGS.setdefault((plain, given, ()), config)
+    return _CONFIGS.setdefault((plain, given, changed.high_precision_matmuls), changed)
 
 
 def _check_stored(name: str, module: Float8Module, config: Float8LinearConfig) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from quaver import (
+    CastConfig,
     Float8Linear,
+    Float8LinearConfig,
+    ScalingGranularity,
     cast_weights_once,
     convert_to_float8_training,
     freeze_to_float8,
@@ -145,6 +149,20 @@ def test_experts_that_multiply_in_a_method_follow_too():
     assert_same(results_of(model, tokens), results_of(plain, tokens))
     set_high_precision_matmuls(model, [])
     assert_same(model(tokens), float8)
+
+
+def test_a_config_that_fills_in_other_fields_than_an_equal_one_is_not_shared():
+    given = Float8LinearConfig(cast_config_input_for_grad_weight=CastConfig())
+    configs = []
+    for config in (Float8LinearConfig(), given):
+        linear = convert_to_float8_training(nn.Linear(16, 16), config=config)
+        set_high_precision_matmuls(linear, ["output"])
+        set_high_precision_matmuls(linear, [])
+        configs.append(linear.config)
+    rowwise = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+    casts = [replace(config, cast_config_input=rowwise).cast_config_input_for_grad_weight for config in configs]
+    granularities = [cast.scaling_granularity for cast in casts]
+    assert granularities == [ScalingGranularity.AXISWISE, ScalingGranularity.TENSORWISE]
 
 
 def test_names_come_from_any_iterable_but_a_string():
