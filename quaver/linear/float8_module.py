@@ -33,7 +33,7 @@ class Float8Module(nn.Module):
     _describe_backends: ClassVar[Callable[..., str]]
     """Returns the backends of the module's matmuls with a config on a device; see `backends.describe_backends`."""
     float8_config: Float8LinearConfig
-    """The config; a Float8Linear stores it as `config`, its name in torchao."""
+    """The config; `config`, its name in torchao, is a property of a Float8Linear."""
     gathering: object | None
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
     prepared_weights: dict[str, PreparedOperands]

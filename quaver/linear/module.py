@@ -35,7 +35,6 @@ class Float8Linear(Float8Module, nn.Linear):
     replaces: ClassVar[type[nn.Linear]] = nn.Linear
     """A converted nn.Linear is of this class itself (class_change.py); a converted subclass, of a subclass of both."""
     _own_attributes = (*Float8Module._own_attributes, "config", "scaling", "sharding")
-    config: Float8LinearConfig
     scaling: LinearScales | None
     """Its persistent scales, if the config has any (scale_state.py)."""
     sharding: LinearSharding | None
@@ -78,13 +77,13 @@ class Float8Linear(Float8Module, nn.Linear):
         return f"linear {self.in_features} -> {self.out_features}"
 
     @property
-    def float8_config(self) -> Float8LinearConfig:
-        """`config`, under the name that it has in every float8 module."""
-        return self.config
+    def config(self) -> Float8LinearConfig:
+        """`float8_config`, under its name in torchao. It may be set to a config, a recipe or a recipe's name."""
+        return self.float8_config
 
-    @float8_config.setter
-    def float8_config(self, config: Float8LinearConfig) -> None:
-        self.config = config
+    @config.setter
+    def config(self, config: Float8LinearConfig | Float8LinearRecipeName | str) -> None:
+        self.float8_config = resolve_config(config)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:
@@ -101,10 +100,10 @@ class Float8Linear(Float8Module, nn.Linear):
             sharding = self.sharding or find_sharding(self, input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
-        if self.scaling is not None or self.config.has_persistent_scales:
+        if self.scaling is not None or self.float8_config.has_persistent_scales:
             scales = self.get_persistent_scales(input.device)
         operands = self.get_prepared_operands("weight")
-        return apply_linear(input, weight, self.bias, self.config, scales, weight_operands=operands, linear=self)
+        return apply_linear(input, weight, self.bias, self.float8_config, scales, weight_operands=operands, linear=self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """Run `forward` on local tensors: this rank's part, if the linear has a `sharding`."""
@@ -115,11 +114,11 @@ class Float8Linear(Float8Module, nn.Linear):
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
-            operands = get_checked_operands(weight, self.config)
+            operands = get_checked_operands(weight, self.float8_config)
         elif isinstance(weight, WrapperWeight):
             weight = weight.get_plain()
         output = apply_linear(
-            input, weight, bias, self.config, scales, weight_operands=operands, sharding=sharding, linear=self
+            input, weight, bias, self.float8_config, scales, weight_operands=operands, sharding=sharding, linear=self
         )
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
@@ -133,7 +132,7 @@ class Float8Linear(Float8Module, nn.Linear):
             if recording is None:
                 recording = self.scaling.state.calibrating or torch.is_grad_enabled()
             return self.scaling.scales(recording=recording, device=device, weight=self.weight)
-        if self.config.has_persistent_scales:
+        if self.float8_config.has_persistent_scales:
             raise RuntimeError(
                 "this Float8Linear has delayed or static scaling but no state for its scales; give the model to "
                 "convert_to_float8_training(model, config=...), which makes one"
@@ -143,7 +142,7 @@ class Float8Linear(Float8Module, nn.Linear):
     @property
     def linear_mm_config(self) -> LinearMMConfig:
         """The options of the three matmuls, in torchao's form."""
-        return self.config.linear_mm_config
+        return self.float8_config.linear_mm_config
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)

@@ -311,6 +311,13 @@ def test_batched_gradients_are_refused():
     assert torch.autograd.functional.jacobian(linear, input).shape == (3, 32, 3, 64)
 
 
+def test_a_config_may_be_set_by_the_name_of_its_recipe():
+    linear = make("tensorwise")
+    linear.config = "rowwise"
+    assert linear.config is linear.float8_config
+    assert linear.config == config_of("rowwise")
+
+
 @pytest.mark.parametrize("weight", [(2, 16, 16), (16,), ()], ids=str)
 def test_weights_that_are_no_matrices_are_refused(weight):
     with pytest.raises(ValueError, match=rf"expected a weight of shape \[N, K\], got {re.escape(str(list(weight)))}"):
