@@ -24,7 +24,7 @@ from quaver import DelayedScalingConfig, convert_to_float8_training, float8_scal
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests import steps
 from tests.library.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot
-from tests.library.distributed.test_tensor_parallel import model_of, spread
+from tests.library.distributed.parallel_models import model_of, spread
 from tests.ranks import mesh_of, on_ranks, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.steps import assert_same, draw, full

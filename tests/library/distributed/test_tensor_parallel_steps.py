@@ -22,7 +22,7 @@ from tests.library.distributed.models import (
     train_in_parts,
     world_mesh,
 )
-from tests.library.distributed.test_tensor_parallel import model_of, part, spread, spread_by_torch
+from tests.library.distributed.parallel_models import model_of, part, spread, spread_by_torch
 from tests.ranks import mesh_of, on_ranks, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.steps import draw

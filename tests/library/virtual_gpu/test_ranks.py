@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.library.distributed.models import config_of, single_process_losses
+from tests.library.distributed.parallel_models import ARRANGEMENTS
 from tests.library.distributed.test_fsdp import STEPS, _losses
-from tests.library.distributed.test_tensor_parallel import ARRANGEMENTS, _check_results
+from tests.library.distributed.test_tensor_parallel import _check_results
 from tests.ranks import run
 from tests.reference import RECIPES
 from tests.thinned import at_night
