@@ -18,15 +18,8 @@ pytest.importorskip("triton")
 from quaver.experts import gpu_gemm
 from quaver.experts.cast import group_amax
 from quaver.experts.groups import ExpertMatmul
-from quaver.kernels import (
-    cast,
-    persistent_cast,
-    triton_amax,
-    triton_blocks,
-    triton_cast,
-    triton_cast_blocks,
-    triton_copy,
-)
+from quaver.kernels import cast, persistent_cast, triton_amax, triton_blocks, triton_cast, triton_copy
+from quaver.kernels import triton_cast_blocks as cast_blocks
 from quaver.kernels.operands import Operand
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PersistentScale
@@ -66,10 +59,8 @@ LAYOUTS = {
     "part of wider rows": lambda matrix: matrix.repeat(1, 2)[:, : matrix.shape[1]],
     "two matrices": lambda matrix: matrix.repeat(2, 1, 1),
 }
-CASES = [
-    *((dtype, "contiguous") for dtype in DTYPES),
-    *((dtype, layout) for dtype in (torch.bfloat16, E4M3) for layout in LAYOUTS if layout != "contiguous"),
-]
+CASES = [(dtype, "contiguous") for dtype in DTYPES]
+CASES += [(dtype, layout) for dtype in (torch.bfloat16, E4M3) for layout in LAYOUTS if layout != "contiguous"]
 TAKEN = dict.fromkeys(OPERATIONS, (HP_DTYPES, ("contiguous", "off 16 bytes")))
 COPIED = (E4M3, E5M2), ("contiguous", "off 16 bytes", "two matrices")
 TAKEN |= {"to_column_major": COPIED, "to_row_major": COPIED}
@@ -122,7 +113,7 @@ def counting_launches():
         return triton_blocks.launch(kernel, matrix, tile, *args, **constants)
 
     with contextlib.ExitStack() as stack:
-        for module in (triton_amax, triton_cast, triton_cast_blocks, triton_copy):
+        for module in (triton_amax, triton_cast, cast_blocks, triton_copy):
             stack.enter_context(mock.patch.object(module, "launch", launch))
         yield names
 

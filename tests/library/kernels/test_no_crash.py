@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 import torch
 
@@ -67,11 +65,8 @@ def refused(call, error=ValueError):
 """
 
 
-def run(body: str) -> None:
-    isolated(exec, PREAMBLE + textwrap.dedent(body), {})
-
-
-MODES = """
+PROGRAMS = {
+    "real tensors under modes": """
 def answered(self, func, types, args=(), kwargs=None):
     out = func(*args, **(kwargs or {}))
     name = getattr(func, "__name__", "")
@@ -96,13 +91,7 @@ class FakeFunctions(Functions):
 
 class MetaFunctions(Functions):
     make = staticmethod(MetaDispatch.make)
-"""
 
-
-def test_the_extension_refuses_real_tensors_under_modes():
-    run(
-        MODES
-        + """
 for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeDispatch(), MetaDispatch(),
              FakeFunctions(), MetaFunctions(), torch.device("meta")):
     transposed = codes.t()
@@ -117,114 +106,100 @@ expected = cpu.dynamic_cast(ones * 3, E4M3, 1)
 with torch.device("meta"):  # a function mode, which the operation is called without
     actual = torch.ops.quaver.cast_rowwise(ones * 3, E4M3, True, False, False, "")[:3]
 assert all(torch.equal(one.float(), other.float()) for one, other in zip(actual, expected))
-"""
-    )
+""",
+    "tensors without memory of their own": """
+mode = FakeTensorMode()
+negated = torch._neg_view(ones)
+for hp in (mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((ROWS, COLUMNS)), negated,
+           ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones),
+           torch.nested.nested_tensor([ones[0], ones[1]]), ones.as_subclass(type("Sub", (torch.Tensor,), {})),
+           torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)):
+    assert not cpu.supports(hp, E4M3)
+    attempt(hp=hp)
+    attempt(scale=hp, observed=hp)
+codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False, "")
+assert codes.float().unique().tolist() == [-448.0]
+attempt(codes=mode.from_tensor(codes), scale=mode.from_tensor(scale))
+""",
+    "tensors inside functorch transforms": """
+def inside(x):
+    assert not cpu.supports(x, E4M3) and not cpu.supports(ones, E4M3)
+    for call in list(calls())[:8]:
+        refused(call)
+    attempt()
+    attempt(hp=x, scale=x.sum(), observed=x)
+    return x.sum()
+torch.func.grad(inside)(ones)
+torch.func.vmap(inside)(ones.expand(2, ROWS, COLUMNS))
+torch.func.functionalize(inside)(ones)
+torch.func.jvp(inside, (ones,), (ones,))
+escaped = []
+torch.func.grad(lambda x: (escaped.append(x * 2), x.sum())[1])(ones)
+attempt(hp=escaped[0], scale=escaped[0], observed=escaped[0])
+""",
+    "shapes strides and scales that do not fit": """
+huge = torch.ones(1).expand(1 << 20, 1 << 40)
+for hp in (ones.t(), ones[:, ::2], ones[:, 1:], ones[0], ones[None], scale, huge, ones[:1].expand(4, -1)):
+    for call in list(calls(hp))[:7]:
+        refused(call)
+for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge.to("meta").to(E4M3)):
+    refused(lambda: cpu.widen(float8, torch.bfloat16))
+for bad in (torch.ones(ROWS - 1, 1), torch.ones(COLUMNS, 1), torch.ones(1, ROWS), torch.ones(0, 1),
+            torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
+    refused(lambda: cpu.cast_with_scale(ones, bad, E4M3))
+    refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, observed))
+    refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
+    refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
+    if cpu.HAS_MM and bad.is_contiguous():
+        refused(lambda: cpu.mm(codes, codes.t(), bad, scale, None, torch.float32))
+        refused(lambda: cpu.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
+apart = torch.ones(ROWS, 2).double()[:, :1]
+refused(lambda: cpu.observe(ones, codes, apart, apart, ScaleLayout(1, 0)))
+for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
+    refused(lambda: cpu.widen(codes, dtype))
+    refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
+for dim in (-1, 2, 1 << 70):
+    refused(lambda: cpu.dynamic_cast(ones, E4M3, dim))
+for empty in (torch.ones(0, 4), torch.ones(4, 0), torch.ones(0, 0)):
+    attempt(hp=empty, codes=empty.to(E4M3))
+""",
+    "what cannot be": """
+from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
+hp, float8 = ones.data_ptr(), codes.data_ptr()
+sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]
+room = [hp] * 6
+for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
+    refused(lambda: entry(0, *room, *sizes))
+    refused(lambda: entry(hp, 0, *room[1:], *sizes))
+    bad = {0: (-1, 1 << 61), 1: (-1, 1 << 61), 2: (0, 1 << 61), 3: (-1, 3), 4: (-1, 2), 5: (-2, 3), 8: (-1,),
+           9: (-1,)}
+    for at, values in bad.items():
+        for value in values:
+            refused(lambda: entry(hp, *room, *sizes[:at], value, *sizes[at + 1:]))
+    refused(lambda: entry(hp, *room, 1 << 40, 1 << 40, *sizes[2:]))
+    refused(lambda: entry(hp), TypeError)
+for entry in (block_amax, cast_with_scale, widen):
+    for bad in ((2, 0, 1, 0, 128), (2, 0, 1, 128, 0), (2, 0, 1, -1, 128), (2, 0, 1, 1, 2049), (1, 0, 1, 1)):
+        refused(lambda: entry(hp, *room, *sizes[:5], *bad), TypeError if len(bad) == 4 else ValueError)
+refused(lambda: block_amax(hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128))
+for missing in range(2, 7):
+    refused(lambda: cast_axes(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
+for missing in range(2, 6):
+    refused(lambda: cast_and_observe(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
+good = [hp, float8, 0, COLUMNS, 1, hp, 0, float8, 0, COLUMNS, 1, hp, 0, 4, 4, 4, 0, 0, 1]
+bad = {0: (0,), 1: (0,), 2: (-1, 2), 3: (-1,), 4: (2, -1), 5: (0,), 6: (2,), 7: (0,), 8: (2,), 9: (-1,),
+       10: (0, 2), 11: (0,), 12: (-1,), 13: (-1, 1 << 61), 14: (-1, 1 << 61), 15: (-1, 1 << 61), 16: (-1, 2)}
+for at, values in bad.items():
+    for value in values:
+        refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
+""",
+}
+"""Programs of which each ends, and in which the extension refuses what the name says."""
 
 
-def test_the_extension_refuses_tensors_without_memory_of_their_own():
-    run(
-        """
-        mode = FakeTensorMode()
-        negated = torch._neg_view(ones)
-        for hp in (mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((ROWS, COLUMNS)), negated,
-                   ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones),
-                   torch.nested.nested_tensor([ones[0], ones[1]]), ones.as_subclass(type("Sub", (torch.Tensor,), {})),
-                   torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)):
-            assert not cpu.supports(hp, E4M3)
-            attempt(hp=hp)
-            attempt(scale=hp, observed=hp)
-        codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False, "")
-        assert codes.float().unique().tolist() == [-448.0]
-        attempt(codes=mode.from_tensor(codes), scale=mode.from_tensor(scale))
-        """
-    )
-
-
-def test_the_extension_refuses_tensors_inside_functorch_transforms():
-    run(
-        """
-        def inside(x):
-            assert not cpu.supports(x, E4M3) and not cpu.supports(ones, E4M3)
-            for call in list(calls())[:8]:
-                refused(call)
-            attempt()
-            attempt(hp=x, scale=x.sum(), observed=x)
-            return x.sum()
-        torch.func.grad(inside)(ones)
-        torch.func.vmap(inside)(ones.expand(2, ROWS, COLUMNS))
-        torch.func.functionalize(inside)(ones)
-        torch.func.jvp(inside, (ones,), (ones,))
-        escaped = []
-        torch.func.grad(lambda x: (escaped.append(x * 2), x.sum())[1])(ones)
-        attempt(hp=escaped[0], scale=escaped[0], observed=escaped[0])
-        """
-    )
-
-
-def test_the_extension_refuses_shapes_strides_and_scales_that_do_not_fit():
-    run(
-        """
-        huge = torch.ones(1).expand(1 << 20, 1 << 40)
-        for hp in (ones.t(), ones[:, ::2], ones[:, 1:], ones[0], ones[None], scale, huge, ones[:1].expand(4, -1)):
-            for call in list(calls(hp))[:7]:
-                refused(call)
-        for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge.to("meta").to(E4M3)):
-            refused(lambda: cpu.widen(float8, torch.bfloat16))
-        for bad in (torch.ones(ROWS - 1, 1), torch.ones(COLUMNS, 1), torch.ones(1, ROWS), torch.ones(0, 1),
-                    torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
-            refused(lambda: cpu.cast_with_scale(ones, bad, E4M3))
-            refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, observed))
-            refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
-            refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
-            if cpu.HAS_MM and bad.is_contiguous():
-                refused(lambda: cpu.mm(codes, codes.t(), bad, scale, None, torch.float32))
-                refused(lambda: cpu.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
-        apart = torch.ones(ROWS, 2).double()[:, :1]
-        refused(lambda: cpu.observe(ones, codes, apart, apart, ScaleLayout(1, 0)))
-        for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
-            refused(lambda: cpu.widen(codes, dtype))
-            refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
-        for dim in (-1, 2, 1 << 70):
-            refused(lambda: cpu.dynamic_cast(ones, E4M3, dim))
-        for empty in (torch.ones(0, 4), torch.ones(4, 0), torch.ones(0, 0)):
-            attempt(hp=empty, codes=empty.to(E4M3))
-        """
-    )
-
-
-def test_the_extension_refuses_what_cannot_be():
-    run(
-        """
-        from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
-        hp, float8 = ones.data_ptr(), codes.data_ptr()
-        sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]
-        room = [hp] * 6
-        for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
-            refused(lambda: entry(0, *room, *sizes))
-            refused(lambda: entry(hp, 0, *room[1:], *sizes))
-            bad = {0: (-1, 1 << 61), 1: (-1, 1 << 61), 2: (0, 1 << 61), 3: (-1, 3), 4: (-1, 2), 5: (-2, 3), 8: (-1,),
-                   9: (-1,)}
-            for at, values in bad.items():
-                for value in values:
-                    refused(lambda: entry(hp, *room, *sizes[:at], value, *sizes[at + 1:]))
-            refused(lambda: entry(hp, *room, 1 << 40, 1 << 40, *sizes[2:]))
-            refused(lambda: entry(hp), TypeError)
-        for entry in (block_amax, cast_with_scale, widen):
-            for bad in ((2, 0, 1, 0, 128), (2, 0, 1, 128, 0), (2, 0, 1, -1, 128), (2, 0, 1, 1, 2049), (1, 0, 1, 1)):
-                refused(lambda: entry(hp, *room, *sizes[:5], *bad), TypeError if len(bad) == 4 else ValueError)
-        refused(lambda: block_amax(hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128))
-        for missing in range(2, 7):
-            refused(lambda: cast_axes(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
-        for missing in range(2, 6):
-            refused(lambda: cast_and_observe(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
-        good = [hp, float8, 0, COLUMNS, 1, hp, 0, float8, 0, COLUMNS, 1, hp, 0, 4, 4, 4, 0, 0, 1]
-        bad = {0: (0,), 1: (0,), 2: (-1, 2), 3: (-1,), 4: (2, -1), 5: (0,), 6: (2,), 7: (0,), 8: (2,), 9: (-1,),
-               10: (0, 2), 11: (0,), 12: (-1,), 13: (-1, 1 << 61), 14: (-1, 1 << 61), 15: (-1, 1 << 61), 16: (-1, 2)}
-        for at, values in bad.items():
-            for value in values:
-                refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
-        """
-    )
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_the_extension_refuses(what):
+    isolated(exec, PREAMBLE + PROGRAMS[what], {})
 
 
 ROWS, COLUMNS = 600, 400
@@ -233,40 +208,17 @@ ROWS, COLUMNS = 600, 400
 def arguments(schema, name: str) -> dict[str, object]:
     """Return ordinary arguments of the operation `name`, by their names."""
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
-    values = {
-        "hp": torch.randn(ROWS, COLUMNS),
-        "codes": codes,
-        "a": codes,
-        "b": codes.t(),
-        "quant_scale": torch.tensor(2.0),
-        "is_known": torch.tensor(True),
-        "row_scale": torch.rand(ROWS, 1) + 1,
-        "column_scale": torch.rand(1, COLUMNS) + 1,
-        "scale": torch.full((ROWS, 1), 0.5),
-        "a_dequant_scale": torch.rand(ROWS, 1) + 1,
-        "b_dequant_scale": torch.rand(1, ROWS) + 1,
-        "bias": torch.rand(ROWS),
-        "amax_buffer": torch.zeros(2),
-        "observed": torch.ones(2),
-        "float8_dtype": torch.float8_e4m3fn,
-        "out_dtype": torch.bfloat16,
-        "dtype": torch.bfloat16,
-        "block_size": 128,
-        "row": True,
-        "group_name": "none",
-        "dot_products": 1,
-        "length": 128,
-        "rule": "",
-        "ends": torch.tensor([250, ROWS], dtype=torch.int32),
-        "groups": 2,
-        "group": torch.arange(2).repeat_interleave(ROWS // 2),
-        "granularity": "axiswise",
-        "matmul": "output",
-        "a_layout": [1, 0],
-        "b_layout": [1, 0],
-        **dict.fromkeys(("a_outer_scale", "b_outer_scale")),
-        "layout": [1, 0],
-    }
+    values = {"hp": torch.randn(ROWS, COLUMNS), "codes": codes, "a": codes, "b": codes.t(), "bias": torch.rand(ROWS)}
+    values |= {"quant_scale": torch.tensor(2.0), "is_known": torch.tensor(True), "observed": torch.ones(2)}
+    values |= {"row_scale": torch.rand(ROWS, 1) + 1, "column_scale": torch.rand(1, COLUMNS) + 1}
+    values |= {"a_dequant_scale": torch.rand(ROWS, 1) + 1, "b_dequant_scale": torch.rand(1, ROWS) + 1}
+    values |= {"scale": torch.full((ROWS, 1), 0.5), "amax_buffer": torch.zeros(2), "float8_dtype": codes.dtype}
+    values |= {"out_dtype": torch.bfloat16, "dtype": torch.bfloat16, "row": True, "group_name": "none", "rule": ""}
+    values |= {"block_size": 128, "dot_products": 1, "length": 128, "granularity": "axiswise", "matmul": "output"}
+    values |= {"ends": torch.tensor([250, ROWS], dtype=torch.int32), "groups": 2}
+    values |= {"group": torch.arange(2).repeat_interleave(ROWS // 2)}
+    values |= dict.fromkeys(("a_layout", "b_layout", "layout"), [1, 0])
+    values |= dict.fromkeys(("a_outer_scale", "b_outer_scale"))
     if name == "adamw_":
         codes = torch.zeros(ROWS, COLUMNS, dtype=torch.uint8)
         values |= dict.fromkeys(("param", "grad"), values["hp"]) | {"exp_avg": codes, "exp_avg_sq": codes.clone()}

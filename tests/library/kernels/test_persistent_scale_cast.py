@@ -74,28 +74,22 @@ PATHS = [by_pytorch, *([by_the_extension] if cpu.AVAILABLE else []), compiled]
 FOR_A_GPU = pytest.param(compiled_for_a_gpu, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(
-    ("path", "hp_dtype", "float8_dtype"),
-    [
-        *thinned([path for path in PATHS if path is not compiled], HP_DTYPES, [E4M3, E5M2]),
-        *thinned([compiled, compiled_for_a_gpu], HP_DTYPES, [E4M3, E5M2], together=1),
-    ],
-)
+KNOWN = thinned([path for path in PATHS if path is not compiled], HP_DTYPES, [E4M3, E5M2])
+KNOWN += thinned([compiled, compiled_for_a_gpu], HP_DTYPES, [E4M3, E5M2], together=1)
+
+
+@pytest.mark.parametrize(("path", "hp_dtype", "float8_dtype"), KNOWN)
 def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
     hp = every_value(hp_dtype).view(256, 256)
     for scale in (1.0, 0.37, 2.0**20, 448e12, 1e-30, 3.0e38):
         assert_same(path(hp, torch.tensor(scale), float8_dtype, False), oracle(hp, scale, float8_dtype, False))
 
 
-@pytest.mark.parametrize(
-    ("path", "float8_dtype"),
-    [
-        *((path, E5M2) for path in PATHS),
-        *((path, E4M3) for path in PATHS if path is not compiled),
-        *at_night([(compiled, E4M3), (compiled_for_a_gpu, E5M2), (compiled_for_a_gpu, E4M3)]),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
+UNKNOWN = [*((path, E5M2) for path in PATHS), *((path, E4M3) for path in PATHS if path is not compiled)]
+UNKNOWN += at_night([(compiled, E4M3), (compiled_for_a_gpu, E5M2), (compiled_for_a_gpu, E4M3)])
+
+
+@pytest.mark.parametrize(("path", "float8_dtype"), UNKNOWN, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_an_unknown_scale_is_computed_from_the_tensor(path, float8_dtype):
     """As the dynamic cast to the bit; 0, negative and NaN scales all stand for unknown."""
     values = every_value(torch.bfloat16)

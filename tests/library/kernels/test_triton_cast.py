@@ -4,6 +4,7 @@ Two conversions are all that the interpreter does by other instructions than a G
 bfloat16 to float32, and float32 to float8. test_triton_cast_compiled.py reads the code that a GPU would run.
 """
 
+import functools
 import itertools
 import math
 
@@ -17,20 +18,8 @@ from quaver.kernels import triton_blocks, triton_cast
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
 from quaver.recipes.scale_rules import RULES
-from tests.library.kernels.triton_kernels import (
-    BOTH,
-    COLUMNS,
-    E4M3,
-    E5M2,
-    ROWS,
-    UNUSUAL,
-    assert_block_casts,
-    assert_casts,
-    assert_casts_by_rule,
-    assert_operands,
-    counting_bytes,
-    varied,
-)
+from tests.library.kernels import triton_kernels
+from tests.library.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS, UNUSUAL, assert_casts, varied
 from tests.reference import assert_same_bits, every_value, reference_amax
 from tests.thinned import at_night
 
@@ -68,16 +57,16 @@ def _shapes(hp_dtype, float8_dtype):
 
 def _blocks(hp_dtype, float8_dtype, power_of_2, rule):
     """Ragged shapes, a block of zeros, and every magnitude of an amax; then unusual amaxes, with NaN and inf."""
-    scales = {"power_of_2": power_of_2, "rule": rule}
+    assert_blocks = functools.partial(triton_kernels.assert_block_casts, power_of_2=power_of_2, rule=rule)
     for block_size in BLOCK_SIZES:
-        assert_block_casts(varied(144, 144, hp_dtype), float8_dtype, block_size, **scales)
-    assert_block_casts(varied(130, 140, hp_dtype), float8_dtype, (128, 128), **scales)
-    assert_block_casts(varied(130, 48, hp_dtype), float8_dtype, (1, 128), **scales)
-    assert_block_casts(varied(70, 45, hp_dtype), float8_dtype, (1, 32), **scales, directions=[ROWS, COLUMNS])
-    assert_block_casts(varied(1, 1, hp_dtype), float8_dtype, (32, 32), **scales, directions=[ROWS, COLUMNS])
-    assert_block_casts(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), **scales, directions=[ROWS])
+        assert_blocks(varied(144, 144, hp_dtype), float8_dtype, block_size)
+    assert_blocks(varied(130, 140, hp_dtype), float8_dtype, (128, 128))
+    assert_blocks(varied(130, 48, hp_dtype), float8_dtype, (1, 128))
+    assert_blocks(varied(70, 45, hp_dtype), float8_dtype, (1, 32), directions=[ROWS, COLUMNS])
+    assert_blocks(varied(1, 1, hp_dtype), float8_dtype, (32, 32), directions=[ROWS, COLUMNS])
+    assert_blocks(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), directions=[ROWS])
     for values in UNUSUAL:
-        assert_block_casts(torch.tensor(values).repeat(16, 8).to(hp_dtype), float8_dtype, (1, 32), **scales)
+        assert_blocks(torch.tensor(values).repeat(16, 8).to(hp_dtype), float8_dtype, (1, 32))
 
 
 def _rules(hp_dtype):
@@ -88,7 +77,7 @@ def _rules(hp_dtype):
         if rule == "compressed-tensors":
             assert not triton_cast.supports(hp, E4M3, rule)
         else:
-            assert_casts_by_rule(hp, rule)
+            triton_kernels.assert_casts_by_rule(hp, rule)
 
 
 @np.errstate(all="ignore")
@@ -101,7 +90,7 @@ def _rows_of_every_width():
             patch.setattr(triton_cast, "WIDEST_ROW", widest)
             operands = triton_cast.cast_rowwise(hp, E4M3, *ROWS, False)
         expected = scaling.dynamic_cast(hp, E4M3, 1)
-        assert_operands(operands, expected, expected, *ROWS)
+        triton_kernels.assert_operands(operands, expected, expected, *ROWS)
 
 
 def _saturated_elements_are_counted():
@@ -124,7 +113,7 @@ def _copies():
         every_byte[: 2 * 144 * 80].view(2, 144, 80),
     ):
         codes = (source * 7).view(E5M2)
-        with counting_bytes() as counted:
+        with triton_kernels.counting_bytes() as counted:
             copy = triton_cast.to_column_major(codes)
         assert (copy.dtype, copy.shape, copy.stride()[-2:]) == (E5M2, codes.shape, (1, codes.shape[-2]))
         assert copy.mT.is_contiguous()
@@ -142,7 +131,7 @@ def _groups():
         hp = varied(rows, columns, dtype)
         sizes = torch.tensor([rows // 2, 0, rows // 3, rows - rows // 2 - rows // 3])
         for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(rows) % 3, torch.zeros(rows).long()):
-            with counting_bytes() as counted:
+            with triton_kernels.counting_bytes() as counted:
                 amaxes = triton_cast.group_amax(hp, group, 5)
             for amax, index in zip(amaxes, range(5), strict=True):
                 assert_same_bits(amax, reference_amax(hp[group == index].float(), 0).flatten())
@@ -165,7 +154,7 @@ def _bytes(cast):
     }
     moved = []
     for directions in (ROWS, COLUMNS, BOTH):
-        with counting_bytes() as counted:
+        with triton_kernels.counting_bytes() as counted:
             casts[cast](*directions)
         hp_and_codes = counted.pop("bf16") + counted.pop("fp8e4nv")
         moved.append((hp_and_codes / hp.numel(), counted.total() / hp.numel()))
@@ -173,44 +162,28 @@ def _bytes(cast):
 
 
 DTYPES = list(itertools.product((torch.float32, torch.bfloat16, torch.float16), (E4M3, E5M2)))
-IN_EACH_RUN = [
-    (_every_value, torch.bfloat16, E5M2),
-    (_unusual_amaxes, torch.float32, E5M2),
-    (_shapes, torch.float32, E5M2),
-]
+CHECKS = [(_every_value, torch.bfloat16, E5M2), (_unusual_amaxes, torch.float32, E5M2), (_shapes, torch.float32, E5M2)]
+CHECKS += [(_blocks, torch.bfloat16, E4M3, True, ""), (_blocks, torch.float32, E4M3, False, "")]
+CHECKS += [(_blocks, torch.bfloat16, E4M3, True, "rceil"), (_blocks, torch.float16, E5M2, True, "floor")]
+CHECKS += [(_rules, torch.bfloat16), *((check,) for check in (_rows_of_every_width, _saturated_elements_are_counted))]
+CHECKS += [(_copies,), (_groups,)]
 AT_NIGHT = [(check, *dtypes) for check in (_every_value, _unusual_amaxes, _shapes) for dtypes in DTYPES]
 
 
 @pytest.mark.parametrize(
     "check",
-    [
-        *IN_EACH_RUN,
-        (_blocks, torch.bfloat16, E4M3, True, ""),
-        (_blocks, torch.float32, E4M3, False, ""),
-        (_blocks, torch.bfloat16, E4M3, True, "rceil"),
-        (_blocks, torch.float16, E5M2, True, "floor"),
-        (_rules, torch.bfloat16),
-        (_rows_of_every_width,),
-        (_saturated_elements_are_counted,),
-        (_copies,),
-        (_groups,),
-        *at_night((check,) for check in AT_NIGHT if check not in IN_EACH_RUN),
-    ],
+    [*CHECKS, *at_night((check,) for check in AT_NIGHT if check not in CHECKS)],
     ids=lambda check: "-".join(str(getattr(part, "__name__", part)) for part in check),
 )
 def test_casts_have_the_oracles_bits(interpreter, check):
     interpreter(*check)
 
 
-@pytest.mark.parametrize(
-    ("cast", "expected"),
-    [
-        ("tensorwise", [5, 5, 6]),
-        ("rowwise", [3, 5, 6]),
-        ("blocks", [3, 3, 4]),
-        *at_night([("known", [3, 3, 4]), ("unknown", [5, 5, 6]), ("given", [3, 3, 4])]),
-    ],
-)
+BYTES = {"tensorwise": [5, 5, 6], "rowwise": [3, 5, 6], "blocks": [3, 3, 4]}
+BYTES_AT_NIGHT = {"known": [3, 3, 4], "unknown": [5, 5, 6], "given": [3, 3, 4]}
+
+
+@pytest.mark.parametrize(("cast", "expected"), [*BYTES.items(), *at_night(BYTES_AT_NIGHT.items())])
 def test_bytes_of_a_bfloat16_element(interpreter, cast, expected):
     moved = interpreter(_bytes, cast)
     assert [hp_and_codes for hp_and_codes, _ in moved] == expected
@@ -218,15 +191,11 @@ def test_bytes_of_a_bfloat16_element(interpreter, cast, expected):
 
 
 def test_supported_tensors_and_dtypes(interpreter):
-    for hp, float8_dtype, is_supported in (
-        (torch.ones(4, 6), E4M3, True),
-        (torch.nn.Parameter(torch.ones(4, 6)), E5M2, True),
-        (torch.ones(4, 6).t(), E4M3, False),
-        (torch.ones(0, 6), E4M3, False),
-        (torch.ones(4, 6).double(), E4M3, False),
-        (torch.ones(4, 6), torch.float8_e4m3fnuz, False),
-        (torch.ones(4, 6, device="meta"), E4M3, False),
-    ):
-        assert interpreter(triton_cast.supports, hp, float8_dtype) is is_supported
-        if not triton_blocks.INTERPRETED:
-            assert not triton_cast.supports(hp, float8_dtype)  # without the interpreter no CPU tensor is taken
+    hp = torch.ones(4, 6)
+    taken = [(hp, E4M3), (torch.nn.Parameter(hp), E5M2)]
+    refused = [(hp, torch.float8_e4m3fnuz), *((other, E4M3) for other in (hp.t(), hp[:0], hp.double(), hp.to("meta")))]
+    for cases, are_taken in ((taken, True), (refused, False)):
+        for case in cases:
+            assert interpreter(triton_cast.supports, *case) is are_taken
+            # Without the interpreter no CPU tensor is taken.
+            assert triton_blocks.INTERPRETED or not triton_cast.supports(*case)

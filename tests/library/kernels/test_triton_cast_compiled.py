@@ -177,16 +177,12 @@ def test_amaxes_of_groups_read_16_bytes_at_a_time(compiled, hp_dtype, tmp_path):
     assert_fits(asm, tmp_path, 128)
 
 
+DIRECTIONS = [((1, 128), ROWS), ((1, 32), COLUMNS), ((128, 128), BOTH)]
+DIRECTIONS += at_night([((1, 128), COLUMNS), ((1, 32), ROWS), ((32, 32), BOTH), ((1, 128), BOTH), ((1, 32), BOTH)])
+
+
 @HP
-@pytest.mark.parametrize(
-    ("block_size", "directions"),
-    [
-        ((1, 128), ROWS),
-        ((1, 32), COLUMNS),
-        ((128, 128), BOTH),
-        *at_night([((1, 128), COLUMNS), ((1, 32), ROWS), ((32, 32), BOTH), ((1, 128), BOTH), ((1, 32), BOTH)]),
-    ],
-)
+@pytest.mark.parametrize(("block_size", "directions"), DIRECTIONS)
 def test_casts_of_blocks_do_not_spill(compiled, hp_dtype, block_size, directions, tmp_path):
     """Blocks of 128 x 128 spill up to 200 bytes where the width is no multiple of 16, and accesses are narrow."""
     mode = "" if 128 in block_size else "rceil"  # as the recipes have them
@@ -198,20 +194,13 @@ def test_casts_of_blocks_do_not_spill(compiled, hp_dtype, block_size, directions
     assert_fits(asm, tmp_path, 208 if "_cast_rows_and_columns" in compiled else 200)
 
 
-@pytest.mark.parametrize(
-    ("hp_dtype", "length", "mode", "power_of_2", "registers", "barriers", "most"),
-    [
-        (torch.bfloat16, 128, "", True, 128, 13, 22),
-        (torch.bfloat16, 32, "rceil", True, 128, 15, 22),
-        *at_night(
-            [
-                (torch.bfloat16, 128, "", False, 128, 13, 32),
-                (torch.float32, 128, "", True, 128, 21, 24),
-                (torch.float32, 32, "rceil", True, 208, 9, 24),
-            ]
-        ),
-    ],
-)
+BF16, F32 = torch.bfloat16, torch.float32
+BLOCKS = [(BF16, 128, "", True, 128, 13, 22), (BF16, 32, "rceil", True, 128, 15, 22)]
+BLOCKS += at_night([(BF16, 128, "", False, 128, 13, 32), (F32, 128, "", True, 128, 21, 24)])
+BLOCKS += at_night([(F32, 32, "rceil", True, 208, 9, 24)])
+
+
+@pytest.mark.parametrize(("hp_dtype", "length", "mode", "power_of_2", "registers", "barriers", "most"), BLOCKS)
 def test_both_directions_of_blocks(compiled, hp_dtype, length, mode, power_of_2, registers, barriers, most, tmp_path):
     """Two programs share a multiprocessor, and issue at most so many instructions an element.
 
@@ -290,9 +279,5 @@ def test_integers_of_1_and_missing_pointers_compile(compiled, shape):
     triton_cast.cast_rowwise(hp, E4M3, *ROWS, True)
     triton_cast.cast_tensorwise(hp, E5M2, *COLUMNS, False)
     triton_cast.cast_with_scale(hp, E4M3, scale, None)
-    assert {name: len(launches) for name, launches in compiled.items()} == {
-        "_amax": 2,
-        "_cast_tensorwise": 2,
-        "_cast_rowwise": 1,
-        "_cast_whole_rows": 1,
-    }
+    expected = {"_amax": 2, "_cast_tensorwise": 2, "_cast_rowwise": 1, "_cast_whole_rows": 1}
+    assert {name: len(launches) for name, launches in compiled.items()} == expected

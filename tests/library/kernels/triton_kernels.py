@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -26,15 +27,8 @@ FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 DIRECTIONS = BOTH, ROWS, COLUMNS = (True, True), (True, False), (False, True)
 """Whether a cast returns row codes and column codes."""
-UNUSUAL = (
-    [0.0, -0.0],
-    [1e-20, 0.0],
-    [1e-40, 0.0],
-    [1.0, math.nan],
-    [1.0, math.inf],
-    [-math.inf, math.nan],
-    [3e4, -6e4],
-)
+NAN, INF = math.nan, math.inf
+UNUSUAL = [0.0, -0.0], [1e-20, 0.0], [1e-40, 0.0], [1.0, NAN], [1.0, INF], [-INF, NAN], [3e4, -6e4]
 """Rows that make unusual amaxes."""
 
 
@@ -95,9 +89,8 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
             expected = (row_codes, *rest[:2], column_codes, rest[2])
             assert_equal(triton_cast.cast_with_persistent_scale(hp, *args, scale.to(device)), expected)
     for scales in given:
-        expected = [
-            scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype, rule=rule) for scale in scales
-        ]
+        cast = partial(scaling.cast_to_float8, host, float8_dtype=float8_dtype, rule=rule)
+        expected = [scale if scale is None else cast(scale) for scale in scales]
         on_device = [scale if scale is None else scale.to(device) for scale in scales]
         assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device, rule=rule), laid_out(*expected))
 
