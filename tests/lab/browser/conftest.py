@@ -8,22 +8,7 @@ import pytest
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
-from tests.lab.browser.reports import (
-    ALARMS,
-    BAD_SAMPLE,
-    BAD_TENSOR,
-    HOSTILE,
-    LAYERS,
-    MIB,
-    TENSORS,
-    WIDE,
-    make_advice,
-    make_comparison,
-    make_report,
-    make_unseen,
-    make_wide,
-    predict_small_model,
-)
+from tests.lab.browser import reports as samples
 from tests.lab.report.records import make_tensors, make_wide_record, split_casts, write_run
 
 
@@ -40,41 +25,39 @@ def pages(tmp_path_factory):
     """Return pages: plain, of one prediction; full, with all that a page can have; real, of a model; wide, with as much
     as there ever is; blind, of runs that could not be seen."""
     folder = tmp_path_factory.mktemp("pages")
-    more = {"other": make_other(), "comparison": make_comparison(), "measured": make_measured()}
-    more |= {"advice": make_advice()}
-    for name, about in (
-        ("plain", {"prediction": make_report()}),
-        ("full", {"prediction": make_report()} | more),
-        ("real", {"prediction": predict_small_model()}),
-        ("wide", {"prediction": make_wide(events=6_000, rows=120)}),
-        ("blind", {"prediction": make_unseen(), "other": make_unseen(), "measured": make_unseen()}),
-    ):
-        write_html(folder / f"{name}.html", title=f"{name} {HOSTILE}", **about)
+    prediction = {"prediction": samples.make_report()}
+    more = {"other": make_other(), "comparison": samples.make_comparison(), "measured": make_measured()}
+    about = {"plain": prediction, "full": prediction | more | {"advice": samples.make_advice()}}
+    about |= {"real": {"prediction": samples.predict_small_model()}}
+    about |= {"wide": {"prediction": samples.make_wide(events=6_000, rows=120)}}
+    about |= {"blind": {name: samples.make_unseen() for name in ("prediction", "other", "measured")}}
+    for name, parts in about.items():
+        write_html(folder / f"{name}.html", title=f"{name} {samples.HOSTILE}", **parts)
     return folder
 
 
 def make_other():
     """Half of what `make_report` takes."""
-    other = make_report()
+    other = samples.make_report()
     report = other["report"]
-    other["peak_bytes"] = report["peak_bytes"] = 50 * MIB
+    other["peak_bytes"] = report["peak_bytes"] = 50 * samples.MIB
     other["by_category"] = {name: size // 2 for name, size in other["by_category"].items()}
     report["timeline"] = [[event, time, *(size // 2 for size in sizes)] for event, time, *sizes in report["timeline"]]
     return other
 
 
 def make_measured():
-    measured = make_report()
-    measured["peak_bytes"] = 125 * MIB
-    measured["by_category"]["saved_activations"] = 105 * MIB
+    measured = samples.make_report()
+    measured["peak_bytes"] = 125 * samples.MIB
+    measured["by_category"]["saved_activations"] = 105 * samples.MIB
     return measured
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    first = write_run(folder / "first", layers=LAYERS, alarms=ALARMS, models=("tensorwise", "bfloat16"))
-    second = write_run(folder / "second", layers=LAYERS, seed=1)
+    first = write_run(folder / "first", layers=samples.LAYERS, alarms=samples.ALARMS, models=("tensorwise", "bfloat16"))
+    second = write_run(folder / "second", layers=samples.LAYERS, seed=1)
     start = json.loads((second / "provenance.jsonl").read_text())
     start["environment"]["torch"] = "2.14.1"
     (second / "provenance.jsonl").write_text(json.dumps(start) + "\n")
@@ -85,16 +68,12 @@ def runs(tmp_path_factory):
 def reports(runs, tmp_path_factory):
     """Return reports: one and two, with everything; large, of 100 layers and 1000 samples with one bad cell."""
     folder = tmp_path_factory.mktemp("reports")
-    record = make_wide_record(make_tensors([f"layers.{at}.ffn" for at in range(WIDE // 6)]), 1000)
-    record.statistics["sqnr_db"][:] = 30 + np.random.default_rng(0).normal(0, 1, (1000, WIDE))
-    record.statistics["sqnr_db"][BAD_SAMPLE, BAD_TENSOR] = -15.0
-    apart = write_run(folder / "apart", layers=LAYERS, tensors=split_casts(TENSORS))
+    record = make_wide_record(make_tensors([f"layers.{at}.ffn" for at in range(samples.WIDE // 6)]), 1000)
+    record.statistics["sqnr_db"][:] = 30 + np.random.default_rng(0).normal(0, 1, (1000, samples.WIDE))
+    record.statistics["sqnr_db"][samples.BAD_SAMPLE, samples.BAD_TENSOR] = -15.0
+    apart = write_run(folder / "apart", layers=samples.LAYERS, tensors=split_casts(samples.TENSORS))
     recipes = [*runs[:1], *read_runs([apart])]
-    for name, shown in (
-        ("one", runs[:1]),
-        ("two", runs),
-        ("recipes", recipes),
-        ("large", [RunData("large", folder, numerics=record)]),
-    ):
-        write_report(folder / f"{name}.html", shown)
+    shown = {"one": runs[:1], "two": runs, "recipes": recipes, "large": [RunData("large", folder, numerics=record)]}
+    for name, runs_of_page in shown.items():
+        write_report(folder / f"{name}.html", runs_of_page)
     return folder

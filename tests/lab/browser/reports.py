@@ -29,22 +29,12 @@ def predict_small_model(*, layers: int = 3, rows: int = 2048) -> dict:
 
 def make_row(size_bytes: int, **what) -> dict:
     """Return a row of a report with every field that one can have."""
-    plain = {
-        "category": "saved_activations",
-        "bytes": size_bytes,
-        "count": 1,
-        "operator": "quaver::gemm (quaver.exact_float8_mm)",
-        "of": "model.layers.0.mlp.gate_proj.weight",
-        "module": "model.layers.0.mlp.gate_proj",
-        "phase": "forward",
-        "shape": [2048, 768],
-        "dtype": "bfloat16",
-        "source": "quaver/linear/gemm.py:106",
-        "saved_in": "model.layers.0.mlp",
-        "saved_by": "autograd",
-        "first_use": {"operator": "aten.mm", "module": "model.layers.0.mlp", "source": "quaver/linear/module.py:123"},
-    }
-    return plain | what
+    mlp, gate = "model.layers.0.mlp", "model.layers.0.mlp.gate_proj"
+    plain = {"category": "saved_activations", "bytes": size_bytes, "count": 1, "module": gate, "of": f"{gate}.weight"}
+    plain |= {"operator": "quaver::gemm (quaver.exact_float8_mm)", "source": "quaver/linear/gemm.py:106"}
+    plain |= {"phase": "forward", "shape": [2048, 768], "dtype": "bfloat16", "saved_in": mlp, "saved_by": "autograd"}
+    first_use = {"operator": "aten.mm", "module": mlp, "source": "quaver/linear/module.py:123"}
+    return plain | {"first_use": first_use} | what
 
 
 def make_report() -> dict:
@@ -68,33 +58,16 @@ def make_report() -> dict:
         by_category[tensor["category"]] += tensor["bytes"]
     resident = dict.fromkeys(CATEGORIES, 0) | {"parameters": 6 * MIB}
     start, peak, late = ([*sums.values()] for sums in (resident, by_category, resident | {"gradients": MIB}))
-    return {
-        "peak_bytes": 100 * MIB,
-        "phase_of_peak": "backward",
-        "module_of_peak": HOSTILE,
-        "operator_of_peak": "aten.mul",
-        "resident_bytes": 6 * MIB,
-        "step_peak_bytes": 94 * MIB,
-        "saved_by_forward_bytes": 80 * MIB,
-        "by_category": {name: size for name, size in by_category.items() if size},
-        "reads_answered_by_1": 0,
-        "notes": [HOSTILE],
-        "report": {
-            "schema": 1,
-            "exact": True,
-            "note": "",
-            "peak_bytes": 100 * MIB,
-            "peak_event": 2,
-            "resident_bytes": resident,
-            "at_peak": at_peak,
-            "saved_bytes": 80 * MIB,
-            "saved_event": 1,
-            "saved_for_backward": at_peak[:2],
-            "spans": [["forward", 0, 1], ["backward", 1, 3], ["optimizer", 3, 4]],
-            "columns": ["event", "t_us", *CATEGORIES],
-            "timeline": [[0, 0.0, *start], [1, 1.0, *start], [2, 2.0, *peak], [3, 3.0, *late], [4, 4.0, *start]],
-        },
-    }
+    report = {"schema": 1, "exact": True, "note": "", "peak_bytes": 100 * MIB, "peak_event": 2, "at_peak": at_peak}
+    report |= {"saved_bytes": 80 * MIB, "saved_event": 1, "saved_for_backward": at_peak[:2], "resident_bytes": resident}
+    report |= {"spans": [["forward", 0, 1], ["backward", 1, 3], ["optimizer", 3, 4]]}
+    report |= {"columns": ["event", "t_us", *CATEGORIES]}
+    rows = enumerate((start, start, peak, late, start))
+    report |= {"timeline": [[event, float(event), *sizes] for event, sizes in rows]}
+    about = {"peak_bytes": 100 * MIB, "step_peak_bytes": 94 * MIB, "saved_by_forward_bytes": 80 * MIB}
+    about |= {"phase_of_peak": "backward", "module_of_peak": HOSTILE, "operator_of_peak": "aten.mul"}
+    about |= {"resident_bytes": 6 * MIB, "reads_answered_by_1": 0, "notes": [HOSTILE], "report": report}
+    return about | {"by_category": {name: size for name, size in by_category.items() if size}}
 
 
 def make_unseen() -> dict:

@@ -53,11 +53,8 @@ REPORT = ["alarms", "curves", "maps", "distribution", "worst", "whatif", "conver
 SECTIONS = {
     "full": ["timeline", "compare", "advice", "measured", "peak", "saved"],
     "real": ["timeline", "peak", "saved"],
-    "blind": ["compare", "measured"],
-    "one": REPORT,
-    "two": REPORT,
-    "large": REPORT[2:5],
 }
+SECTIONS |= {"blind": ["compare", "measured"], "one": REPORT, "two": REPORT, "large": REPORT[2:5]}
 TITLES = {"one": "first", "two": "first and second"}
 
 

@@ -49,14 +49,12 @@ class Map:
 
     def pixels(self):
         """Return the colors of the picture, [height, width], as 0xAABBGGRR; 0 where nothing is drawn."""
-        height, width, data = self.browser.run(
-            "const c = arguments[0].querySelector('canvas'), parts = [];"
-            "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
-            "for (let at = 0; at < d.length; at += 4096)"
-            " parts.push(String.fromCharCode(...d.subarray(at, at + 4096)));"
-            "return [c.height, c.width, btoa(parts.join(''))]",
-            self.plot,
-        )
+        script = """
+        const c = arguments[0].querySelector('canvas'), parts = [];
+        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        for (let at = 0; at < d.length; at += 4096) parts.push(String.fromCharCode(...d.subarray(at, at + 4096)));
+        return [c.height, c.width, btoa(parts.join(''))]"""
+        height, width, data = self.browser.run(script, self.plot)
         return np.frombuffer(base64.b64decode(data), dtype=np.uint32).reshape(height, width)
 
 
@@ -74,13 +72,11 @@ def read_choice(browser):
 
 
 def choose(browser, select, text):
-    browser.run(
-        "const [id, text] = arguments, select = document.getElementById(id);"
-        "select.value = [...select.options].find((option) => option.textContent === text).value;"
-        "select.dispatchEvent(new Event('change'))",
-        select,
-        text,
-    )
+    script = """
+    const [id, text] = arguments, select = document.getElementById(id);
+    select.value = [...select.options].find((option) => option.textContent === text).value;
+    select.dispatchEvent(new Event('change'))"""
+    browser.run(script, select, text)
 
 
 def test_hovering_over_a_cell_shows_its_numbers(browser, reports, runs):

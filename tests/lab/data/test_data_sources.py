@@ -172,17 +172,8 @@ def test_a_folder_is_read_file_by_file_and_other_files_are_counted(tmp_path, loa
 
 def write_corrupt_lines(folder: Path) -> Path:
     good = [json.dumps({"text": text}).encode() for text in TEXTS]
-    bad = [
-        b'{"text": "cut off',
-        b'{"content": "no field"}',
-        b'{"text": 7}',
-        b'["text"]',
-        b'{"text": "\xff"}',
-        b'{"text": "\\ud800"}',
-        b'{"text": "a\\u0000b"}',
-        b"[" * 100_000,
-        b'{"text": null}',
-    ]
+    bad = [b'{"text": "cut off', b'{"content": "no field"}', b'{"text": 7}', b'["text"]', b'{"text": "\xff"}']
+    bad += [b'{"text": "\\ud800"}', b'{"text": "a\\u0000b"}', b"[" * 100_000, b'{"text": null}']
     neither = [b"", b"   ", b'{"text": ""}']
     (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join([*good[:60], *bad, *neither, *good[60:]]))
     return folder / "a.jsonl"
@@ -209,6 +200,7 @@ def write_binary_files(folder: Path) -> Path:
     (folder / "nul.bin").write_bytes(b"a\0b" * 100)
     (folder / "short.txt").write_bytes(b"caf\xc3")
     (folder / "empty.txt").write_bytes(b"")
+    (folder / ".env").write_text("hidden\n" * 100)
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("secret\n" * 100)
     return folder
@@ -301,13 +293,6 @@ def test_a_missing_package_is_named(module, settings, message, hf_file, load, mo
 def test_a_field_is_refused_where_there_are_none(text_folder, load):
     with pytest.raises(ValueError, match=r"data.field must be its default, 'text', unless data.path has JSONL"):
         load(text_folder, field="content")
-
-
-def test_hidden_files_and_folders_are_left_out(tmp_path):
-    (tmp_path / ".git").mkdir()
-    for name in ("a.txt", ".env", ".git/b.txt"):
-        (tmp_path / name).write_text("text")
-    assert [file.name for file in find_files(str(tmp_path))] == ["a.txt"]
 
 
 def test_long_texts_are_read_in_pieces_that_end_between_lines(tmp_path, monkeypatch, load):
