@@ -44,10 +44,8 @@ def plain(size: int = 64, inner: int = 48) -> Mixture:
 
 def mixture(recipe: object = "rowwise", size: int = 64, inner: int = 48, filtered: tuple[str, ...] = ()) -> Mixture:
     """Return `plain`, converted but for the router, the head and the modules in `filtered`."""
-    left_out = ("router", "lm_head", *filtered)
-    return convert_to_float8_training(
-        plain(size, inner), config=recipe, module_filter_fn=lambda _, name: name not in left_out
-    )
+    admits = lambda _, name: name not in ("router", "lm_head", *filtered)  # noqa: E731
+    return convert_to_float8_training(plain(size, inner), config=recipe, module_filter_fn=admits)
 
 
 def multiplied_experts(forward, monkeypatch):

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quaver import convert_to_float8_training
+from quaver import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
 from quaver.export import save_float8
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+STATIC = Float8LinearConfig(cast_config_input=CastConfig(scaling_type=ScalingType.STATIC))
 
 
 class Tiny(nn.Module):

@@ -1,6 +1,5 @@
 """Tests that each expert is exported by itself, with the codes that the forward's grouped matmul reads."""
 
-import json
 import logging
 
 import pytest
@@ -21,12 +20,17 @@ from tests.steps import assert_same
 TOKENS = torch.arange(40).view(2, 20)
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MATRICES = [f"experts.{e}.{part}.weight" for parts in PARTS.values() for e in range(EXPERTS) for part in parts]
+FORMATS = "compressed-tensors", "compressed-tensors-block"
 HIGH_PRECISION = ["embed_tokens.weight", "lm_head.weight", "router.weight"]
 
 
 def record_forward(model, monkeypatch):
     """Return for each stack the codes [N, K] and the scale of each expert, as a forward multiplies them."""
     return dict(zip(PARTS, multiplied_experts(lambda: model.eval()(TOKENS), monkeypatch), strict=True))
+
+
+def get_leaf(format):
+    return "weight_scale_inv" if format == "fp8" else "weight_scale"
 
 
 def read_expert(tensors, expert, part):
@@ -65,27 +69,19 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, dtype, monkeypatch):
     assert sorted(tensors) == sorted([*names, *(f"{name}_scale" for name in MATRICES)])
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
-@pytest.mark.parametrize("size", [256, 200])
-def test_blocks_of_a_training_are_exported_as_they_are(format, size, monkeypatch):
-    """Gate and up meet between two blocks, because F is 128. A last block of inputs may be cut."""
-    model = mixture("blockwise", size, 128)
+BLOCKS = [("blockwise", size, 128, format) for size in (256, 200) for format in (*FORMATS, "fp8")]
+
+
+@pytest.mark.parametrize(("recipe", "size", "inner", "format"), [*BLOCKS, ("mxfp8", 64, 96, FORMATS[0])])
+def test_blocks_of_a_training_are_exported_as_they_are(recipe, size, inner, format, monkeypatch):
+    """Gate and up meet between two blocks, of 32 within one of 128. A last block of inputs may be cut."""
+    model = mixture(recipe, size, inner)
     exported = iter_float8_weights(model, format=format)
-    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
-    tensors = dict(exported)
-    assert tensors[f"experts.0.gate_proj.{leaf}"].shape == (1, 2)
+    leaf, tensors = get_leaf(format), dict(exported)
+    assert recipe == "mxfp8" or tensors[f"experts.0.gate_proj.{leaf}"].shape == (1, 2)
     assert_codes_of_forward(tensors, model, monkeypatch, leaf)
     assert not exported.requantized
-    ragged = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
-    assert exported.plan.ragged == ([] if size == 256 else ragged)
-
-
-def test_blocks_of_32_are_exported_as_rows_of_groups(monkeypatch):
-    """Gate and up meet between two blocks of 32, but within a block of 128."""
-    model = mixture("mxfp8", 64, 96)
-    exported = iter_float8_weights(model)
-    assert_codes_of_forward(dict(exported), model, monkeypatch)
-    assert not exported.requantized
+    assert exported.plan.ragged == (["o_proj", "experts.gate_up_proj", "experts.down_proj"] if size == 200 else [])
 
 
 def test_a_block_with_rows_of_gate_and_up_is_quantized_again(monkeypatch):
@@ -110,10 +106,8 @@ def test_codes_of_rows_are_quantized_again_in_blocks(format):
     with torch.no_grad():
         model.experts.down_proj[::2] = 1  # exact in float8
     exported = iter_float8_weights(model, format=format)
-    tensors = dict(exported)
+    leaf, tensors, decibels = get_leaf(format), dict(exported), []
     assert set(exported.requantized) == {"o_proj", "experts.gate_up_proj", "experts.down_proj"}
-    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
-    decibels = []
     for expert, weight in enumerate(model.experts.down_proj.detach()):
         prefix = f"experts.{expert}.down_proj"
         decibels.append(sqnr_db(weight, dequantize(tensors[f"{prefix}.weight"], tensors[f"{prefix}.{leaf}"])))
@@ -124,9 +118,8 @@ def test_codes_of_rows_are_quantized_again_in_blocks(format):
 
 def test_experts_are_quantized_one_at_a_time(monkeypatch):
     store, shapes = weights_module.store_matrix, []
-    monkeypatch.setattr(
-        weights_module, "store_matrix", lambda weight, *args: shapes.append(weight.shape) or store(weight, *args)
-    )
+    record = lambda weight, *args: shapes.append(weight.shape) or store(weight, *args)  # noqa: E731
+    monkeypatch.setattr(weights_module, "store_matrix", record)
     for name, _ in iter_float8_weights(mixture()):
         if name.startswith("experts."):
             before = 1 + (EXPERTS if "down_proj" in name else 0)
@@ -144,11 +137,8 @@ def test_experts_that_a_filter_left_out_stay_in_high_precision():
     assert_same_bits(torch.cat(gate_up), weight)
     modules = ["experts", *(name.removesuffix(".weight") for name in MATRICES)]
     assert exported.plan.ignore == sorted(["embed_tokens", "lm_head", "router", *modules])
-
-
-def test_only_experts():
-    model = mixture(filtered=("o_proj",))
-    assert sum(name.endswith("weight_scale") for name, _ in iter_float8_weights(model)) == len(MATRICES)
+    only_experts = iter_float8_weights(mixture(filtered=("o_proj",)))
+    assert sum(name.endswith("weight_scale") for name, _ in only_experts) == len(MATRICES)
 
 
 @pytest.mark.parametrize("layout", ["stacks", "matrices"])
@@ -212,19 +202,15 @@ def test_experts_without_a_gate(monkeypatch):
     assert not [name for name in tensors if "gate" in name]
 
 
-def test_experts_of_one_rank_are_refused():
-    model = mixture()
-    model.experts._is_expert_parallel = True
-    with pytest.raises(NotImplementedError, match="experts: expected all experts of a layer, got those of one rank"):
-        iter_float8_weights(model)
-
-
-def test_a_diverged_expert_is_named():
+def test_a_diverged_expert_and_experts_of_one_rank_are_refused():
     model = mixture()
     with torch.no_grad():
         model.experts.down_proj[1, 0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"expert 1 of experts\.down_proj has an inf or a NaN"):
         dict(iter_float8_weights(model))
+    model.experts._is_expert_parallel = True
+    with pytest.raises(NotImplementedError, match="experts: expected all experts of a layer, got those of one rank"):
+        iter_float8_weights(model)
 
 
 @pytest.fixture
@@ -241,67 +227,45 @@ def change_tensors(folder, change):
     return folder
 
 
-@pytest.mark.parametrize(
-    "model", [plain(), mixture("tensorwise"), mixture().to("meta")], ids=["plain", "float8", "meta"]
-)
-def test_matrices_are_put_together(model, folder):
-    stored = load_file(folder / "model.safetensors")
-    loaded = load_float8(folder, dtype=torch.float32, model=model)
-    assert set(loaded) == set(model.state_dict())
-    assert len(loaded) == len(model.state_dict())
-    for stack, parts in PARTS.items():
-        assert loaded[f"experts.{stack}"].shape == getattr(model.experts, stack).shape
-        for expert, matrix in enumerate(loaded[f"experts.{stack}"]):
-            prefixes = [f"experts.{expert}.{part}" for part in parts]
-            values = [stored[f"{prefix}.weight"].float() * stored[f"{prefix}.weight_scale"] for prefix in prefixes]
-            assert torch.equal(matrix, torch.cat(values))
-    target = plain()
-    target.load_state_dict(dict(loaded))
-    assert set(load_float8(folder)) == {name for name in stored if not name.endswith("scale")}
-
-
 def test_an_export_that_is_loaded_has_the_logits_of_the_exporter(folder):
     """Scales are powers of two: the dequantized values have the codes that they came from."""
     model = plain()
     model.load_state_dict(dict(load_float8(folder, dtype=torch.float32, model=model)))
-    again = convert_to_float8_training(
-        model, config="rowwise", module_filter_fn=lambda _, name: name not in ("router", "lm_head")
-    )
+    admits = lambda _, name: name not in ("router", "lm_head")  # noqa: E731
+    again = convert_to_float8_training(model, config="rowwise", module_filter_fn=admits)
     assert_same_bits(again(TOKENS).detach(), mixture()(TOKENS).detach())
 
 
-def test_a_missing_matrix_is_refused(folder):
-    name = "experts.1.up_proj.weight"
-    change_tensors(folder, lambda tensors: {key: tensor for key, tensor in tensors.items() if name not in key})
-    with pytest.raises(ValueError, match=f"lacks matrices of experts of the model: {name}; it has"):
-        load_float8(folder, model=plain())
+def keep_first_rows(*names):
+    leaves = [f"{name}.{leaf}" for name in names for leaf in ("weight", "weight_scale")]
+    return lambda tensors: tensors | {leaf: tensors[leaf][:1].clone() for leaf in leaves}
 
 
-@pytest.mark.parametrize(
-    ("names", "got"),
-    [
-        (["experts.2.down_proj"], r"down_proj\.weight: expected \[\[64, 48\]\], .*, got \[\[1, 48\]\]"),
-        ([f"experts.{index}.gate_proj" for index in range(3)], r"expected \[.*\], .*, got \[\[1, 64\], \[48, 64\]\]"),
-    ],
-)
-def test_matrices_of_other_shapes(names, got, folder):
+def leave_out(tensors):
+    return {name: tensor for name, tensor in tensors.items() if LACKING not in name}
+
+
+GATES = [f"experts.{index}.gate_proj" for index in range(3)]
+LACKING = "experts.1.up_proj.weight"
+BAD = {
+    rf"lacks matrices of experts of the model: {LACKING}; it has": leave_out,
+    r"down_proj\.weight: expected \[\[64, 48\]\], .*, got \[\[1, 48\]\]": keep_first_rows("experts.2.down_proj"),
+    r"expected \[.*\], .*, got \[\[1, 64\], \[48, 64\]\]": keep_first_rows(*GATES),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_missing_matrices_and_those_of_other_shapes_are_refused(message, folder):
     """Gate and up have equal shapes, or the rows of one would be those of the other."""
-    change_tensors(
-        folder,
-        lambda tensors: {
-            key: tensor[:1].clone() if key.rpartition(".")[0] in names else tensor for key, tensor in tensors.items()
-        },
-    )
-    with pytest.raises(ValueError, match=got):
+    change_tensors(folder, BAD[message])
+    with pytest.raises(ValueError, match=message):
         load_float8(folder, model=plain())
 
 
 def test_more_experts_than_the_model_has(folder):
     model = plain()
-    change_tensors(
-        folder,
-        lambda tensors: tensors | {key.replace(".2.", ".3."): tensor.clone() for key, tensor in tensors.items()},
-    )
+    fourth = lambda tensors: {key.replace(".2.", ".3."): tensor.clone() for key, tensor in tensors.items()}  # noqa: E731
+    change_tensors(folder, lambda tensors: tensors | fourth(tensors))
     with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.3\.down_proj\.weight"):
         model.load_state_dict(dict(load_float8(folder, model=model)))
 
@@ -326,10 +290,10 @@ class RecordLargest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("recipe", "format", "inner"), [
-    ("rowwise", "compressed-tensors", 48), ("tensorwise", "compressed-tensors", 48), ("blockwise", "fp8", 128),
-    ("mxfp8", "compressed-tensors", 96),
-])  # fmt: skip
+FROZEN = [("rowwise", FORMATS[0], 48), ("tensorwise", FORMATS[0], 48), ("blockwise", "fp8", 128)]
+
+
+@pytest.mark.parametrize(("recipe", "format", "inner"), [*FROZEN, ("mxfp8", FORMATS[0], 96)])
 def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_path, monkeypatch):
     trained, folder = mixture(recipe, inner=inner), tmp_path / "out"
     save_float8(trained, folder, config={"model_type": "tiny"}, format=format)
@@ -340,7 +304,7 @@ def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_pat
     stored, exported = load_file(folder / "model.safetensors"), iter_float8_weights(model, format=format)
     assert_same(dict(exported), stored)
     assert not exported.requantized
-    assert_codes_of_forward(stored, model, monkeypatch, "weight_scale_inv" if format == "fp8" else "weight_scale")
+    assert_codes_of_forward(stored, model, monkeypatch, get_leaf(format))
     assert torch.equal(model(TOKENS), trained.eval()(TOKENS))
     reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
     assert reasons["experts.down_proj"].startswith("frozen, stored in")
@@ -365,10 +329,3 @@ def test_a_frozen_model_stays_as_it_was_for_a_bad_expert(folder):
     with pytest.raises(ValueError, match=f"{name} has a NaN"):
         load_frozen(model, change_tensors(folder, lambda tensors: tensors | {name: nan}))
     assert type(model.o_proj) is torch.nn.Linear
-
-
-def test_the_logits_of_a_mixture_are_measured(tmp_path):
-    save_float8(mixture(), tmp_path / "out", config={}, high_precision_model=lambda: plain())
-    record = json.loads((tmp_path / "out" / "quaver_export.json").read_text())
-    assert 20 < record["logits"]["sqnr_db"] < 60
-    assert record["whole_stacks"] == []

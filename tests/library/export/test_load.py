@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from quaver import FrozenFloat8Linear, convert_to_high_precision
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.export.folders import NotWrittenError
-from tests.library.export.models import Tiny, saved, tiny
+from tests.library.export.models import PROJECTIONS, Tiny, saved, tiny
 from tests.steps import assert_same
 
 
@@ -42,45 +43,34 @@ def test_a_suffix_is_no_evidence_of_a_scale(tmp_path):
     folder, others = saved(tmp_path / "out"), ["altup.correct_output_scale", "norm.input_scale", "lm_head.k_scale"]
     scales = ["layer.q_proj.input_scale", "layer.o_proj.output_scale", "layer.k_scale", "layer.prob_scale"]
     (folder / "quaver_export.json").unlink()
-    change_tensors({name: torch.ones(1) for name in (*others, *scales)})(folder)
+    change_tensors(folder, {name: torch.ones(1) for name in (*others, *scales)})
     loaded = load_float8(folder)
     assert set(loaded) == {*tiny().state_dict(), *others}
     assert loaded.kv_scales == {"layer.k_scale": 1.0}
 
 
-def change_config(**changes):
-    def change(folder):
-        path = folder / "config.json"
-        config = json.loads(path.read_text())
-        config["quantization_config"].update(changes)
-        path.write_text(json.dumps(config))
-
-    return change
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"].update(changes)
+    path.write_text(json.dumps(config))
 
 
-def change_tensors(changes):
-    """Return a function that replaces tensors of a folder, or removes those that are None."""
-
-    def change(folder):
-        path = folder / "model.safetensors"
-        tensors = {**load_file(path), **changes}
-        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
-
-    return change
-
-
-def write_only_high_precision(folder):
-    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+def change_tensors(folder, changes):
+    """Replace tensors of a folder, or remove those that are None."""
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
 def remove_quantization(folder):
     (folder / "config.json").write_text("{}")
-    write_only_high_precision(folder)
+    change_tensors(folder, HIGH_PRECISION)
 
 
 def use_blocks_with_other_scales(folder):
-    change_config(quant_method="fp8", weight_block_size=[128, 128])(folder)
-    change_tensors({SCALE: torch.ones(31, 1)})(folder)
+    change_config(folder, quant_method="fp8", weight_block_size=[128, 128])
+    change_tensors(folder, {SCALE: torch.ones(31, 1)})
 
 
 def point_outside(folder):
@@ -104,40 +94,35 @@ def cut(folder):
 
 WEIGHT, SCALE = "layer.q_proj.weight", "layer.q_proj.weight_scale"
 INT8 = {"a": {"weights": {"type": "int", "num_bits": 8}}}
-NAN = torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)
-BAD = {
-    "quant_method in config.json is 'awq'; quaver reads weights in F8": change_config(quant_method="awq"),
-    "expected 8-bit floats with one scale per tensor, channel, block, group, got {'type': 'int'": (
-        change_config(config_groups=INT8)
-    ),
-    "config_groups in config.json: expected an object": change_config(config_groups=None),
-    "weights are those of a rotated": change_config(transform_config={"config_groups": {}}),
-    "blocks in config.json: expected [rows, columns], such as [128, 128], got [0, 64]": (
-        change_config(quant_method="fp8", weight_block_size=[0, 64])
-    ),
-    "expected float8 weights, got only high precision": remove_quantization,
-    "expected float8 weights for quant_method 'compressed-tensors' of config.json, got none": write_only_high_precision,
-    "has no config.json": lambda folder: (folder / "config.json").unlink(),
-    f"{WEIGHT} (F8_E4M3): expected one scale, got none": change_tensors({SCALE: None}),
+NO_BLOCKS = {"quant_method": "fp8", "weight_block_size": [0, 64]}
+HIGH_PRECISION = {f"layer.{name}.weight{leaf}": None for name in PROJECTIONS for leaf in ("", "_scale")}
+TENSORS = {
+    f"{WEIGHT} (F8_E4M3): expected one scale, got none": {SCALE: None},
     f"the scale of {WEIGHT} [32, 32]: expected [1], [32, 1], [1, 32] or one per block whose rows and columns are "
-    "powers of two and divide it, got [31, 1]; give the block size as weight_block_size in config.json": (
-        change_tensors({SCALE: torch.ones(31, 1)})
-    ),
-    f"the scale of {WEIGHT} has an inf or a NaN": change_tensors({SCALE: torch.full((32, 1), torch.nan)}),
-    f"the scale of {WEIGHT}: expected F32, BF16, F16, F8_E8M0 or U8, got torch.int32": (
-        change_tensors({SCALE: torch.ones(32, 1, dtype=torch.int32)})
-    ),
-    f"{WEIGHT} (F8_E4M3): expected one scale, got {SCALE}, layer.q_proj.scale": (
-        change_tensors({"layer.q_proj.scale": torch.ones(1)})
-    ),
-    f"{WEIGHT} has a NaN": change_tensors({WEIGHT: NAN}),
-    "weight [32, 32]: expected [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]": (
-        use_blocks_with_other_scales
-    ),
-    f"expected float8 weights, got {WEIGHT} (U8); quaver reads weights in F8_E4M3 or F8_E5M2": (
-        change_tensors({WEIGHT: torch.ones(32, 16, dtype=torch.uint8)})
-    ),
-    f"scales without a float8 weight: {SCALE}": change_tensors({WEIGHT: torch.ones(32, 32)}),
+    "powers of two and divide it, got [31, 1]; give the block size as weight_block_size in config.json": {
+        SCALE: torch.ones(31, 1)
+    },
+    f"the scale of {WEIGHT} has an inf or a NaN": {SCALE: torch.full((32, 1), torch.nan)},
+    f"the scale of {WEIGHT}: expected F32, BF16, F16, F8_E8M0 or U8, got torch.int32": {SCALE: torch.ones(32, 1).int()},
+    f"{WEIGHT} (F8_E4M3): expected one scale, got {SCALE}, layer.q_proj.scale": {"layer.q_proj.scale": torch.ones(1)},
+    f"{WEIGHT} has a NaN": {WEIGHT: torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)},
+    f"{WEIGHT} (U8); quaver reads weights in F8_E4M3 or F8_E5M2": {WEIGHT: torch.ones(32, 16, dtype=torch.uint8)},
+    f"scales without a float8 weight: {SCALE}": {WEIGHT: torch.ones(32, 32)},
+    "expected float8 weights for quant_method 'compressed-tensors' of config.json, got none": HIGH_PRECISION,
+}
+CONFIGS = {
+    "quant_method in config.json is 'awq'; quaver reads weights in F8": {"quant_method": "awq"},
+    "expected 8-bit floats with one scale per tensor, channel, block, group, got {'type'": {"config_groups": INT8},
+    "config_groups in config.json: expected an object": {"config_groups": None},
+    "weights are those of a rotated": {"transform_config": {"config_groups": {}}},
+    "blocks in config.json: expected [rows, columns], such as [128, 128], got [0, 64]": NO_BLOCKS,
+}
+BAD = {
+    **{message: partial(change_tensors, changes=changes) for message, changes in TENSORS.items()},
+    **{message: partial(change_config, **changes) for message, changes in CONFIGS.items()},
+    "expected float8 weights, got only high precision": remove_quantization,
+    "has no config.json": lambda folder: (folder / "config.json").unlink(),
+    "[32, 32]: expected [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]": use_blocks_with_other_scales,
     "../away.safetensors', which is not there": point_outside,
     "expected model.safetensors, or shards and model.saf": lambda folder: (folder / "model.safetensors").unlink(),
     "b.safetensors', which is not there; download it again": lose_a_shard,
@@ -169,7 +154,7 @@ def test_a_bundle_is_compared_with_its_digests(exported, tmp_path):
     record = json.loads((folder / "quaver_export.json").read_text())
     assert set(record["sha256"]) == {"README.md", "config.json", "model.safetensors"}
     assert record["recipe"] == "rowwise"
-    change_tensors({"norm.weight": torch.zeros(32)})(folder)
+    change_tensors(folder, {"norm.weight": torch.zeros(32)})
     with pytest.raises(ValueError, match=r"differ from their sha256 in quaver_export.json: model.safetensors"):
         load_float8(folder)
     (folder / "README.md").unlink()

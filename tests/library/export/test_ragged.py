@@ -30,10 +30,6 @@ def build_ragged():
     return model
 
 
-def expanded(scale, shape):
-    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Return a function that returns the folder of a format, and its tensors."""
@@ -56,7 +52,8 @@ def test_values_are_codes_times_the_scales_of_their_blocks(format, exported, tmp
     imported = load_file(tmp_path / "hp" / "model.safetensors")
     for name in ("0.weight", "1.weight"):
         codes, scale = stored[name], stored[name.replace("weight", SCALE[format])]
-        values = codes.float() * expanded(scale, codes.shape)
+        rows, columns = codes.shape
+        values = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
         assert loaded[name].equal(values)
         assert imported[name].equal(values)
 
@@ -64,9 +61,8 @@ def test_values_are_codes_times_the_scales_of_their_blocks(format, exported, tmp
 @FORMAT
 def test_the_codes_of_training_are_quantized_again_in_blocks(format, tmp_path):
     for recipe in ("rowwise", "tensorwise"):
-        written = save_float8(
-            freeze_to_float8(build_ragged(), config=recipe), tmp_path / recipe, config={}, format=format
-        )
+        frozen = freeze_to_float8(build_ragged(), config=recipe)
+        written = save_float8(frozen, tmp_path / recipe, config={}, format=format)
         assert set(written.requantized) == {"0", "1"}
         assert all(cost.stored_db > lowest_sqnr_db(3, 3) for cost in written.requantized.values())
         assert load_file(tmp_path / recipe / "model.safetensors")[f"0.{SCALE[format]}"].shape == (2, 2)
@@ -89,8 +85,7 @@ def test_scales_of_whole_blocks_alone_are_refused(format, exported, tmp_path):
     scales = {f"0.{SCALE[format]}": torch.ones(ROWS // 128, COLUMNS // 128)}
     save_file(tensors | scales, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    message = r"0.weight \[192, 200\]: expected .* \[2, 2\] \(128 x 128 blocks\), got \[1, 1\]"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"0.weight \[192, 200\]: .* \[2, 2\] \(128 x 128 blocks\), got \[1, 1\]"):
         load_float8(tmp_path)
 
 

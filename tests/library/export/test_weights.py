@@ -9,36 +9,26 @@ import torch
 from torch import nn
 
 import quaver.linear.module
-from quaver import (
-    CastConfig,
-    Float8LinearConfig,
-    ScalingType,
-    calibrate_float8_static_scales,
-    convert_to_float8_training,
-    convert_to_high_precision,
-    freeze_to_float8,
-    sync_float8_amax_and_scale_history,
-)
+from quaver import CastConfig, Float8LinearConfig, convert_to_float8_training, freeze_to_float8
 from quaver.export import iter_float8_weights, save_float8
 from quaver.export.formats import make_weight_format
 from quaver.recipes.scaling import dynamic_cast_blocks
-from tests.library.export.models import PROJECTIONS, Tiny, not_the_head, tiny
+from tests.library.export.models import PROJECTIONS, STATIC, Tiny, not_the_head, tiny
 from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
 from tests.steps import assert_same
 
 TOKENS = torch.arange(40).view(2, 20)
-STATIC = Float8LinearConfig(cast_config_input=CastConfig(scaling_type=ScalingType.STATIC))
 
 
 def train_scales(recipe):
     """Return a model with the persistent scales of its recipe, if it has any."""
     model = tiny(recipe)
     if recipe is STATIC:
-        with calibrate_float8_static_scales(model):
+        with quaver.calibrate_float8_static_scales(model):
             model(TOKENS)
     elif recipe in PERSISTENT_RECIPES:
         model(TOKENS).sum().backward()
-        sync_float8_amax_and_scale_history(model)
+        quaver.sync_float8_amax_and_scale_history(model)
         with torch.no_grad():
             model.layer["o_proj"].weight.mul_(1.5)  # the scale of its codes is the delayed one, which saturates
     return model
@@ -76,9 +66,8 @@ def export_what_a_forward_multiplies(model, monkeypatch, **options):
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES, pytest.param(STATIC, id="static")])
 def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
-    exported, tensors, scales = export_what_a_forward_multiplies(
-        train_scales(recipe), monkeypatch, share_fused_scales=False
-    )
+    model = train_scales(recipe)
+    exported, tensors, scales = export_what_a_forward_multiplies(model, monkeypatch, share_fused_scales=False)
     assert tensors["layer.q_proj.weight"].dtype is torch.float8_e4m3fn
     for scale, expected in scales:
         assert_same(scale, expected if expected.dim() == 2 else expected.view(1))
@@ -204,7 +193,7 @@ def test_weights_may_come_from_elsewhere():
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
 def test_a_model_in_high_precision_has_the_codes_of_a_converted_one(recipe):
     """Rounded float32 masters get the codes of a bfloat16 model, and the model in high precision does not change."""
-    model = convert_to_high_precision(tiny("rowwise", 64))
+    model = quaver.convert_to_high_precision(tiny("rowwise", 64))
     classes = [type(module) for module in model.modules()]
     weights = iter_float8_weights(model, recipe=recipe, rounded_from="bfloat16", dtype=torch.bfloat16)
     stored = dict(weights)
@@ -259,10 +248,8 @@ def test_what_no_format_holds_is_refused():
     convert_to_float8_training(mixed, config="tensorwise", module_filter_fn=lambda module, name: name == "lm_head")
     with pytest.raises(NotImplementedError, match="expected one recipe for all float8 linears"):
         iter_float8_weights(mixed)
-    e5m2 = Float8LinearConfig(
-        cast_config_weight=CastConfig(target_dtype=torch.float8_e5m2),
-        cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn),
-    )
+    e4m3, e5m2 = (CastConfig(target_dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    e5m2 = Float8LinearConfig(cast_config_weight=e5m2, cast_config_grad_output=e4m3)
     with pytest.raises(NotImplementedError, match="weight: checkpoints hold codes in e4m3"):
         make_weight_format("compressed-tensors", e5m2)
     in_16_columns = convert_to_float8_training(nn.Sequential(nn.Linear(16, 64)), config="mxfp8")

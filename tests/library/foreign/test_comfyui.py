@@ -17,15 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from quaver import (
-    CastConfig,
-    Float8LinearConfig,
-    ScalingType,
-    calibrate_float8_static_scales,
-    convert_to_float8_training,
-)
+from quaver import calibrate_float8_static_scales, convert_to_float8_training
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.recipes.sqnr import compute_sqnr_db
+from tests.library.export.models import STATIC
 
 if "COMFYUI" not in os.environ:
     pytest.skip("COMFYUI names no checkout of ComfyUI", allow_module_level=True)
@@ -38,11 +33,8 @@ import comfy.ops  # noqa: E402
 import comfy.utils  # noqa: E402
 from comfy.quant_ops import QuantizedTensor  # noqa: E402
 
-LAYOUTS = {
-    "float8_e4m3fn": "TensorCoreFP8E4M3Layout",
-    "float8_e5m2": "TensorCoreFP8E5M2Layout",
-    "mxfp8": "TensorCoreMXFP8Layout",
-}
+LAYOUTS = {"float8_e4m3fn": "TensorCoreFP8E4M3Layout", "float8_e5m2": "TensorCoreFP8E5M2Layout"}
+LAYOUTS |= {"mxfp8": "TensorCoreMXFP8Layout"}
 WIDTH = 160
 """Five groups of MXFP8 and 1.25 tiles of its scales; 48 is padded."""
 
@@ -52,10 +44,8 @@ class Transformer(nn.Module):
 
     def __init__(self, ops=nn, width=WIDTH):
         super().__init__()
-        sizes = dict.fromkeys(("to_q", "to_k", "to_v", "to_out"), (width, width)) | {
-            "up": (width, 320),
-            "down": (320, width),
-        }
+        sizes = dict.fromkeys(("to_q", "to_k", "to_v", "to_out"), (width, width))
+        sizes |= {"up": (width, 320), "down": (320, width)}
         linears = ({name: ops.Linear(*size) for name, size in sizes.items()} for _ in range(2))
         self.transformer_blocks = nn.ModuleList(nn.ModuleDict(block) for block in linears)
         self.norm_out, self.proj_out = nn.LayerNorm(width), ops.Linear(width, 16)
@@ -129,13 +119,8 @@ def as_mark(content):
     return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
 
 
-CASES = [
-    *itertools.product(("marks", "metadata", "prefix"), LAYOUTS),
-    ("scaled_fp8", "float8_e4m3fn"),
-    ("cast", "float8_e4m3fn"),
-    ("cast", "float8_e5m2"),
-    ("bytes", "mxfp8"),
-]
+CASES = [*itertools.product(("marks", "metadata", "prefix"), LAYOUTS), ("scaled_fp8", "float8_e4m3fn")]
+CASES += [("cast", "float8_e4m3fn"), ("cast", "float8_e5m2"), ("bytes", "mxfp8")]
 
 
 @pytest.mark.parametrize("width", [WIDTH, 48])
@@ -159,8 +144,7 @@ def test_a_file_of_comfyuis(kind, format, width, tmp_path):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "static"])
 def test_a_file_of_ours(recipe, width, tmp_path):
     file, model = tmp_path / "model.safetensors", build_transformer(width)
-    static = Float8LinearConfig(cast_config_input=CastConfig(scaling_type=ScalingType.STATIC))
-    config = static if recipe == "static" else recipe
+    config = STATIC if recipe == "static" else recipe
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "proj_out")
     inputs = torch.randn(2, 32, width)
     if recipe == "static":
