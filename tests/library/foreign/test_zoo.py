@@ -12,19 +12,20 @@ from quaver.experts.module import Float8Experts, get_expert_weights
 from quaver.integrations.transformers import prepare_model_for_float8
 from tests.library.foreign.zoo import MODELS, loss_of, make
 from tests.reference import sqnr_db
+from tests.thinned import at_night
 
 ONE_MATMUL_DB = {"tensorwise": 24.6, "rowwise": 28.4}
 """The worst of a linear's three matmuls with Gaussian operands (docs/numerics.md)."""
-NEVER_CONVERTED = {
-    "mixtral": {"MixtralTopKRouter": 2},
-    "qwen3_moe": {"Qwen3MoeTopKRouter": 2},
-    "deepseek_v3": {"DeepseekV3TopkRouter": 1},
-}
+NEVER_CONVERTED = {"mixtral": {"MixtralTopKRouter": 2}, "qwen3_moe": {"Qwen3MoeTopKRouter": 2}}
+NEVER_CONVERTED |= {"deepseek_v3": {"DeepseekV3TopkRouter": 1}}
 """How many weights belong to modules that are no nn.Linear, all of which the report has to name."""
 KEY_BIASES = ("opt", "bert", "roberta", "vit", "clip")
 """Models whose keys have a bias and no rotary embedding: softmax(q (k + b)) has no b, so its gradient is rounding."""
-EVERY_RUN = ("llama", "qwen3_moe", "bert")
-NAMES = [name for name in MODELS if name != "sam"]  # whose gradients are zero until its first step
+
+CASES = [(name, "rowwise") for name in ("llama", "qwen3_moe", "bert", "falcon", "gpt2", "t5", "vit")]
+# The gradients of SAM are zero until its first step.
+OTHERS = [(name, recipe) for name in MODELS if name != "sam" for recipe in ONE_MATMUL_DB]
+CASES += at_night(case for case in OTHERS if case not in CASES)
 
 
 def is_key_bias(parameter):
@@ -57,14 +58,7 @@ def flatten(gradients):
 
 
 @pytest.mark.filterwarnings("ignore:nothing to convert")
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        pytest.param(name, recipe, marks=() if name in EVERY_RUN and recipe == "rowwise" else pytest.mark.nightly)
-        for name in NAMES
-        for recipe in ONE_MATMUL_DB
-    ],
-)
+@pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_an_architecture(name, recipe):
     """The floor: n linears add the errors of their three matmuls, which are independent, so 3n times the noise.
 
@@ -111,7 +105,5 @@ def test_a_router_stays_in_high_precision_whatever_its_size():
 
     report = conversion_report(prepare_model_for_float8(Mixture(), "rowwise"))
     assert [layer.name for layer in report.converted] == ["experts.0.gate", "experts.0.up"]
-    assert {layer.name: layer.reason.partition(":")[0] for layer in report.skipped} == {
-        "gate": "router",
-        "router.classifier": "router",
-    }
+    reasons = {layer.name: layer.reason.partition(":")[0] for layer in report.skipped}
+    assert reasons == dict.fromkeys(("gate", "router.classifier"), "router")
