@@ -12,20 +12,9 @@ class InOrder(Trainer):
 
 def settings(folder, **options):
     """Return the arguments of a run of BATCHES steps that saves nothing."""
-    defaults = {
-        "output_dir": str(folder),
-        "max_steps": BATCHES,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "save_steps": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
+    defaults = {"output_dir": str(folder), "max_steps": BATCHES, "per_device_train_batch_size": 2, "logging_steps": 1}
+    defaults |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_strategy": "no", "save_steps": 2}
+    defaults |= {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
     return defaults | options
 
 

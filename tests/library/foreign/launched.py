@@ -8,6 +8,7 @@ FOLDER/START.RANK.json gets the mean losses over the ranks from batch 2 on, and 
 import hashlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,22 +24,14 @@ def main(folder: Path, start: int) -> None:
     model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
     accelerator.register_for_checkpointing(float8_scaling_state(plain))
 
-    def train(batches):
-        return train_by_hand(
-            model,
-            optimizer,
-            accelerator.backward,
-            rank=accelerator.process_index,
-            before=lambda _: sync_float8_amax_and_scale_history(plain),
-            only=batches,
-        )
-
+    options = {"rank": accelerator.process_index, "before": lambda _: sync_float8_amax_and_scale_history(plain)}
+    train = partial(train_by_hand, model, optimizer, accelerator.backward, **options)
     if start:
         accelerator.load_state(str(folder / "moved"))
     else:
-        train(range(2))
+        train(only=range(2))
         accelerator.save_state(str(folder / "state"))
-    losses = accelerator.gather(torch.tensor(train(range(2, BATCHES)))[None]).mean(0).tolist()
+    losses = accelerator.gather(torch.tensor(train(only=range(2, BATCHES)))[None]).mean(0).tolist()
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in plain.parameters())
     digest = hashlib.sha256(weights).hexdigest()
     report = {"type": str(accelerator.distributed_type), "losses": losses, "weights": digest}

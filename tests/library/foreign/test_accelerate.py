@@ -5,18 +5,14 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
-from quaver import (
-    Float8LinearConfig,
-    precompute_float8_dynamic_scale_for_fsdp,
-    sync_float8_amax_and_scale_history,
-)
+from quaver import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
+from tests.library.distributed.models import config_of
 from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, train_by_hand, weights_of
 from tests.library.foreign.table import proves, refuses
 from tests.ranks import RanksError, run
@@ -55,12 +51,9 @@ def make_fsdp2(accelerator, state_dict_type=None):
     from accelerate.utils import DistributedType
 
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        cpu_ram_efficient_loading=False,
-        state_dict_type=state_dict_type,
-    )
+    options = {"auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type, **options)
+    accelerator.state.fsdp_plugin = plugin
 
 
 def find_changed(model, before):
@@ -71,20 +64,13 @@ def find_changed(model, before):
 
 def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype=torch.float32):
     """Return the losses of this rank, and the names of the weights that changed."""
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=float8_all_gather)
-    model = convert(llama().to(dtype), config)
+    model = convert(llama().to(dtype), config_of(recipe, enable_fsdp_float8_all_gather=float8_all_gather))
     accelerator = accelerator_on(strategy, mixed_precision)
     before = weights_of(model)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    losses = train_by_hand(
-        model,
-        optimizer,
-        accelerator.backward,
-        rank=accelerator.process_index,
-        before=lambda model: accelerator.clip_grad_norm_(model.parameters(), 1.0),
-        after=precompute_float8_dynamic_scale_for_fsdp,
-        only=range(2),
-    )
+    options = {"rank": accelerator.process_index, "after": precompute_float8_dynamic_scale_for_fsdp, "only": range(2)}
+    options |= {"before": lambda model: accelerator.clip_grad_norm_(model.parameters(), 1.0)}
+    losses = train_by_hand(model, optimizer, accelerator.backward, **options)
     return losses, find_changed(accelerator.unwrap_model(model), before)
 
 
@@ -120,14 +106,18 @@ def test_bfloat16_parameters():
         run(2, train, "FSDP2", "tensorwise", True, "bf16", torch.bfloat16)
 
 
-def train_as_documented(accelerator, model, optimizer, batches):
-    """Train in a loop as Accelerate's documentation writes it, and return the losses."""
+def train_as_documented(accelerator, model, optimizer, batches, schedule=None):
+    """Train in a loop as Accelerate's documentation writes it, with clipping for a schedule, and return the losses."""
     losses = []
     for batch in batches:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
+            if schedule is not None:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            if schedule is not None:
+                schedule.step()
             optimizer.zero_grad()
         losses.append(loss.item())
     return losses
@@ -162,12 +152,9 @@ def test_the_losses_of_a_loop_written_by_hand(variant):
         assert by_hand[-1] < by_hand[0]
 
 
-def save_and_resume(
-    strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of, change=lambda model: None
-):
+def save_and_resume(strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of, change=id):
     """Return the losses of a whole run after its state was saved, and of one that loads it."""
-    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), enable_fsdp_float8_all_gather=float8_all_gather)
-    losses = []
+    config, losses = config_of("tensorwise", enable_fsdp_float8_all_gather=float8_all_gather), []
     for resumed in (False, True):
         model = llama(config)
         change(model)
@@ -183,14 +170,13 @@ def save_and_resume(
     return losses
 
 
+# test_optimizers.py has whole states, and DDP, in each run.
+RESUMED = [("FSDP2", True, "SHARDED_STATE_DICT")]
+RESUMED += at_night([("DDP", False, None), ("FSDP2", True, "FULL_STATE_DICT")])
+
+
 @proves("Accelerate", "save, resume")
-@pytest.mark.parametrize(
-    ("strategy", "float8_all_gather", "state_dict_type"),
-    [  # test_optimizers.py has whole states, and DDP, in each run
-        ("FSDP2", True, "SHARDED_STATE_DICT"),
-        *at_night([("DDP", False, None), ("FSDP2", True, "FULL_STATE_DICT")]),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "float8_all_gather", "state_dict_type"), RESUMED)
 def test_a_resumed_run_goes_on_as_before(strategy, float8_all_gather, state_dict_type, tmp_path):
     for whole, resumed in run(2, save_and_resume, strategy, float8_all_gather, state_dict_type, str(tmp_path)):
         assert resumed == whole
@@ -213,9 +199,8 @@ def test_processes_that_accelerate_launch_starts(tmp_path):
     subprocess.run([*launch, "0"], check=True, timeout=600)
     (tmp_path / "state").rename(tmp_path / "moved")
     subprocess.run([*launch, "2"], check=True, timeout=600)
-    report, *others = (
-        json.loads((tmp_path / f"{start}.{rank}.json").read_text()) for start in (0, 2) for rank in (0, 1)
-    )
+    names = [f"{start}.{rank}.json" for start in (0, 2) for rank in (0, 1)]
+    report, *others = (json.loads((tmp_path / name).read_text()) for name in names)
     assert others == [report] * 3
     assert report["type"] == "DistributedType.MULTI_CPU"
     assert report["losses"] == torch.tensor(run(2, train_delayed_by_hand)).mean(0).tolist()

@@ -1,7 +1,7 @@
 """Compares codes and scales of blocks with the rules of other libraries (docs/numerics.md).
 
 There is one block for each finite bfloat16 amax, whose other elements are fractions of it. A rule returns the codes of
-the block and the dequant_scale that it stores.
+the block and the dequant_scale that it stores. MXFP8 and NVFP4 are compared with torchao's functions.
 """
 
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quaver.kernels.cast import cast_blockwise
 from quaver.recipes import scaling
 from tests.reference import assert_same_bits, every_value
 
@@ -24,16 +25,11 @@ def make_blocks():
     return amax.float().unsqueeze(1) * fractions
 
 
-def round_up_to_power_of_2(scale):
-    """Return the smallest power of two that is not below `scale`, exactly."""
-    mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
-
-
 def deepseek_v3(hp, amax, power_of_2):
     """s = amax / 448, optionally 2^ceil(log2 s); y = x / s. No floor."""
     scale = amax / MAX
-    scale = round_up_to_power_of_2(scale) if power_of_2 else scale
+    mantissa, exponent = torch.frexp(scale)
+    scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()) if power_of_2 else scale
     return (hp / scale).to(E4M3), scale
 
 
@@ -76,16 +72,18 @@ ULPS = {"transformers": 4}
 """How far float32 scales are apart; transformers' 448 / amax is 448 times a rounded reciprocal, and rounded again."""
 
 
-@pytest.mark.parametrize(
-    ("rule", "power_of_2"), [(rule, power_of_2) for rule in RULES for power_of_2 in (True, False) if rule != "torchao"]
-)
+CASES = [(rule, power_of_2) for rule in RULES for power_of_2 in (True, False)]
+CASES.remove(("torchao", True))
+
+
+@pytest.mark.parametrize(("rule", "power_of_2"), CASES)
 def test_codes_and_scales_where_no_floor_acts(rule, power_of_2):
-    """Powers of two: equal to the bit. Float32: scales to a few ulps, so codes at a rounding boundary differ."""
+    """Powers of two and torchao's: equal to the bit. Others: scales to a few ulps, and codes at rounding boundaries."""
     hp = make_blocks()
     hp = hp[hp[:, 0] >= FLOORS.get(rule, 1e-12)]
     codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), power_of_2=power_of_2)
     their_codes, their_scale = RULES[rule](hp, hp.abs().amax(1, keepdim=True), power_of_2)
-    if power_of_2:
+    if power_of_2 or rule == "torchao":
         assert_same_bits(dequant, their_scale)
         assert_same_bits(codes, their_codes)
     else:
@@ -93,14 +91,6 @@ def test_codes_and_scales_where_no_floor_acts(rule, power_of_2):
         steps = (codes.view(torch.int8).int() - their_codes.view(torch.int8).int()).abs()
         assert steps.max() <= 1
         assert (steps > 0).float().mean() < 1e-3
-
-
-def test_torchaos_blockwise_rule_is_quavers_but_for_zeros():
-    hp = make_blocks()
-    codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32))
-    their_codes, their_scale = torchao(hp, hp.abs().amax(1, keepdim=True), False)
-    assert_same_bits(codes, their_codes)
-    assert_same_bits(dequant, their_scale)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -127,3 +117,37 @@ def test_tiny_blocks_keep_their_own_scale_elsewhere(rule):
     e8m0_codes, _, e8m0_scale = scaling.dynamic_cast_blocks(hp, E4M3, block_size=(1, 32), rule="rceil")
     assert_same_bits(e8m0_codes, codes)
     assert_same_bits(e8m0_scale, scale)
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+def test_mxfp8_has_the_codes_and_scales_of_torchaos_to_mx(mode):
+    """Each value is the amax of a block of 32; the others are fractions of it."""
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    amax = every_value(torch.bfloat16)
+    blocks = amax.unsqueeze(1) * torch.linspace(1, 0, 32).bfloat16()
+    blocks[:, 0] = amax
+    theirs = mx_tensor.to_mx(blocks, E4M3, 32, config.ScaleCalculationMode(mode))
+    their_scale, their_codes = theirs[:2]
+    codes, _, dequant = scaling.dynamic_cast_blocks(blocks, E4M3, block_size=(1, 32), rule=mode)
+    finite = blocks.isfinite().all(1)
+    bytes_of = dequant.to(torch.float8_e8m0fnu).view(torch.uint8).flatten()
+    their_bytes = their_scale.view(torch.uint8).flatten()
+    assert bytes_of[finite].equal(their_bytes[finite])
+    assert (bytes_of[~finite] == 255).all()
+    assert (their_bytes[~finite] == 255).all()
+    same = finite & (bytes_of > 0)  # torchao makes zeros of blocks with the smallest scale
+    assert codes[same].view(torch.uint8).equal(their_codes.view(blocks.shape)[same].view(torch.uint8))
+    assert codes[finite & ~same].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e2m1_has_the_codes_and_scales_of_nvfp4(dtype):
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    hp = (torch.randn(64, 160) * torch.logspace(-2, 2, 160)).to(dtype)
+    row = cast_blockwise(hp, torch.float4_e2m1fn_x2, True, False, False, 1, 16, "").row
+    outer = nvfp4.per_tensor_amax_to_scale(hp.abs().amax().float())
+    scales, codes = nvfp4.nvfp4_quantize(hp, 16, outer)
+    assert row.outer_scale == outer
+    assert torch.equal(scales.view(torch.uint8).view(64, 10), row.dequant_scale.view(torch.uint8))
+    assert torch.equal(codes.view(torch.uint8), row.data.view(torch.uint8))

@@ -5,7 +5,6 @@ import math
 from functools import partial
 
 import pytest
-import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
@@ -19,6 +18,7 @@ from quaver.integrations.transformers import Float8Callback, prepare_model_for_f
 from tests.library.foreign.hf_trainer import losses_of, settings, trained
 from tests.library.foreign.llama import BATCHES, Tokens, clip, float8_names, llama, scales_of, train_by_hand, weights_of
 from tests.library.foreign.table import proves
+from tests.library.foreign.test_accelerate import find_changed
 from tests.steps import assert_same
 from tests.thinned import at_night
 
@@ -37,8 +37,10 @@ def tokens():
     return Dataset.from_list([{key: tensor.tolist() for key, tensor in sample.items()} for sample in samples])
 
 
-def find_changed(model, before):
-    return {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+def options_of_a_trainer(dataset):
+    """Return what every trainer gets. A list of samples may stand for the dataset."""
+    dataset = Dataset.from_list(dataset) if isinstance(dataset, list) else dataset
+    return {"train_dataset": dataset, "processing_class": tokenizer(), "callbacks": [Float8Callback()]}
 
 
 class InOrder(trl.SFTTrainer):
@@ -64,16 +66,13 @@ def test_sft_has_the_losses_of_a_loop_written_by_hand(tmp_path, gradient_checkpo
     assert find_changed(model, before) == set(before)
 
 
+ACCUMULATE = {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2}
+COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
 @proves("TRL", "accumulate", "compile")
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-    ],
-    ids=["accumulate", "compile"],
-)
+@pytest.mark.parametrize("options", [ACCUMULATE, COMPILE], ids=["accumulate", "compile"])
 def test_sft_trains_as_transformers_trainer(tmp_path, options):
     by_trl = sft(tmp_path / "trl", llama("rowwise"), **options)
     by_trl.train()
@@ -111,14 +110,9 @@ def test_the_best_model_of_sft_comes_with_its_scales(tmp_path):
 @proves("TRL", "adapters after")
 def test_sft_adds_adapters_to_a_converted_model(tmp_path):
     model = prepare_model_for_float8(llama(), "rowwise")
-    run = trl.SFTTrainer(
-        model,
-        trl.SFTConfig(**settings(tmp_path)),
-        train_dataset=tokens(),
-        processing_class=tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
-        callbacks=[Float8Callback()],
-    )
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    options = options_of_a_trainer(tokens())
+    run = trl.SFTTrainer(model, trl.SFTConfig(**settings(tmp_path)), peft_config=adapters, **options)
     before = weights_of(run.model)
     run.train()
     assert len(float8_names(run.model)) == 14
@@ -130,21 +124,12 @@ def test_sft_adds_adapters_to_a_converted_model(tmp_path):
 def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
     model = prepare_model_for_float8(llama(), "rowwise")
     before = weights_of(model)
-    pairs = [
-        {"prompt": " ".join(WORDS[n : n + 8]), "chosen": " w1 w2 w3 w4", "rejected": " w5 w6 w7 w8"}
-        for n in range(2 * BATCHES)
-    ]
+    prompts = (" ".join(WORDS[n : n + 8]) for n in range(2 * BATCHES))
+    answers = {"chosen": " w1 w2 w3 w4", "rejected": " w5 w6 w7 w8"}
+    options = options_of_a_trainer([{"prompt": prompt, **answers} for prompt in prompts])
     arguments = trl.DPOConfig(**settings(tmp_path), precompute_ref_log_probs=not has_reference)
-    data = Dataset.from_list(pairs)
-    run = trl.DPOTrainer(
-        model,
-        copy.deepcopy(model) if has_reference else None,
-        args=arguments,
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=tokenizer(),
-        callbacks=[Float8Callback()],
-    )
+    options |= {"args": arguments, "eval_dataset": options["train_dataset"]}
+    run = trl.DPOTrainer(model, copy.deepcopy(model) if has_reference else None, **options)
     run.train()
     assert len(float8_names(model)) == 14
     assert find_changed(model, before) == set(before)
@@ -163,14 +148,8 @@ def save_and_load(folder, config="rowwise"):
 def dpo(folder, model, convert_reference=True, **options):
     """Return a DPOTrainer after one step on four pairs."""
     pairs = [{"prompt": " w1 w2", "chosen": f" w{n + 1} w{n + 2}", "rejected": f" w{n + 5} w{n + 9}"} for n in range(4)]
-    run = trl.DPOTrainer(
-        model,
-        args=trl.DPOConfig(**settings(folder, max_steps=1), beta=1.0),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer(),
-        callbacks=[Float8Callback(convert_reference=convert_reference)],
-        **options,
-    )
+    options |= options_of_a_trainer(pairs) | {"callbacks": [Float8Callback(convert_reference=convert_reference)]}
+    run = trl.DPOTrainer(model, args=trl.DPOConfig(**settings(folder, max_steps=1), beta=1.0), **options)
     run.train()
     return run
 
@@ -203,16 +182,14 @@ def test_the_first_batch_has_no_divergence_from_the_reference_that_trl_loads(kin
         make_trainer = partial(trl.RLOOTrainer, reward_funcs=[lambda completions, **kwargs: [1.0] * len(completions)])
         arguments = trl.RLOOConfig(**options, num_generations=2, max_completion_length=8, beta=0.1)
         data = [{"prompt": sample["prompt"]} for sample in data]
-    run = make_trainer(
-        save_and_load(tmp_path),
-        args=arguments,
-        train_dataset=Dataset.from_list(data),
-        processing_class=tokenizer(),
-        callbacks=[Float8Callback()],
-    )
+    run = make_trainer(save_and_load(tmp_path), args=arguments, **options_of_a_trainer(data))
     run.train()
     assert run.state.log_history[0]["kl"] == 0
     assert len(float8_names(run.ref_model)) == 14
+
+
+def reward_different_words(completions, **kwargs):
+    return [float(len(set(completion.split()))) for completion in completions]
 
 
 SERVINGS = "vllm-per-token", "sglang-block"
@@ -230,14 +207,9 @@ def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
     """
     model = save_and_load(tmp_path, serving_config(recipe) if recipe in SERVINGS else recipe)
     options = {"max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 4, "num_generations": 2}
-    run = trl.GRPOTrainer(
-        model,
-        [lambda completions, **kwargs: [float(len(set(completion.split()))) for completion in completions]],
-        args=trl.GRPOConfig(**settings(tmp_path, **options), max_completion_length=8, beta=0.1),
-        train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 2}"} for i in range(8)]),
-        processing_class=tokenizer(),
-        callbacks=[Float8Callback()],
-    )
+    arguments = trl.GRPOConfig(**settings(tmp_path, **options), max_completion_length=8, beta=0.1)
+    data = options_of_a_trainer([{"prompt": f"w{i} w{i + 2}"} for i in range(8)])
+    run = trl.GRPOTrainer(model, [reward_different_words], args=arguments, **data)
     if reference == "given":
         run.ref_model = copy.deepcopy(model).eval()
     run.train()

@@ -1,25 +1,16 @@
 """Tests Trainer, PEFT, Fabric and Lightning under DDP and FSDP2 against the losses of a loop written by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from quaver import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
+from quaver import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
-from tests.library.foreign.llama import (
-    batches,
-    clip,
-    convert,
-    llama,
-    mixture,
-    not_the_head,
-    optimizer_of,
-    train_by_hand,
-)
+from tests.library.distributed.models import config_of
+from tests.library.foreign import llama as models
+from tests.library.foreign.llama import batches, clip, convert, llama, mixture, optimizer_of, train_by_hand
 from tests.library.foreign.table import proves
 from tests.library.foreign.test_accelerate import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
 from tests.ranks import run
@@ -30,10 +21,6 @@ DDP, FSDP2, GATHER = ("DDP", False), ("FSDP2", False), ("FSDP2", True)
 STEPS = 2
 
 
-def replicated(model):
-    return DistributedDataParallel(model)
-
-
 def sharded(model, mesh=None):
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -41,7 +28,7 @@ def sharded(model, mesh=None):
 
 
 def rowwise(float8_all_gather):
-    return replace(Float8LinearConfig.from_recipe_name("rowwise"), enable_fsdp_float8_all_gather=float8_all_gather)
+    return config_of("rowwise", enable_fsdp_float8_all_gather=float8_all_gather)
 
 
 def converted(float8_all_gather, make=llama):
@@ -57,7 +44,7 @@ def is_distributed_as(strategy, float8_all_gather, model):
 
 def by_hand(model, rank, strategy, distribute=None, **options):
     """Return the losses of this rank."""
-    distribute = distribute or (sharded if strategy == "FSDP2" else replicated)
+    distribute = distribute or (sharded if strategy == "FSDP2" else DistributedDataParallel)
     after = precompute_float8_dynamic_scale_for_fsdp
     return train_by_hand(distribute(model), rank=rank, after=after, only=range(STEPS), **options)
 
@@ -106,7 +93,7 @@ def test_a_trainer(tmp_path, make_trainer, make, strategy, float8_all_gather):
     assert logged == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-4)
 
 
-def train_adapters(strategy, float8_all_gather):
+def train_adapters(folder, strategy, float8_all_gather):
     """Return the losses of this rank with Accelerate and by hand."""
     from tests.library.foreign.test_peft import adapted
 
@@ -114,13 +101,13 @@ def train_adapters(strategy, float8_all_gather):
     rank = accelerator.process_index
     model, plain = (adapted(rowwise(float8_all_gather)) for _ in range(2))
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    after = precompute_float8_dynamic_scale_for_fsdp
-    losses = train_by_hand(model, optimizer, accelerator.backward, rank=rank, after=after, only=range(STEPS))
+    options = {"rank": rank, "after": precompute_float8_dynamic_scale_for_fsdp, "only": range(STEPS)}
+    losses = train_by_hand(model, optimizer, accelerator.backward, **options)
     assert is_distributed_as(strategy, float8_all_gather, model)
 
     def distribute(model):
         if strategy == "DDP":
-            return replicated(model)
+            return DistributedDataParallel(model)
         for layer in model.get_base_model().model.layers:
             fully_shard(layer)
         return fully_shard(model)
@@ -128,14 +115,7 @@ def train_adapters(strategy, float8_all_gather):
     return losses, by_hand(plain, rank, strategy, distribute)
 
 
-@proves("PEFT", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("strategy", "float8_all_gather"), [GATHER, *at_night([DDP, FSDP2])])
-def test_adapters(strategy, float8_all_gather):
-    for by_accelerate, expected in run(2, train_adapters, strategy, float8_all_gather):
-        assert by_accelerate == expected
-
-
-def train_by_fabric(make, strategy, float8_all_gather):
+def train_by_fabric(folder, make, strategy, float8_all_gather):
     """Return the losses of this rank with Fabric and by hand."""
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
@@ -144,7 +124,7 @@ def train_by_fabric(make, strategy, float8_all_gather):
     from quaver.integrations.lightning import Float8FabricPrecision
 
     config = rowwise(float8_all_gather)
-    precision = Float8FabricPrecision(config, module_filter_fn=not_the_head, autocast_dtype=None)
+    precision = Float8FabricPrecision(config, module_filter_fn=models.not_the_head, autocast_dtype=None)
     how = "ddp"
     if strategy == "FSDP2":
         parallelize = lambda model, mesh: sharded(model, mesh["data_parallel"])  # noqa: E731
@@ -157,16 +137,6 @@ def train_by_fabric(make, strategy, float8_all_gather):
         losses = train_by_hand(model, optimizer, fabric.backward, rank=rank, only=range(STEPS))
     assert is_distributed_as(strategy, float8_all_gather, model)
     return losses, by_hand(converted(float8_all_gather, make), rank, strategy)
-
-
-@proves("Fabric", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(
-    ("make", "strategy", "float8_all_gather"),
-    [(mixture, *GATHER), *at_night([(llama, *DDP), (llama, *FSDP2), (llama, *GATHER)])],
-)
-def test_fabric(make, strategy, float8_all_gather):
-    for by_library, expected in run(2, train_by_fabric, make, strategy, float8_all_gather):
-        assert by_library == expected
 
 
 def train_by_lightning(folder, make, strategy, float8_all_gather):
@@ -198,11 +168,22 @@ def train_by_lightning(folder, make, strategy, float8_all_gather):
     return module.losses, by_hand(converted(float8_all_gather, make), rank, strategy)
 
 
+@proves("PEFT", "DDP", "FSDP2", "FSDP2, float8 gather")
+@proves("Fabric", "DDP", "FSDP2", "FSDP2, float8 gather")
 @proves("Lightning's Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
 @pytest.mark.parametrize(
-    ("make", "strategy", "float8_all_gather"),
-    [(llama, *DDP), *at_night([(llama, *FSDP2), (llama, *GATHER), (mixture, *GATHER)])],
+    ("train", "case"),
+    [
+        (train_adapters, GATHER),
+        (train_by_fabric, (mixture, *GATHER)),
+        (train_by_lightning, (llama, *DDP)),
+        *at_night((train_adapters, way) for way in (DDP, FSDP2)),
+        *at_night((train_by_fabric, (llama, *way)) for way in (DDP, FSDP2, GATHER)),
+        *at_night(
+            (train_by_lightning, (make, *way)) for make, way in ((llama, FSDP2), (llama, GATHER), (mixture, GATHER))
+        ),
+    ],
 )
-def test_lightnings_trainer(tmp_path, make, strategy, float8_all_gather):
-    for by_library, expected in run(2, train_by_lightning, tmp_path, make, strategy, float8_all_gather):
+def test_a_library(tmp_path, train, case):
+    for by_library, expected in run(2, train, tmp_path, *case):
         assert by_library == expected
