@@ -23,14 +23,6 @@ def compute_logprobs(logits):
     return logits.float().log_softmax(-1)[:, :-1].gather(-1, BATCH[:1, 1:, None])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @torch.no_grad()
 def compare_logprobs(model):
     """Compare the log probabilities of the first prompt alone with those in the batch and of decoding with a cache."""

@@ -102,14 +102,8 @@ def load_llama(state):
     return model
 
 
-LIBRARIES = {
-    "transformers": train_by_transformers,
-    "TRL": train_by_trl,
-    "PEFT": train_by_peft,
-    "Accelerate": train_by_accelerate,
-    "Fabric": train_by_fabric,
-    "Lightning": train_by_lightning,
-}
+LIBRARIES = {"transformers": train_by_transformers, "TRL": train_by_trl, "PEFT": train_by_peft}
+LIBRARIES |= {"Accelerate": train_by_accelerate, "Fabric": train_by_fabric, "Lightning": train_by_lightning}
 
 
 def by_library(*every_night, without=()):

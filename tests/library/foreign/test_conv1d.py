@@ -10,14 +10,8 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from quaver import (
-    Float8Linear,
-    conversion_report,
-    convert_to_high_precision,
-    float8_linear,
-    freeze_to_float8,
-    use_float8_primary_weights,
-)
+import quaver
+from quaver import Float8Linear, conversion_report, convert_to_high_precision, float8_linear, freeze_to_float8
 from quaver.export import save_float8
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.library.foreign.hf_trainer import losses_of, trained
@@ -122,7 +116,7 @@ def test_primary_weights_train_as_before():
     for is_primary in (False, True):
         model = build_prepared()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        optimizer = use_float8_primary_weights(model, optimizer) if is_primary else optimizer
+        optimizer = quaver.use_float8_primary_weights(model, optimizer) if is_primary else optimizer
         for _ in range(2):
             losses.append(model(TOKENS, labels=TOKENS).loss)
             losses[-1].backward()

@@ -9,7 +9,6 @@ from unittest import mock
 import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers.integrations import moe
 from transformers.models.aria.modeling_aria import AriaExperts
@@ -21,48 +20,20 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from quaver import (
-    assert_float8_training,
-    conversion_report,
-    convert_to_float8_training,
-    convert_to_high_precision,
-    float8_linear,
-)
+import quaver
+from quaver import assert_float8_training, conversion_report, convert_to_float8_training, float8_linear
 from quaver.experts.module import Float8Experts, is_experts
-from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.library.foreign.hf_trainer import settings
+from quaver.integrations.transformers import prepare_model_for_float8
 from tests.library.foreign.zoo import MODELS, loss_of, make
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
 CONFIG = SimpleNamespace(
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=96,
-    hidden_act="silu",
-    mlp_hidden_act="relu2",
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    moe_num_experts=4,
-    moe_latent_size=None,
-    moe_hidden_size=64,
-    mlp_bias=False,
-    rms_norm_eps=1e-6,
-    post_norm_eps=1e-6,
-    swiglu_alpha=1.702,
-    swiglu_limit=7.0,
-    _experts_implementation="eager",
-)
-CLASSES = (
-    MixtralExperts,
-    Qwen3MoeExperts,
-    DeepseekV3Experts,
-    GptOssExperts,
-    NemotronHExperts,
-    MuseSparkExperts,
-    AriaExperts,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict(hidden_size=64, moe_hidden_size=64, intermediate_size=96, moe_intermediate_size=96, moe_latent_size=None),
+    **dict(hidden_act="silu", mlp_hidden_act="relu2", swiglu_alpha=1.702, swiglu_limit=7.0, mlp_bias=False),
+    **dict(rms_norm_eps=1e-6, post_norm_eps=1e-6, _experts_implementation="eager"),
 )
 ONE_MATMUL_DB = {"tensorwise": 24.6, "rowwise": 28.4, "blockwise": 27.0, "mxfp8": 27.0}
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4")
@@ -103,7 +74,8 @@ def multiply_one_by_one(recipe):
 
 
 EACH_RECIPE = ("tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
-OTHER_CLASSES = [cls for cls in CLASSES if cls is not GptOssExperts]  # whose weights are transposed
+# Those whose weights are not transposed.
+OTHER_CLASSES = MixtralExperts, Qwen3MoeExperts, DeepseekV3Experts, NemotronHExperts, MuseSparkExperts, AriaExperts
 
 
 @pytest.mark.parametrize(
@@ -182,9 +154,8 @@ def test_a_model(name):
     """Converted with its linears, routed as before, and back again."""
     model, inputs = mixture(name)
     original = copy.deepcopy(model)
-    only_linears = prepare_model_for_float8(
-        copy.deepcopy(model), "rowwise_with_gw_hp", module_filter_fn=lambda module, _: isinstance(module, nn.Linear)
-    )
+    is_linear = lambda module, _: isinstance(module, nn.Linear)  # noqa: E731
+    only_linears = prepare_model_for_float8(copy.deepcopy(model), "rowwise_with_gw_hp", module_filter_fn=is_linear)
     report = conversion_report(prepare_model_for_float8(model, "rowwise_with_gw_hp"))
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
     assert experts
@@ -194,8 +165,7 @@ def test_a_model(name):
     assert all(layer.converted for layer in stacks)
     assert report.float8_flops_fraction > conversion_report(only_linears).float8_flops_fraction + 0.1
     assert not [layer for layer in report.converted if layer.name.endswith(("gate", "router", "gate.weight"))]
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert_float8_training(model, optimizer)
+    assert_float8_training(model, torch.optim.SGD(model.parameters(), 0.1))
     loss = loss_of(model, inputs)
     loss.backward()
     torch.testing.assert_close(loss, loss_of(original, inputs), rtol=2e-3, atol=0)
@@ -204,7 +174,7 @@ def test_a_model(name):
 
     assert_same_bits(loss_of(copy.deepcopy(model), inputs).detach(), loss.detach())
     assert list(model.state_dict()) == list(original.state_dict())
-    plain = convert_to_high_precision(model)
+    plain = quaver.convert_to_high_precision(model)
     assert [type(m) for m in plain.modules()] == [type(m) for m in original.modules()]
     assert loss_of(plain, inputs).item() == loss_of(original, inputs).item()
 
@@ -212,9 +182,7 @@ def test_a_model(name):
 def test_one_layer_filtered():
     """transformers names one implementation for the whole model; here a layer decides for itself."""
     model, inputs = mixture("qwen3_moe")
-    convert_to_float8_training(
-        model, config="rowwise", module_filter_fn=lambda m, name: name == "model.layers.1.mlp.experts"
-    )
+    convert_to_float8_training(model, module_filter_fn=lambda m, name: name == "model.layers.1.mlp.experts")
     first, second = (layer.mlp.experts for layer in model.model.layers)
     assert not isinstance(first, Float8Experts)
     assert isinstance(second, Float8Experts)
@@ -238,16 +206,6 @@ def test_filters_that_know_linears_only():
     with pytest.raises(TypeError, match="MixtralExperts, experts with 3-D weights: .*in_features"):
         convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: m.in_features > 16)
     assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
-
-
-def test_the_trainer_of_transformers(tmp_path):
-    model, inputs = mixture("qwen3_moe")
-    prepare_model_for_float8(model, "rowwise")
-    data = [{"input_ids": row, "labels": row} for row in inputs["input_ids"]]
-    options = transformers.TrainingArguments(**settings(tmp_path, max_steps=2, gradient_accumulation_steps=2))
-    trainer = transformers.Trainer(model, options, train_dataset=data * 4, callbacks=[Float8Callback()])
-    trainer.train()
-    assert trainer.state.log_history[0]["float8_flops"] > 0.8
 
 
 def test_every_mixture_of_the_zoo_is_listed():

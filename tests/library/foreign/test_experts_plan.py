@@ -54,9 +54,8 @@ def check_ranks_with_tokens_of_their_own(folder, recipe, ep, gather, out):
     tokens = torch.randint(64, (2 * ranks, 16), generator=torch.Generator().manual_seed(1))
     mine, one = tokens.chunk(ranks)[rank], prepare_model_for_float8(load(folder), recipe)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gather)
-    split = load(
-        folder, QuaverConfig(config) if gather else None, fsdp_size=ranks, ep_size=ep, ep_implementation="float8"
-    )
+    layout = {"fsdp_size": ranks, "ep_size": ep, "ep_implementation": "float8"}
+    split = load(folder, QuaverConfig(config) if gather else None, **layout)
     before = None if gather else split(input_ids=mine).logits.detach()
     prepare_model_for_float8(split, config)  # which leaves converted layers alone
     assert_float8_training(split, torch.optim.SGD(split.parameters(), 1.0))
@@ -99,9 +98,8 @@ def check_ranks_with_the_same_tokens(folder, recipe, implementation):
     expected, experts = (model.model.layers[0].mlp.experts for model in (one, split))
     results, dtypes = [], []
     exchange = collectives.functional.all_to_all_single
-    record_dtypes = mock.patch.object(
-        collectives.functional, "all_to_all_single", lambda rows, *to: dtypes.append(rows.dtype) or exchange(rows, *to)
-    )
+    record = lambda rows, *to: dtypes.append(rows.dtype) or exchange(rows, *to)  # noqa: E731
+    record_dtypes = mock.patch.object(collectives.functional, "all_to_all_single", record)
     for module, part in ((expected, slice(None)), (experts, slice(6 * pair, 6 * pair + 6))):
         inputs = hidden[part].clone().requires_grad_()
         with record_dtypes:
@@ -135,9 +133,8 @@ def check_refusals(folder):
     assert "ranks disagree about the tokens that they send to experts: rank 0 has" in refusal(split, tokens)
     message = refusal(lambda: load(folder, QuaverConfig(frozen=True), **layout))
     assert "QuaverConfig with a distributed_config: expected a folder in high precision" in message
-    with mock.patch.object(
-        collectives.functional, "all_to_all_single", side_effect=NotImplementedError("not implemented")
-    ):
+    error = NotImplementedError("not implemented")
+    with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=error):
         message = refusal(lambda: load(folder, **layout))
     assert "use gloo or nccl, got a process group of cpu:gloo" in message
 

@@ -36,6 +36,8 @@ MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe")
 WHOLE = ("gpt_oss", "llama4")
 """Their checkpoints hold experts as one tensor."""
 FORMATS = ("compressed-tensors", "compressed-tensors-block", "fp8")
+LLAMA_4 = [("rowwise", FORMATS[0], False), ("tensorwise", FORMATS[0], True), ("blockwise", FORMATS[1], True)]
+LLAMA_4 += at_night((recipe, format, not is_frozen) for recipe, format, is_frozen in list(LLAMA_4))
 SMALL = {"qwen3_moe": {"moe_intermediate_size": 96}}
 """What the zoo leaves at its default: experts of one block here."""
 SCALES = ("weight_scale", "weight_scale_inv", "input_scale")
@@ -95,15 +97,7 @@ def test_what_transformers_does_not_read(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:nothing to convert")
-@pytest.mark.parametrize(
-    ("recipe", "format", "is_frozen"),
-    [
-        ("rowwise", FORMATS[0], False),
-        ("tensorwise", FORMATS[0], True),
-        ("blockwise", FORMATS[1], True),
-        *at_night([("rowwise", FORMATS[0], True), ("tensorwise", FORMATS[0], False), ("blockwise", FORMATS[1], False)]),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "format", "is_frozen"), LLAMA_4)
 def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format, is_frozen, tmp_path, monkeypatch):
     """transformers makes such linears of its stacks [E, K, N] for this format, in their place in the model."""
     model = mixture("llama4")
@@ -125,9 +119,8 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
         for expert, (codes, scale) in enumerate(forward):
             leaves = ("down_proj",) if index % 2 else parts
             value = torch.cat([loaded[f"{prefix}.{expert}.{leaf}.weight"] for leaf in leaves])
-            assert (is_cut and not index % 2) or torch.equal(
-                value, dequantize(codes.t(), scale.t() if scale.dim() else scale)
-            )
+            forward_value = dequantize(codes.t(), scale.t() if scale.dim() else scale)
+            assert (is_cut and not index % 2) or torch.equal(value, forward_value)
     target = mixture("llama4")
     target.load_state_dict(dict(load_float8(tmp_path / "out", dtype=torch.float32, model=target)))
     assert torch.equal(logits_of(target), logits_of(oracle))
@@ -216,9 +209,8 @@ def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     dequantized = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM)
     plain = large("qwen3_moe")
     plain.load_state_dict(dequantized.state_dict())
-    assert_same(
-        *(dict(iter_float8_weights(prepare_model_for_float8(model, "rowwise"))) for model in (dequantized, plain))
-    )
+    models = (prepare_model_for_float8(model, "rowwise") for model in (dequantized, plain))
+    assert_same(*(dict(iter_float8_weights(model)) for model in models))
 
 
 def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
@@ -288,13 +280,10 @@ def publish_in_mxfp4(model, folder):
 def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
     """With scales that are powers of two e4m3 holds all that MXFP4 does, as transformers dequantizes it."""
     publish_in_mxfp4(mixture("gpt_oss"), tmp_path / "hub")
-    dequantized = transformers.GptOssForCausalLM.from_pretrained(
-        tmp_path / "hub", dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
-    )
-    model = freeze_to_float8(
-        copy.deepcopy(dequantized), config=config, module_filter_fn=lambda _, name: "experts" in name
-    )
-    assert_same(values_of(model), values_of(dequantized))
+    options = {"dtype": torch.bfloat16, "quantization_config": Mxfp4Config(dequantize=True)}
+    plain, model = (transformers.GptOssForCausalLM.from_pretrained(tmp_path / "hub", **options) for _ in range(2))
+    freeze_to_float8(model, config=config, module_filter_fn=lambda _, name: "experts" in name)
+    assert_same(values_of(model), values_of(plain))
     assert sum(isinstance(parameter, FrozenFloat8Weight) for parameter in model.parameters()) == 4
     assert logits_of(model).isfinite().all()
 
@@ -332,9 +321,7 @@ def test_one_layer_in_high_precision(tmp_path):
 
 def test_ignore_has_the_names_that_servers_ask_of_mixtral():
     """vLLM and SGLang look for gate_proj, up_proj and down_proj of the first expert, also where files have w1 to w3."""
-    model = convert_to_float8_training(
-        mixture("mixtral"), config="rowwise", module_filter_fn=lambda _, name: "self_attn" in name
-    )
+    model = convert_to_float8_training(mixture("mixtral"), module_filter_fn=lambda _, name: "self_attn" in name)
     ignore = iter_float8_weights(model).plan.ignore
     experts = "model.layers.1.block_sparse_moe.experts"
     for name in (experts, *(f"{experts}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))):

@@ -7,13 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from quaver import (
-    Float8Linear,
-    assert_float8_training,
-    cast_weights_once,
-    conversion_report,
-    sync_float8_amax_and_scale_history,
-)
+import quaver
+from quaver import Float8Linear, assert_float8_training, cast_weights_once, conversion_report, convert_to_high_precision
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from quaver.numerics.record import Record
 from tests.library.foreign.hf_trainer import losses_of
@@ -26,14 +21,8 @@ from tests.thinned import at_night
 
 OPTIONS = {"per_device_eval_batch_size": 2 * BATCHES, "max_grad_norm": 0.0}
 SAVING = {"save_strategy": "steps"}
-BEST = {
-    **SAVING,
-    "save_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "metric_for_best_model": "loss",
-    "load_best_model_at_end": True,
-}
+BEST = {**SAVING, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+BEST |= {"metric_for_best_model": "loss", "load_best_model_at_end": True}
 
 
 def trainer(folder, model, **options):
@@ -44,20 +33,16 @@ def trained(folder, model, callback=None, **options):
     return trained_by(folder, model, [callback or Float8Callback()], **OPTIONS, **options)
 
 
-def rowwise(layers=2):
-    return prepare_model_for_float8(llama(layers=layers), "rowwise")
-
-
-def delayed():
-    return prepare_model_for_float8(llama(), "delayed")
+def prepared(recipe="rowwise", layers=2):
+    return prepare_model_for_float8(llama(layers=layers), recipe)
 
 
 @proves("transformers' Trainer", "save, resume", "resume elsewhere")
 def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     """The log says how much is in float8 and how the scales fit."""
-    model = delayed()
-    losses, scales = train_by_hand(model, before=sync_float8_amax_and_scale_history), scales_of(model)
-    run = trained(tmp_path, delayed(), **SAVING)
+    model = prepared("delayed")
+    losses, scales = train_by_hand(model, before=quaver.sync_float8_amax_and_scale_history), scales_of(model)
+    run = trained(tmp_path, prepared("delayed"), **SAVING)
     assert losses_of(run) == pytest.approx(losses, abs=5e-5)
     followed = scales_of(run.model)
     assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
@@ -66,57 +51,70 @@ def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     assert entry["float8_saturated"] >= 0
     assert entry["float8_scale_fit"] > 0
     moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
-    resumed = trained(tmp_path / "other", delayed(), resume=moved)
+    resumed = trained(tmp_path / "other", prepared("delayed"), resume=moved)
     assert losses_of(resumed)[-2:] == losses_of(run)[-2:]
     assert_same(scales_of(resumed.model), followed)
 
 
 @proves("transformers' Trainer", "best model")
-def test_the_best_model_comes_with_its_scales(tmp_path):
+@proves("PEFT", "best model")
+@pytest.mark.parametrize(
+    ("recipe", "steps", "learning_rate"), [("delayed", 2, 10.0), *at_night([("LoRA", BATCHES, 1e4)])]
+)
+def test_the_best_model_comes_with_its_scales(tmp_path, recipe, steps, learning_rate):
     """The learning rate makes every step worse than the first. The default dtype changes no scale."""
-    model = delayed()
+    best, short = (lora() if recipe == "LoRA" else prepared(recipe) for _ in range(2))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        best = trained(tmp_path, model, max_steps=2, learning_rate=10.0, **BEST)
+        best = trained(tmp_path, best, max_steps=steps, learning_rate=learning_rate, **BEST)
     finally:
         torch.set_default_dtype(torch.float32)
     assert best.state.best_global_step == 1
-    short = trained(tmp_path / "1", delayed(), max_steps=1, learning_rate=10.0)
+    short = trained(tmp_path / "1", short, max_steps=1, learning_rate=learning_rate)
+    assert_same(weights_of(best.model), weights_of(short.model))
     assert_same(scales_of(best.model), scales_of(short.model))
 
 
 def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
     plain = trained_by(tmp_path, llama(), [], max_steps=2, **OPTIONS, **SAVING)
     assert "Float8Callback" not in plain.state.stateful_callbacks
-    resumed = trained(tmp_path, delayed(), resume=tmp_path / "checkpoint-2", **SAVING)
+    resumed = trained(tmp_path, prepared("delayed"), resume=tmp_path / "checkpoint-2", **SAVING)
     assert "has no persistent scales" in caplog.text
-    again = trained(tmp_path, delayed(), resume=tmp_path / f"checkpoint-{BATCHES}")
+    again = trained(tmp_path, prepared("delayed"), resume=tmp_path / f"checkpoint-{BATCHES}")
     assert_same(scales_of(again.model), scales_of(resumed.model))
 
 
-class FailingBatch(TrainerCallback):
-    """Raises between the two microbatches of the second step."""
+class InTheMiddle(TrainerCallback):
+    """Calls a function between the two microbatches of each step, with the steps before, the control and the model."""
 
-    def on_substep_end(self, args, state, control, **options):
-        if state.global_step == 1:
-            raise OSError("no batch")
+    def __init__(self, function):
+        self.function = function
+
+    def on_substep_end(self, args, state, control, model, **options):
+        self.function(state.global_step, control, model)
+
+
+def fail_in_the_second_step(step, control, model):
+    if step == 1:
+        raise OSError("no batch")
+
+
+def stop_in_the_second_step(step, control, model):
+    control.should_training_stop = step == 1
 
 
 @proves("transformers' Trainer", "after a failed run")
 def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
-    model, options = rowwise(layers=1), {"gradient_accumulation_steps": 2, "max_steps": 2}
+    model, options = prepared(layers=1), {"gradient_accumulation_steps": 2, "max_steps": 2}
     callback = Float8Callback(monitor=100)
-    failing = trainer_of(tmp_path, model, [callback, FailingBatch()], **OPTIONS, **options)
+    failing = trainer_of(tmp_path, model, [callback, InTheMiddle(fail_in_the_second_step)], **OPTIONS, **options)
     with pytest.raises(OSError, match="no batch"):
         failing.train()
-    with (
-        pytest.raises(RuntimeError, match="opened by a Trainer's Float8Callback, whose close"),
-        cast_weights_once(model),
-    ):
+    with pytest.raises(RuntimeError, match="by a Trainer's Float8Callback, whose close"), cast_weights_once(model):
         pass
     model.load_state_dict(llama(layers=1).state_dict())
     run = trained(tmp_path / "second", model, Float8Callback(monitor=100), **options)
-    assert losses_of(run) == losses_of(trained(tmp_path / "fresh", rowwise(layers=1), **options))
+    assert losses_of(run) == losses_of(trained(tmp_path / "fresh", prepared(layers=1), **options))
     with cast_weights_once(model), pytest.raises(RuntimeError, match="leave it before you"), cast_weights_once(model):
         pass
 
@@ -126,7 +124,7 @@ def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
 def test_trials_of_one_trainer_start_afresh(tmp_path, recipe):
     """As those of `hyperparameter_search`: `model_init` makes another model for each, and the callback stays."""
     arguments = TrainingArguments(str(tmp_path), max_steps=3, logging_steps=1, use_cpu=True, report_to=[], seed=0)
-    models = {"model_init": lambda: prepare_model_for_float8(llama(), recipe), "train_dataset": Tokens()}
+    models = {"model_init": lambda: prepared(recipe), "train_dataset": Tokens()}
     run, losses = Trainer(args=arguments, callbacks=[Float8Callback(monitor=100)], **models), []
     for learning_rate in (1e-3, 1e-2, 1e-3):
         arguments.learning_rate = learning_rate
@@ -136,7 +134,7 @@ def test_trials_of_one_trainer_start_afresh(tmp_path, recipe):
 
 
 def test_a_sample_of_zeros_has_no_sqnr_to_log(tmp_path):
-    model = rowwise(layers=1)
+    model = prepared(layers=1)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     run = trained(tmp_path, model, Float8Callback(monitor=100), max_steps=1)
@@ -145,39 +143,33 @@ def test_a_sample_of_zeros_has_no_sqnr_to_log(tmp_path):
 
 
 def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
-    model = rowwise(layers=1)
-    plain = trained(tmp_path / "plain", rowwise(layers=1))
+    model = prepared(layers=1)
+    plain = trained(tmp_path / "plain", prepared(layers=1))
     run = trained(tmp_path, model, Float8Callback(monitor=2), **SAVING)
     assert losses_of(run) == losses_of(plain)
-    again, callback = rowwise(layers=1), Float8Callback(monitor={"every": 1})
+    again, callback = prepared(layers=1), Float8Callback(monitor={"every": 1})
     resumed = trained(tmp_path, again, callback, resume=tmp_path / "checkpoint-2")
     record = Record.read(tmp_path)
     assert record.steps.tolist() == [1, 2, *range(3, BATCHES + 1)]
-    assert resumed.state.log_history[-2]["float8_sqnr_min_db"] == pytest.approx(
-        np.nanmin(record.statistics["sqnr_db"][-1])
-    )
+    lowest = np.nanmin(record.statistics["sqnr_db"][-1])
+    assert resumed.state.log_history[-2]["float8_sqnr_min_db"] == pytest.approx(lowest)
     assert all(linear.probes is None for linear in model.modules() if isinstance(linear, Float8Linear))
-
-
-class ScopeIsOpen(TrainerCallback):
-    """Asserts between the two microbatches of each step that weights are cast once."""
-
-    count = 0
-
-    def on_substep_end(self, args, state, control, model, **options):
-        with pytest.raises(RuntimeError, match="opened by a Trainer's Float8Callback"), cast_weights_once(model):
-            pass
-        self.count += 1
 
 
 @proves("transformers' Trainer", "accumulate")
 def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path):
     options = {"gradient_accumulation_steps": 2, "max_steps": 2}
-    run = trainer(tmp_path, rowwise(), **options)
-    run.add_callback(scope := ScopeIsOpen())
+    run, steps = trainer(tmp_path, prepared(), **options), []
+
+    def assert_a_scope_is_open(step, control, model):
+        with pytest.raises(RuntimeError, match="opened by a Trainer's Float8Callback"), cast_weights_once(model):
+            pass
+        steps.append(step)
+
+    run.add_callback(InTheMiddle(assert_a_scope_is_open))
     run.train()
-    assert scope.count == 2
-    without_callback = trained_by(tmp_path, rowwise(), [], **OPTIONS, **options)
+    assert steps == [0, 1]
+    without_callback = trained_by(tmp_path, prepared(), [], **OPTIONS, **options)
     assert losses_of(run) == losses_of(without_callback)
 
 
@@ -188,27 +180,20 @@ def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
     options = {"gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 2, "eval_steps": 2, **SAVING}
     runs = {}
     for evaluates in (True, False):
-        model = prepare_model_for_float8(llama(), recipe)
+        model = prepared(recipe)
         strategy = {"eval_strategy": "steps", "eval_on_start": True} if evaluates else {}
         runs[evaluates] = trained(tmp_path / str(evaluates), model, **options, **strategy)
     options |= {"eval_strategy": "steps", "resume": tmp_path / "True" / "checkpoint-2"}
-    resumed = trained(tmp_path / "True", prepare_model_for_float8(llama(), recipe), **options)
+    resumed = trained(tmp_path / "True", prepared(recipe), **options)
     for run in (runs[False], resumed):
         assert losses_of(run) == losses_of(runs[True])
         assert_same(scales_of(run.model), scales_of(runs[True].model))
 
 
-class StopInTheMiddle(TrainerCallback):
-    """Stops between the two microbatches of the second step."""
-
-    def on_substep_end(self, args, state, control, **options):
-        control.should_training_stop = state.global_step == 1
-
-
 def test_a_run_that_stops_within_a_step_ends_with_the_weights_of_its_best_checkpoint(tmp_path):
-    model = delayed()
+    model = prepared("delayed")
     run = trainer(tmp_path, model, gradient_accumulation_steps=2, max_steps=3, **BEST)
-    run.add_callback(StopInTheMiddle())
+    run.add_callback(InTheMiddle(stop_in_the_second_step))
     run.train()
     assert run.state.global_step == 1
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
@@ -220,10 +205,9 @@ def test_a_run_that_stops_within_a_step_ends_with_the_weights_of_its_best_checkp
 @pytest.mark.parametrize("first", ["convert", "adapt"])
 def test_adapters_and_the_head_stay_in_high_precision(first):
     adapter = peft.LoraConfig(r=4, target_modules="all-linear")
-    if first == "convert":
-        model = peft.get_peft_model(rowwise(), adapter)
-    else:
-        model = prepare_model_for_float8(peft.get_peft_model(llama(), adapter), "rowwise")
+    build = prepared if first == "convert" else llama
+    model = peft.get_peft_model(build(), adapter)
+    model = model if first == "convert" else prepare_model_for_float8(model, "rowwise")
     report = conversion_report(model)
     assert len(report.converted) == 14
     assert all("lora" in layer.name or "lm_head" in layer.name for layer in report.skipped)
@@ -232,12 +216,14 @@ def test_adapters_and_the_head_stay_in_high_precision(first):
     assert_float8_training(model, optimizer_of(model), allow_frozen=True)
     with pytest.raises(RuntimeError, match="weights that require no gradient: .* and 11 more"):
         assert_float8_training(model)
+    assert not conversion_report(convert_to_high_precision(model)).converted
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
 
 
 def lora():
     torch.manual_seed(1)
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
-    return peft.get_peft_model(prepare_model_for_float8(llama(), "tensorwise"), adapter)
+    return peft.get_peft_model(prepared("tensorwise"), adapter)
 
 
 @proves("PEFT", "train", "accumulate", "checkpointing", "evaluate")
@@ -270,49 +256,40 @@ def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_m
     assert all(torch.equal(p, loaded.get_parameter(name)) for name, p in whole.model.named_parameters())
 
 
-@proves("PEFT", "best model")
-@pytest.mark.nightly
-def test_the_best_adapter_comes_back(tmp_path):
-    """The learning rate makes every step worse than the first."""
-    best = trained(tmp_path, lora(), learning_rate=1e4, **BEST)
-    assert best.state.best_global_step == 1
-    short = trained(tmp_path / "1", lora(), max_steps=1, learning_rate=1e4)
-    assert_same(dict(best.model.named_parameters()), dict(short.model.named_parameters()))
-
-
 def test_a_model_that_was_not_converted_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="no linear is in float8"):
         trainer(tmp_path, llama()).train()
 
 
-@pytest.mark.parametrize("wrong", ["weight replaced", "optimizer of another model", "twice", "forward replaced"])
+WRONG = {
+    "weight replaced": "float8 weights that the optimizer does not hold: model.layers.0.self_attn.q_proj; make",
+    "optimizer of another model": "the optimizer holds 21 parameters that the model does not have",
+    "twice": "holds more than once: model.layers.0.self_attn.q_proj.weight",
+    "forward replaced": "model.layers.0.self_attn.q_proj: its forward was replaced on the instance, and it has",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_what_would_train_something_else_is_refused(wrong):
-    model = rowwise()
-    linear = model.model.layers[0].self_attn.q_proj
-    optimizer = optimizer_of(model)
+    model = prepared()
+    linear, optimizer = model.model.layers[0].self_attn.q_proj, optimizer_of(model)
     assert_float8_training(model, optimizer)
-    expected = {
-        "weight replaced": "float8 weights that the optimizer does not hold: model.layers.0.self_attn.q_proj; make",
-        "optimizer of another model": "the optimizer holds 21 parameters that the model does not have",
-        "twice": "holds more than once: model.layers.0.self_attn.q_proj.weight",
-        "forward replaced": "model.layers.0.self_attn.q_proj: its forward was replaced on the instance, and it has",
-    }
     if wrong == "weight replaced":
         linear.weight = torch.nn.Parameter(linear.weight.clone())
     elif wrong == "optimizer of another model":
         optimizer = optimizer_of(llama())
     elif wrong == "twice":
-        with pytest.warns(UserWarning, match="duplicate parameters"):
-            optimizer = torch.optim.SGD([{"params": [*model.parameters(), linear.weight]}], lr=0.1)
+        optimizer = torch.optim.SGD([{"params": [*model.parameters(), linear.weight]}], lr=0.1)
     else:
         model(torch.arange(8)[None])
         linear.forward = linear.forward
-    with pytest.raises(RuntimeError, match=expected[wrong]):
+    with pytest.raises(RuntimeError, match=WRONG[wrong]):
         assert_float8_training(model, optimizer)
 
 
 def test_an_optimizer_may_train_a_loss_beside_the_model():
-    model = rowwise()
+    model = prepared()
     loss = torch.nn.Linear(16, 16)
     assert_float8_training(model, torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
     with pytest.raises(RuntimeError, match="holds 2 parameters that the model does not have"):

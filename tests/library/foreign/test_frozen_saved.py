@@ -1,12 +1,14 @@
 """Tests that other libraries save and load a frozen float8 base in high precision."""
 
+from functools import partial
+
 import accelerate
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_model, save_model
 from transformers import AutoModelForCausalLM
 
 from quaver import convert_to_high_precision, freeze_to_float8
@@ -65,8 +67,16 @@ def test_from_pretrained_reads_what_was_saved(way, kind, tmp_path):
     assert_same(loaded.state_dict(), expected)
 
 
-def read_torch(model, folder):
-    model.load_state_dict(torch.load(folder / "x", weights_only=True))
+def save_by_accelerate(model, folder):
+    accelerate.Accelerator(cpu=True).save_model(model, folder)
+
+
+def save_one_more(model, folder):
+    torch.save({**model.state_dict(), "more": torch.ones(1)}, folder / "x")
+
+
+def read_torch(model, folder, strict=True):
+    model.load_state_dict(torch.load(folder / "x", weights_only=True), strict=strict)
 
 
 def read_dcp(model, folder):
@@ -77,19 +87,10 @@ def read_dcp(model, folder):
 
 WRITE_AND_READ = {
     "torch": (lambda model, folder: torch.save(model.state_dict(), folder / "x"), read_torch),
-    "safetensors": (
-        lambda model, folder: safetensors.torch.save_model(model, folder / "x"),
-        lambda model, folder: safetensors.torch.load_model(model, folder / "x"),
-    ),
-    "accelerate": (
-        lambda model, folder: accelerate.Accelerator(cpu=True).save_model(model, folder),
-        lambda model, folder: accelerate.load_checkpoint_in_model(model, folder),
-    ),
+    "safetensors": (lambda model, to: save_model(model, to / "x"), lambda model, to: load_model(model, to / "x")),
+    "accelerate": (save_by_accelerate, accelerate.load_checkpoint_in_model),
     "DCP": (lambda model, folder: dcp.save(model.state_dict(), checkpoint_id=folder), read_dcp),
-    "strict=False": (
-        lambda model, folder: torch.save({**model.state_dict(), "more": torch.ones(1)}, folder / "x"),
-        lambda model, folder: model.load_state_dict(torch.load(folder / "x"), strict=False),
-    ),
+    "strict=False": (save_one_more, partial(read_torch, strict=False)),
 }
 
 
@@ -116,9 +117,8 @@ def offload_to_disk(model, folder):
 def dispatch(model, folder):
     """As a device map of a GPU and the CPU does, which asks for the memory of what is offloaded."""
     weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
-    accelerate.hooks.attach_align_device_hook(
-        model, execution_device=torch.device("cpu"), offload=True, weights_map=weights, tied_params_map={}
-    )
+    options = {"execution_device": torch.device("cpu"), "offload": True, "weights_map": weights, "tied_params_map": {}}
+    accelerate.hooks.attach_align_device_hook(model, **options)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def e8m0_bytes(scale):
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 UE8M0 = {**BLOCKS, "scale_fmt": "ue8m0"}
+MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
 BLOCKS_OF_64 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
 LAYOUTS = {
     "AutoFP8": Layout(STATIC, (0, 0), form=torch.squeeze, other="input_scale"),
@@ -75,23 +76,13 @@ LAYOUTS = {
     "DeepSeek-V4": Layout(UE8M0, (128, 128), "scale", lambda scale: scale.to(E8M0), power_of_2=True),
     "E8M0 bytes": Layout(UE8M0, (128, 128), "weight_scale_inv", e8m0_bytes, power_of_2=True),
     "Mistral": Layout(STATIC, (0, 0), "qscale_weight", torch.squeeze, other="qscale_act"),
-    "MXFP8": Layout(
-        {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, (1, 32), "weight_scale_inv", e8m0_bytes, True
-    ),
+    "MXFP8": Layout(MXFP8, (1, 32), "weight_scale_inv", e8m0_bytes, power_of_2=True),
     "blocks of 64": Layout(BLOCKS_OF_64, (64, 64), "weight_scale_inv"),
     "columns": Layout({"quant_method": "fp8"}, (0, 1)),
     "bfloat16 scales": Layout(BLOCKS, (128, 128), "weight_scale_inv", torch.Tensor.bfloat16, power_of_2=True),
 }
 NOT_FROZEN = ("modelopt MXFP8", "modelopt groups", "MXFP8", "blocks of 64", "columns")
-READ_BY_TRANSFORMERS = (
-    "DeepSeek-V3",
-    "DeepSeek-V4",
-    "E8M0 bytes",
-    "Mistral",
-    "MXFP8",
-    "blocks of 64",
-    "bfloat16 scales",
-)
+READ_BY_TRANSFORMERS = "DeepSeek-V3", "DeepSeek-V4", "E8M0 bytes", "Mistral", "MXFP8", "blocks of 64", "bfloat16 scales"
 
 
 def build_model():

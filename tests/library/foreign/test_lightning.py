@@ -7,18 +7,9 @@ import pytest
 import torch
 
 from quaver import conversion_report, sync_float8_amax_and_scale_history
+from tests.library.foreign import llama as models
 from tests.library.foreign.installed import run_with_packages
-from tests.library.foreign.llama import (
-    BATCHES,
-    batches,
-    convert,
-    float8_names,
-    llama,
-    not_the_head,
-    optimizer_of,
-    scales_of,
-    train_by_hand,
-)
+from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, scales_of, train_by_hand
 from tests.library.foreign.table import proves, refuses
 from tests.mixture import DIM, make_mixture
 from tests.steps import assert_same
@@ -42,7 +33,7 @@ class Module(lightning.LightningModule):  # type: ignore[name-defined]
 
     def configure_model(self):
         if self.in_hook:
-            convert(self.model, self.recipe)
+            models.convert(self.model, self.recipe)
 
     def training_step(self, batch, index):
         return self.model(**batch).loss
@@ -62,15 +53,9 @@ def plugin(recipe, autocast_dtype=None):
 
 
 def trainer(folder, steps, **options):
-    return lightning.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"val_check_interval": 2, **options},
-    )
+    silent = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"accelerator": "cpu", "val_check_interval": 2, **silent, **options}
+    return lightning.Trainer(max_steps=steps, default_root_dir=folder, **options)
 
 
 @proves("Lightning's Trainer", "train", "accumulate", "checkpointing", "evaluate")
@@ -99,7 +84,7 @@ def test_precisions_and_checkpoints(tmp_path, precision):
     again.fit(resumed, batches(), batches(), ckpt_path=path)
     assert again.global_step == 3
     assert resumed.losses[0] < module.losses[0]
-    assert len(float8_names(resumed)) == 14
+    assert len(models.float8_names(resumed)) == 14
 
 
 @proves("Lightning's Trainer", "compile")
@@ -108,7 +93,7 @@ def test_a_compiled_module_trains_as_before(tmp_path):
     module = Module(None, False)
     compiled = torch.compile(module, backend="aot_eager")
     trainer(tmp_path, BATCHES, plugins=[plugin("rowwise")]).fit(compiled, batches())
-    assert len(float8_names(module)) == 14
+    assert len(models.float8_names(module)) == 14
     assert module.losses == pytest.approx(train_by_hand(llama("rowwise")), rel=1e-4)
 
 

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 
-from quaver import conversion_report, convert_to_high_precision, freeze_to_float8
+from quaver import convert_to_float8_training, freeze_to_float8
 from tests.library.foreign.checkpoints import logits_of
 from tests.library.foreign.llama import convert, float8_names, llama, not_the_head, train_by_hand
 from tests.library.foreign.table import proves
@@ -45,19 +45,9 @@ def test_merging_gives_the_float8_model_of_the_merged_weights():
     assert torch.equal(logits_of(merged), logits_of(expected))
 
 
-def test_the_way_back_and_the_report_of_an_adapted_model():
-    model = adapted("rowwise")
-    report = {layer.name: layer.converted for layer in conversion_report(model).layers}
-    assert sum(report.values()) == 14
-    assert not any(converted for name, converted in report.items() if "lora" in name)
-    assert float8_names(convert_to_high_precision(model)) == set()
-    assert all(loss > 0 for loss in train_by_hand(model))
-
-
 TARGETS = {"target_modules": LORA["target_modules"]}
 ADAPTERS = {
-    "pissa": peft.LoraConfig(**LORA, init_lora_weights="pissa"),
-    "olora": peft.LoraConfig(**LORA, init_lora_weights="olora"),
+    **{name: peft.LoraConfig(**LORA, init_lora_weights=name) for name in ("pissa", "olora")},
     "dora": peft.LoraConfig(**LORA, use_dora=True),
     "head trains": peft.LoraConfig(**LORA, modules_to_save=["lm_head"]),
     "adalora": peft.AdaLoraConfig(total_step=10, **TARGETS),
@@ -71,21 +61,17 @@ ADAPTERS = {
     "hra": peft.HRAConfig(r=4, **TARGETS),
     "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
-NEED_THE_TRANSPOSED_WEIGHT = {"hra"}
 
 
-def build_converted():
-    return llama("rowwise", layers=1)
+@pytest.mark.parametrize(("kind", "is_frozen"), thinned(ADAPTERS, [True, False], together=1))
+def test_other_adapters_train_and_load(kind, is_frozen, tmp_path):
+    def build():
+        model = llama(layers=1)
+        freeze_or_convert = freeze_to_float8 if is_frozen else convert_to_float8_training
+        return freeze_or_convert(model, config="rowwise", module_filter_fn=not_the_head)
 
-
-def build_frozen():
-    return freeze_to_float8(llama(layers=1), config="rowwise", module_filter_fn=not_the_head)
-
-
-@pytest.mark.parametrize(("kind", "build"), thinned(ADAPTERS, [build_frozen, build_converted], together=1))
-def test_other_adapters_train_and_load(kind, build, tmp_path):
     torch.manual_seed(1)
-    if build is build_frozen and kind in NEED_THE_TRANSPOSED_WEIGHT:
+    if is_frozen and kind == "hra":  # which needs the transposed weight
         with pytest.raises(NotImplementedError, match=r"has no views in high precision.*call to_high_precision\(\)"):
             train_by_hand(peft.get_peft_model(build(), ADAPTERS[kind]), only=[0])
         return

@@ -18,6 +18,7 @@ SPEECH = {**SMALL, "vocab_size": 32, "conv_dim": (32, 32), "conv_stride": (5, 2)
 SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 MUSIC = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 VISION = {**SMALL, "image_size": 32, "patch_size": 16}
+DECODER = {**VISION, "decoder_hidden_size": 64, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
 
 HEADS = {
     "BertForSequenceClassification": ("BertConfig", BERT, {"classifier", "bert.pooler.dense"}),
@@ -29,11 +30,8 @@ HEADS = {
     "BarkFineModel": ("BarkFineConfig", BARK, {f"lm_heads.{i}" for i in range(7)}),
     "BarkCausalModel": ("BarkSemanticConfig", BARK, {"lm_head"}),
     "MusicgenForCausalLM": ("MusicgenDecoderConfig", MUSIC, {f"lm_heads.{i}" for i in range(4)}),
-    "ViTMAEForPreTraining": (
-        "ViTMAEConfig",
-        {**VISION, "decoder_hidden_size": 64, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4},
-        {"decoder.decoder_embed", "decoder.decoder_pred"},  # not the blocks of its decoder
-    ),
+    # Not the blocks of its decoder.
+    "ViTMAEForPreTraining": ("ViTMAEConfig", DECODER, {"decoder.decoder_embed", "decoder.decoder_pred"}),
 }
 
 
@@ -88,10 +86,8 @@ def test_heads_and_adapters_that_peft_made_first_stay(name):
 def test_token_adapters_on_a_tied_head_leave_it():
     model = llama()
     model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=16, target_modules=["q_proj"], trainable_token_indices=[1, 2])
-    )
+    config = peft.LoraConfig(r=16, target_modules=["q_proj"], trainable_token_indices=[1, 2])
+    adapted = peft.get_peft_model(model, config)
     prepare_model_for_float8(adapted, "rowwise")
     assert not any("lm_head" in layer.name for layer in conversion_report(adapted).converted)
-    output = adapted(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None])
-    output.loss.backward()
+    adapted(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()

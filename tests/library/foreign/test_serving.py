@@ -60,12 +60,10 @@ def train_one_step(serving, build=llama, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("serving", "dtype", "bound"),
+    ("dtype", "bound", "serving"),
     [
-        ("compressed-tensors", torch.float32, 1e-2),
-        ("vllm-static", torch.float32, 1e-2),
-        ("vllm-per-token", torch.bfloat16, 0.1),
-        ("transformers", torch.bfloat16, 0.1),
+        *((torch.float32, 1e-2, serving) for serving in ("compressed-tensors", "vllm-static")),
+        *((torch.bfloat16, 0.1, serving) for serving in ("vllm-per-token", "transformers")),
     ],
 )
 def test_the_engine_multiplies_what_training_multiplied(serving, dtype, bound):

@@ -138,6 +138,8 @@ def test_wrong_usage_ends_in_one_line(arguments):
 
 
 HALF = BATCHES // 2
+WAYS = [("FSDP2", None, "accumulate"), ("DDP", None, "train"), ("DDP", "tensorwise", "checkpointing")]
+WAYS += [("DDP", "rowwise", "compile"), ("FSDP2", "rowwise", "train")]
 
 
 def train_with_accelerate(strategy, recipe, variant, folder):
@@ -193,19 +195,7 @@ def train_with_accelerate(strategy, recipe, variant, folder):
 
 @proves("Accelerate, mixed_precision=fp8", "train", "DDP", "FSDP2", "FSDP2, float8 gather", "save, resume", "evaluate")
 @proves("Accelerate, mixed_precision=fp8", "accumulate", "checkpointing", "compile")
-@pytest.mark.parametrize(
-    ("strategy", "recipe", "variant"),
-    first(
-        1,
-        [
-            ("FSDP2", None, "accumulate"),
-            ("DDP", None, "train"),
-            ("DDP", "tensorwise", "checkpointing"),
-            ("DDP", "rowwise", "compile"),
-            ("FSDP2", "rowwise", "train"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("strategy", "recipe", "variant"), first(1, WAYS))
 def test_accelerates_fp8_trains_as_a_conversion_by_hand(tmp_path, strategy, recipe, variant):
     """The ranks serve no other test, because the names stay replaced in them."""
     for results in run(2, train_with_accelerate, strategy, recipe, variant, tmp_path, collective_timeout=60):

@@ -1,6 +1,7 @@
 """Tests that float8 experts of llm-compressor, modelopt and Qwen are read into the stacks of transformers."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -26,9 +27,8 @@ FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
 def granite():
-    return transformers.GraniteMoeForCausalLM(
-        transformers.GraniteMoeConfig(num_local_experts=3, num_experts_per_tok=2, **SIZES)
-    )
+    config = transformers.GraniteMoeConfig(num_local_experts=3, num_experts_per_tok=2, **SIZES)
+    return transformers.GraniteMoeForCausalLM(config)
 
 
 def qwen3_vl():
@@ -62,16 +62,12 @@ def write_rows(name, matrix):
     return {name: codes, f"{name}_scale": scale}
 
 
-def write_linears(infix):
-    """Return a function that writes experts as linears, such as `input_linear.7.weight`."""
-
-    def write(name, stack):
-        prefix, tensors = f"{name.removesuffix('.weight')}{infix}", {}
-        for index, matrix in enumerate(stack):
-            tensors |= write_rows(f"{prefix}.{index}.weight", matrix)
-        return tensors
-
-    return write
+def write_linears(name, stack, infix=""):
+    """Return experts as linears, such as `input_linear.7.weight`."""
+    prefix, tensors = f"{name.removesuffix('.weight')}{infix}", {}
+    for index, matrix in enumerate(stack):
+        tensors |= write_rows(f"{prefix}.{index}.weight", matrix)
+    return tensors
 
 
 def write_gate_and_up(name, stack):
@@ -99,9 +95,10 @@ def write_with_a_scale_for_each_expert(name, stack):
     return {name: (stack / scale[:, None, None]).to(torch.float8_e4m3fn), f"{name}_weight_scale": scale[:, None]}
 
 
+WITH_INFIX = partial(write_linears, infix=".experts")
 WRITERS = {
-    "llm-compressor, Granite": (granite, write_linears(""), quantize_rows, "weight_scale", ROWS),
-    "llm-compressor, Granite 4": (granite, write_linears(".experts"), quantize_rows, "weight_scale", ROWS),
+    "llm-compressor, Granite": (granite, write_linears, quantize_rows, "weight_scale", ROWS),
+    "llm-compressor, Granite 4": (granite, WITH_INFIX, quantize_rows, "weight_scale", ROWS),
     "llm-compressor, Granite's stacks": (granite, write_rows, quantize_rows, "weight_scale", ROWS),
     "llm-compressor, Qwen3-VL": (qwen3_vl, write_gate_and_up, quantize_rows, "weight_scale", ROWS),
     "Qwen, Qwen3-VL": (qwen3_vl, write_transposed_blocks, quantize_blocks, "weight_scale_inv", BLOCKS),

@@ -46,12 +46,10 @@ def test_every_option_of_torchao_is_taken_over():
         for module in (theirs, quaver)
     )
     assert resolve_config(given) == expected
-    off = theirs.ScalingType.DISABLED
-    in_bfloat16 = {
-        "cast_config_input_for_grad_weight": theirs.CastConfig(scaling_type=off),
-        "cast_config_grad_output_for_grad_weight": theirs.CastConfig(scaling_type=off, target_dtype=torch.float8_e5m2),
-    }
-    config = resolve_config(theirs.Float8LinearConfig(**in_bfloat16))
+    off = theirs.CastConfig(scaling_type=theirs.ScalingType.DISABLED)
+    in_bfloat16 = off, dataclasses.replace(off, target_dtype=torch.float8_e5m2)
+    names = ("cast_config_input_for_grad_weight", "cast_config_grad_output_for_grad_weight")
+    config = resolve_config(theirs.Float8LinearConfig(**dict(zip(names, in_bfloat16, strict=True))))
     assert [cast.is_disabled for cast in config.casts.list_casts()] == [False, True, False, False, False, True]
 
 
@@ -94,22 +92,16 @@ def test_torchaos_flag_for_the_weight_of_the_backward_has_no_effect_as_in_torcha
 
 
 def test_fields_take_torchaos_members_and_configs():
-    rows = quaver.CastConfig(
-        scaling_type=theirs.ScalingType.DYNAMIC, scaling_granularity=theirs.ScalingGranularity.AXISWISE
-    )
+    axiswise = {"scaling_granularity": theirs.ScalingGranularity.AXISWISE}
+    rows = quaver.CastConfig(scaling_type=theirs.ScalingType.DYNAMIC, **axiswise)
     assert rows == quaver.CastConfig(scaling_granularity=quaver.ScalingGranularity.ROWWISE)
     assert rows.is_rowwise
     assert quaver.CastConfig(scaling_type=theirs.ScalingType.DISABLED).is_disabled
-    config = quaver.Float8LinearConfig(
-        cast_config_input=theirs.CastConfig(scaling_granularity=theirs.ScalingGranularity.AXISWISE),
-        gemm_config_grad_input=theirs.Float8GemmConfig(use_fast_accum=True),
-        keep_float8_weight_for_backward=True,
+    config, expected = (
+        quaver.Float8LinearConfig(cast_config_input=cast, gemm_config_grad_input=module.Float8GemmConfig(True))
+        for module, cast in ((theirs, theirs.CastConfig(**axiswise)), (quaver, rows))
     )
-    assert config == quaver.Float8LinearConfig(
-        cast_config_input=rows,
-        gemm_config_grad_input=quaver.Float8GemmConfig(use_fast_accum=True),
-        keep_float8_weight_for_backward=True,
-    )
+    assert config == expected
 
 
 def test_everything_that_takes_a_config_takes_torchaos():
@@ -195,7 +187,6 @@ def test_a_weight_of_torchao_that_trains_is_refused():
     weight_type = type("TrainingWeight", (torch.Tensor,), {"__module__": "torchao.prototype.quantized_training"})
     linear = Float8Linear(16, 16)
     linear.weight = nn.Parameter(torch.randn(16, 16).as_subclass(weight_type))
-    with pytest.raises(
-        RuntimeError, match=r"is a TrainingWeight of torchao.*convert_to_high_precision\(model\) before"
-    ):
+    message = r"is a TrainingWeight of torchao.*convert_to_high_precision\(model\) before"
+    with pytest.raises(RuntimeError, match=message):
         linear(torch.randn(4, 16))

@@ -5,6 +5,7 @@ import importlib
 import re
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -15,27 +16,21 @@ from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.recipes.scaling import dynamic_cast
 from tests.steps import results_of
 
+FILTER, SYNC = "_auto_filter_for_recipe convert_to_float8_training", "sync_float8_amax_and_scale_history"
+PRECOMPUTE = "precompute_float8_dynamic_scale_for_fsdp"
 PATHS = {
-    "float8": (
-        "CastConfig DelayedScalingConfig FP8Granularity Float8GemmConfig Float8LinearConfig Float8LinearRecipeName "
-        "Float8Tensor ScalingGranularity ScalingType _auto_filter_for_recipe convert_to_float8_training "
-        "linear_requires_sync precompute_float8_dynamic_scale_for_fsdp sync_float8_amax_and_scale_history"
-    ),
+    "float8": f"{FILTER} {SYNC} {PRECOMPUTE} linear_requires_sync Float8Tensor FP8Granularity ScalingType "
+    "ScalingGranularity CastConfig DelayedScalingConfig Float8GemmConfig Float8LinearConfig Float8LinearRecipeName",
     "float8.config": "CastConfig Float8LinearConfig Float8LinearRecipeName ScalingType e4m3_dtype e5m2_dtype",
     "float8.distributed_utils": "tensor_already_casted_to_fp8",
     "float8.float8_linear": "Float8Linear",
-    "float8.float8_linear_utils": (
-        "_auto_filter_for_recipe convert_to_float8_training get_float8_layers linear_requires_sync swap_linear_layers "
-        "sync_float8_amax_and_scale_history"
-    ),
+    "float8.float8_linear_utils": f"{FILTER} {SYNC} get_float8_layers linear_requires_sync swap_linear_layers",
     "float8.float8_tensor": "Float8Tensor",
     "float8.float8_tensor_parallel": "Float8ColwiseParallel Float8RowwiseParallel PrepareFloat8ModuleInput",
     "float8.float8_training_tensor": "Float8TrainingTensor",
     "float8.float8_utils": "EPS amax_to_scale compute_error config_has_stateful_scaling to_fp8_saturated",
-    "float8.fsdp_utils": (
-        "WeightWithDelayedFloat8CastTensor WeightWithDynamicFloat8CastTensor WeightWithStaticFloat8CastTensor "
-        "precompute_float8_dynamic_scale_for_fsdp"
-    ),
+    "float8.fsdp_utils": f"{PRECOMPUTE} WeightWithDelayedFloat8CastTensor WeightWithDynamicFloat8CastTensor "
+    "WeightWithStaticFloat8CastTensor",
     "float8.inductor_utils": "_prototype_register_float8_delayed_scaling_inductor_passes",
     "float8.stateful_float8_linear": "StatefulFloat8Linear",
     "float8.types": "FP8Granularity",
@@ -73,52 +68,40 @@ def test_a_program_of_torchao():
 
 
 def test_swap_linear_layers():
-    from quaver.compat.float8_linear_utils import (  # type: ignore[import-not-found]  # through __path__
-        Float8Linear,
-        get_float8_layers,
-        swap_linear_layers,
-    )
+    from quaver.compat import float8_linear_utils as utils  # type: ignore[attr-defined]  # through __path__
+
+    swap = utils.swap_linear_layers
 
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.Linear(16, 16)), "head": nn.Linear(16, 16)})
     parameters = [id(parameter) for parameter in model.parameters()]
 
     def from_float(linear):
-        return Float8Linear.from_float(linear, config=replace(quaver.Float8LinearConfig(), emulate=True))
+        return utils.Float8Linear.from_float(linear, config=replace(quaver.Float8LinearConfig(), emulate=True))
 
-    assert swap_linear_layers(model, from_float, module_filter_fn=lambda module, fqn: fqn != "head") is model
+    assert swap(model, from_float, module_filter_fn=lambda module, fqn: fqn != "head") is model
     assert type(shared) is nn.Linear
     assert model["a"] is model["b"][0]
-    assert get_float8_layers(model) == [model["a"], model["b"][1]]
+    assert utils.get_float8_layers(model) == [model["a"], model["b"][1]]
     assert [id(parameter) for parameter in model.parameters()] == parameters
-    assert isinstance(swap_linear_layers(shared, from_float), Float8Linear)
-    assert swap_linear_layers(shared, from_float, module_filter_fn=lambda module, fqn: False) is shared
+    assert isinstance(swap(shared, from_float), utils.Float8Linear)
+    assert swap(shared, from_float, module_filter_fn=lambda module, fqn: False) is shared
 
 
-@pytest.mark.parametrize(
-    ("recipe", "k", "n", "expected"),
-    [
-        ("tensorwise", 4096, 1024, False),
-        ("tensorwise", 4112, 1024, True),
-        ("tensorwise", 4096, 1040, True),
-        ("tensorwise", 8190, 8192, False),
-        ("rowwise", 8192, 2048, False),
-        ("rowwise", 8192, 2064, True),
-        ("rowwise", 1024, 8192, False),
-        ("rowwise", 1040, 8192, True),
-        ("rowwise", 2048, 4096, False),
-        ("rowwise", 2064, 4096, True),
-        ("rowwise", 2048, 4112, True),
-        ("rowwise", 8192, 8200, False),
-    ],
-)
-def test_torchaos_thresholds(recipe, k, n, expected):
+TOO_SMALL = [("tensorwise", 4096, 1024), ("rowwise", 8192, 2048), ("rowwise", 1024, 8192), ("rowwise", 2048, 4096)]
+NO_MULTIPLES_OF_16 = [("tensorwise", 8190, 8192), ("rowwise", 8192, 8200)]
+ADMITTED = [("tensorwise", 4112, 1024), ("tensorwise", 4096, 1040), ("rowwise", 8192, 2064), ("rowwise", 1040, 8192)]
+ADMITTED += [("rowwise", 2064, 4096), ("rowwise", 2048, 4112)]
+
+
+@pytest.mark.parametrize(("recipe", "k", "n"), [*TOO_SMALL, *NO_MULTIPLES_OF_16, *ADMITTED])
+def test_torchaos_thresholds(recipe, k, n):
     from quaver.compat.float8 import _auto_filter_for_recipe
 
     with torch.device("meta"):
         linear = nn.Linear(k, n)
     admits = _auto_filter_for_recipe(recipe, filter_fqns=["head"])
-    assert admits(linear, "layers.0.w1") is expected
+    assert admits(linear, "layers.0.w1") is ((recipe, k, n) in ADMITTED)
     assert admits(linear, "lm_head") is False
     assert admits(nn.ReLU(), "act") is False
 
@@ -146,24 +129,14 @@ def test_the_helpers_of_float8_utils():
     assert not tensor_already_casted_to_fp8(x)
 
 
-def _object(path):
-    """Return the object that a dotted path names."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def _rows():
-    page = (Path(quaver.__file__).parents[1] / "docs" / "from-torchao.md").read_text()
-    return re.findall(r"^\| `(\S+)` \| `(\S+)` \|", page, re.MULTILINE)
-
-
 def test_names_on_the_page_exist_in_both_libraries():
     pytest.importorskip("torchao")
-    rows = _rows()
+    page = (Path(quaver.__file__).parents[1] / "docs" / "from-torchao.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| `(\S+)` \|", page, re.MULTILINE)
     assert len(rows) > 10
     for theirs, ours in rows:
-        assert _object(f"torchao.float8.{theirs}")
-        assert _object(ours) is _object(f"quaver.compat.float8.{theirs}")
+        assert resolve_name(f"torchao.float8.{theirs}")
+        assert resolve_name(ours) is resolve_name(f"quaver.compat.float8.{theirs}")
     named = {theirs.rpartition(".")[2] for theirs, _ in rows}
     assert {*importlib.import_module("torchao.float8").__all__} & {*PATHS["float8"].split()} <= named
 
@@ -179,14 +152,8 @@ def test_codes_and_scales_are_torchaos(dim, power_of_2):
     torch.manual_seed(0)
     hp = (torch.randn(64, 256) * 10 ** torch.randn(64, 1)).bfloat16()
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
-    theirs = hp_tensor_to_float8_dynamic(
-        hp,
-        torch.float8_e4m3fn,
-        LinearMMConfig(),
-        scaling_granularity=granularity,
-        axiswise_dim=-1,
-        round_scales_to_power_of_2=power_of_2,
-    )
+    options = {"scaling_granularity": granularity, "axiswise_dim": -1, "round_scales_to_power_of_2": power_of_2}
+    theirs = hp_tensor_to_float8_dynamic(hp, torch.float8_e4m3fn, LinearMMConfig(), **options)
     codes, quant_scale, _ = dynamic_cast(hp, torch.float8_e4m3fn, dim, power_of_2=power_of_2)
     assert torch.equal(theirs._scale, quant_scale)
     assert torch.equal(theirs._data.view(torch.uint8), codes.view(torch.uint8))

@@ -9,15 +9,12 @@ from tests.library.foreign.llama import Tokens, clip, float8_names, llama, train
 from tests.library.foreign.table import proves
 from tests.thinned import at_night
 
+RUNS = [("rowwise_with_gw_hp", checkpointing(use_reentrant=False))]
+RUNS += at_night([("tensorwise", {}), ("rowwise", checkpointing(use_reentrant=True))])
+
 
 @proves("transformers' Trainer", "train", "checkpointing")
-@pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        ("rowwise_with_gw_hp", checkpointing(use_reentrant=False)),
-        *at_night([("tensorwise", {}), ("rowwise", checkpointing(use_reentrant=True))]),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "options"), RUNS)
 def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, options):
     losses = losses_of(trained(tmp_path, recipe, **options))
     assert losses == pytest.approx(train_by_hand(llama(recipe), before=clip), abs=5e-5)  # logged with 4 places

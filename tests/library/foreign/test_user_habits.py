@@ -75,10 +75,10 @@ def test_in_place_on_the_output(recipe, shape, name):
             assert function(input).equal(expected[0])
 
 
-@pytest.mark.parametrize(
-    ("recipe", "shape"),
-    first(1, [("delayed", (2, 3, K)), ("tensorwise", (6, K)), ("rowwise", (2, 3, K)), ("rowwise_with_gw_hp", (6, K))]),
-)
+COMPILED = [("delayed", (2, 3, K)), ("tensorwise", (6, K)), ("rowwise", (2, 3, K)), ("rowwise_with_gw_hp", (6, K))]
+
+
+@pytest.mark.parametrize(("recipe", "shape"), first(1, COMPILED))
 def test_in_place_in_compiled_code(recipe, shape):
     """Operations write to the output, and to the input after it was read.
 
@@ -199,10 +199,8 @@ class Block(nn.Module):
             return function(x)
         if self.nesting == "reentrant":
             return checkpoint(function, x, use_reentrant=True)
-        context_fn = POLICIES[self.policy]
-        return checkpoint(
-            function, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(context_fn())
-        )
+        contexts = lambda: create_selective_checkpoint_contexts(POLICIES[self.policy]())  # noqa: E731
+        return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
 
     def forward(self, input):
         x = input * 1
@@ -250,10 +248,10 @@ def test_a_users_checkpoint_changes_no_bit(recipe, way, alive, casts):
         check_users_checkpoint(recipe, policy, nesting, alive)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mode", "wrap"),
-    thinned(RECIPES, (torch.inference_mode, torch.no_grad), (lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K))),
-)
+WRAPS = (lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K))
+
+
+@pytest.mark.parametrize(("recipe", "mode", "wrap"), thinned(RECIPES, (torch.inference_mode, torch.no_grad), WRAPS))
 def test_validation_between_training_steps_on_one_tensor(recipe, mode, wrap):
     """Lightning validates in inference mode; a model may read a constant buffer in both."""
     linear, constant = make_linear(recipe), torch.randn(6, K)
@@ -286,14 +284,12 @@ def test_training_on_a_tensor_made_in_inference_mode(recipe):
     assert_same(results_of(linear, call=lambda: linear(constant)), expected)
 
 
+DTYPES = torch.float32, torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("recipe", "bias", "shape", "dtypes"),
-    thinned(
-        RECIPES,
-        (False, True),
-        [(48, K), (2, 24, K)],
-        [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
-    ),
+    thinned(RECIPES, (False, True), [(48, K), (2, 24, K)], [DTYPES, DTYPES[::-1]]),
 )
 def test_weight_and_input_of_two_dtypes(recipe, bias, shape, dtypes):
     """As in torchao: both are quantized in their dtype, results have the input's, gradients the parameters'."""
@@ -319,10 +315,7 @@ def test_a_float32_weight_is_quantized_from_float32(recipe):
     assert sqnr_db(exact, linear(input)) > 45  # bfloat16 rounds the output; the quantized operands are the same
 
 
-@pytest.mark.parametrize(
-    ("recipe", "weight_dtype", "input_dtype"),
-    thinned(RECIPES, (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16)),
-)
+@pytest.mark.parametrize(("recipe", "weight_dtype", "input_dtype"), thinned(RECIPES, DTYPES, DTYPES))
 def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
     linear = make_linear(recipe, dtype=torch.bfloat16).to(weight_dtype)
     input = torch.randn(48, K).bfloat16().to(input_dtype)
@@ -334,14 +327,11 @@ def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
     assert_same([tensor.bfloat16() for tensor in results], expected)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "strict", "shape"),
-    [
-        ("rowwise", True, (4, 6, K)),
-        ("delayed", False, (4, K)),
-        *at_night([("tensorwise", True, (4, K)), ("rowwise_with_gw_hp", False, (4, 6, K))]),
-    ],
-)
+EXPORTED = [("rowwise", True, (4, 6, K)), ("delayed", False, (4, K))]
+EXPORTED += at_night([("tensorwise", True, (4, K)), ("rowwise_with_gw_hp", False, (4, 6, K))])
+
+
+@pytest.mark.parametrize(("recipe", "strict", "shape"), EXPORTED)
 def test_export_with_a_dynamic_batch_and_gradients_on(recipe, strict, shape):
     model = nn.Sequential(make_linear(recipe, K, 48), nn.ReLU(), make_linear(recipe, 48, N))
     batch = torch.export.Dim("batch", min=2, max=1024)
@@ -353,11 +343,8 @@ def test_export_with_a_dynamic_batch_and_gradients_on(recipe, strict, shape):
 
 @RECIPE
 def test_autograd_in_every_form(recipe):
-    linear, input, unused = (
-        make_linear(recipe),
-        torch.randn(2, 3, K, requires_grad=True),
-        torch.randn(3, requires_grad=True),
-    )
+    linear, unused = make_linear(recipe), torch.randn(3, requires_grad=True)
+    input = torch.randn(2, 3, K, requires_grad=True)
     leaves = [input, linear.weight, linear.bias]
 
     def compute_gradients(**options):
@@ -399,13 +386,8 @@ def test_hooks_see_and_change_inputs_outputs_and_gradients(recipe):
         linear.register_forward_hook(lambda module, args, output: output.mul_(2)),
     ]
     assert_same(results_of(linear, input), expected)
-    handles.append(
-        linear.register_full_backward_hook(
-            lambda module, grad_inputs, grad_outputs: shapes.extend(
-                grad.shape for grad in (*grad_inputs, *grad_outputs)
-            )
-        )
-    )
+    record = lambda module, inputs, outputs: shapes.extend(grad.shape for grad in (*inputs, *outputs))  # noqa: E731
+    handles.append(linear.register_full_backward_hook(record))
     assert_same(results_of(linear, input), expected)
     assert shapes == [input.shape, (2, 3, N)]
     for handle in handles:

@@ -167,13 +167,8 @@ def check_shim():
     shim.install()
     from torchtitan.components.quantization.float8 import Float8LinearConverter
 
-    section = SimpleNamespace(
-        recipe_name=None,
-        filter_fqns=["head"],
-        emulate=True,
-        enable_fsdp_float8_all_gather=True,
-        precompute_float8_dynamic_scale_for_fsdp=True,
-    )
+    flags = ("emulate", "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    section = SimpleNamespace(recipe_name=None, filter_fqns=["head"], **dict.fromkeys(flags, True))
     job = SimpleNamespace(
         quantize=SimpleNamespace(linear=SimpleNamespace(float8=section)),
         compile=SimpleNamespace(enable=False, components=[]),

@@ -24,14 +24,9 @@ def divide_after_sum(module: FSDPModule, factor: float, *, set_factor=FSDPModule
     set_factor(module, factor)
 
 
-memory = {
-    "get_device_name": lambda _: "CPU",
-    "current_device": lambda: 0,
-    "get_device_properties": lambda _: SimpleNamespace(total_memory=1),
-    "memory_stats": lambda _: {},
-    "reset_peak_memory_stats": lambda: None,
-    "empty_cache": lambda: None,
-}
+memory = {"get_device_name": lambda _: "CPU", "current_device": lambda: 0, "memory_stats": lambda _: {}}
+memory |= {"get_device_properties": lambda _: SimpleNamespace(total_memory=1)}
+memory |= dict.fromkeys(("reset_peak_memory_stats", "empty_cache"), lambda: None)
 # Before the imports below, which take these names from their modules.
 tools.device_type, tools.device_module = "cpu", SimpleNamespace(**{**vars(torch.cpu), **memory})
 tools.get_local_device = lambda: torch.device("cpu")
@@ -101,20 +96,13 @@ def train(recipe: str | None, folder: str, world: int, tp: int, gather: bool) ->
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     shards = world // tp
-    trainer = Trainer.Config(
-        model_spec=spec,
-        dump_folder=folder,
-        loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),
-        tokenizer=NoTokenizer.Config(),
-        dataloader=OneBatch.Config(),
-        optimizer=default_adamw(lr=1e-3),
-        metrics=MetricsProcessor.Config(log_freq=1),
-        training=TrainingConfig(local_batch_size=BATCH // shards, seq_len=SEQUENCE, steps=STEPS),
-        debug=DebugConfig(seed=0),
-        parallelism=ParallelismConfig(
-            data_parallel_shard_degree=shards, tensor_parallel_degree=tp, spmd_backend="partial_dtensor"
-        ),
-    ).build()
+    degrees = {"data_parallel_shard_degree": shards, "tensor_parallel_degree": tp}
+    parts = {"loss": CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)), "debug": DebugConfig(seed=0)}
+    parts |= {"tokenizer": NoTokenizer.Config(), "dataloader": OneBatch.Config(), "optimizer": default_adamw(lr=1e-3)}
+    parts |= {"training": TrainingConfig(local_batch_size=BATCH // shards, seq_len=SEQUENCE, steps=STEPS)}
+    parts |= {"parallelism": ParallelismConfig(**degrees, spmd_backend="partial_dtensor")}
+    parts |= {"metrics": MetricsProcessor.Config(log_freq=1)}
+    trainer = Trainer.Config(model_spec=spec, dump_folder=folder, **parts).build()
     logged = []
     trainer.metrics_processor.logger.log = lambda metrics, step: logged.append(metrics)
     trainer.train()
@@ -123,17 +111,12 @@ def train(recipe: str | None, folder: str, world: int, tp: int, gather: bool) ->
         assert_float8_training(model, *trainer.optimizers)
     report = conversion_report(model)
     weight = model.layers["0"].feed_forward.w1.weight
-    return {
-        "recipe": recipe,
-        "tp": tp,
-        "gather": gather,
-        "losses": [metrics["loss_metrics/global_avg_loss"] for metrics in logged],
-        "mfu": any("mfu(%)" in metrics for metrics in logged),
-        "float8": len(report.converted),
-        "high precision": [layer.name for layer in report.layers if not layer.converted],
-        "backends": sorted({layer.backend for layer in report.converted}),
-        "gathers float8": hasattr(weight.to_local(), "fsdp_pre_all_gather"),
-    }
+    result = {"recipe": recipe, "tp": tp, "gather": gather, "float8": len(report.converted)}
+    result |= {"losses": [metrics["loss_metrics/global_avg_loss"] for metrics in logged]}
+    result |= {"mfu": any("mfu(%)" in metrics for metrics in logged)}
+    result |= {"high precision": [layer.name for layer in report.layers if not layer.converted]}
+    result |= {"backends": sorted({layer.backend for layer in report.converted})}
+    return result | {"gathers float8": hasattr(weight.to_local(), "fsdp_pre_all_gather")}
 
 
 def main(results: Path) -> None:
