@@ -193,19 +193,15 @@ def test_one_layer_filtered():
     assert reasons["model.layers.0.mlp.experts.down_proj"] == "filter"
 
 
-def test_recipes_that_keep_scales_leave_experts_in_high_precision(caplog):
+def test_filters_that_know_linears_and_recipes_that_keep_scales_leave_experts_in_high_precision(caplog):
     model, inputs = mixture("mixtral")
+    with pytest.raises(TypeError, match="MixtralExperts, experts with 3-D weights: .*in_features"):
+        convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: m.in_features > 16)
+    assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
     prepare_model_for_float8(model, "delayed")
     assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
     assert "experts are scaled dynamically" in caplog.text
     loss_of(model, inputs).backward()
-
-
-def test_filters_that_know_linears_only():
-    model, _ = mixture("mixtral")
-    with pytest.raises(TypeError, match="MixtralExperts, experts with 3-D weights: .*in_features"):
-        convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: m.in_features > 16)
-    assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
 
 
 def test_every_mixture_of_the_zoo_is_listed():

@@ -1,20 +1,20 @@
-"""Tests quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
+"""Tests quaver.integrations.transformers: the preparation of a model, transformers' Trainer, and the callback in it."""
 
 import numpy as np
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import quaver
 from quaver import Float8Linear, assert_float8_training, cast_weights_once, conversion_report, convert_to_high_precision
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from quaver.numerics.record import Record
-from tests.library.foreign.hf_trainer import losses_of
+from tests.library.foreign.hf_trainer import checkpointing, losses_of
 from tests.library.foreign.hf_trainer import trained as trained_by
 from tests.library.foreign.hf_trainer import trainer as trainer_of
-from tests.library.foreign.llama import BATCHES, Tokens, llama, optimizer_of, scales_of, train_by_hand, weights_of
+from tests.library.foreign.llama import BATCHES, Tokens, clip, llama, optimizer_of, scales_of, train_by_hand, weights_of
 from tests.library.foreign.table import proves
 from tests.steps import assert_same
 from tests.thinned import at_night
@@ -256,11 +256,6 @@ def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_m
     assert all(torch.equal(p, loaded.get_parameter(name)) for name, p in whole.model.named_parameters())
 
 
-def test_a_model_that_was_not_converted_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match="no linear is in float8"):
-        trainer(tmp_path, llama()).train()
-
-
 WRONG = {
     "weight replaced": "float8 weights that the optimizer does not hold: model.layers.0.self_attn.q_proj; make",
     "optimizer of another model": "the optimizer holds 21 parameters that the model does not have",
@@ -288,9 +283,43 @@ def test_what_would_train_something_else_is_refused(wrong):
         assert_float8_training(model, optimizer)
 
 
-def test_an_optimizer_may_train_a_loss_beside_the_model():
+def test_an_optimizer_may_train_a_loss_beside_the_model_and_not_without_float8(tmp_path):
     model = prepared()
     loss = torch.nn.Linear(16, 16)
     assert_float8_training(model, torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
     with pytest.raises(RuntimeError, match="holds 2 parameters that the model does not have"):
         assert_float8_training(model, torch.optim.SGD([*model.model.parameters(), *loss.parameters()], lr=0.1))
+    with pytest.raises(RuntimeError, match="no linear is in float8"):
+        trainer(tmp_path, llama()).train()
+
+
+RUNS = [("rowwise_with_gw_hp", checkpointing(use_reentrant=False))]
+RUNS += at_night([("tensorwise", {}), ("rowwise", checkpointing(use_reentrant=True))])
+
+
+@proves("transformers' Trainer", "train", "checkpointing")
+@pytest.mark.parametrize(("recipe", "options"), RUNS)
+def test_a_run_without_the_callback_has_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, options):
+    losses = losses_of(trained_by(tmp_path, recipe, **options))
+    assert losses == pytest.approx(train_by_hand(llama(recipe), before=clip), abs=5e-5)  # logged with 4 places
+    assert losses != pytest.approx(train_by_hand(llama(), before=clip), abs=5e-5)
+
+
+@proves("transformers' Trainer", "compile")
+@pytest.mark.nightly
+def test_the_trainers_compilation_changes_no_loss(tmp_path):
+    run = trained_by(tmp_path, "rowwise", torch_compile=True, torch_compile_backend="aot_eager")
+    assert losses_of(run) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), rel=1e-3)
+
+
+@proves("transformers' Trainer", "evaluate")
+def test_evaluation_generation_and_export(tmp_path):
+    run = trained_by(tmp_path, "rowwise", bf16=True)
+    assert run.evaluate()["eval_loss"] > 0
+    prompt = Tokens()[0]["input_ids"][None, :4]
+    assert run.model.eval().generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 7)
+    run.model.save_pretrained(tmp_path / "saved")
+    exported = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not conversion_report(exported).converted
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, exported.get_parameter(name))

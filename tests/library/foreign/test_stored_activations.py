@@ -10,7 +10,6 @@ import torch.distributed as dist
 import transformers
 
 from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
-from tests.library.foreign.hf_trainer import losses_of, trainer
 from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, train_by_hand
 from tests.library.foreign.test_accelerate import save_and_resume, train_by_accelerate_and_by_hand
 from tests.library.foreign.test_two_ranks import sharded
@@ -49,26 +48,6 @@ def test_a_padded_batch(name):
     report = activation_report(model, step)
     assert min(report.gradient_sqnr_db.values()) > 18
     assert report.bytes_after < 0.6 * report.bytes_before
-
-
-@pytest.mark.parametrize(
-    "options", [{"gradient_accumulation_steps": 2}, *at_night([({},), ({"gradient_checkpointing": True},)])], ids=str
-)
-def test_transformers_trainer(tmp_path, options):
-    """Losses are near those of a run that stores nothing in float8, and generate() returns the same tokens."""
-    runs = []
-    for stores in (False, True):
-        model = llama("rowwise")
-        if stores:
-            tokens = torch.arange(8)[None]
-            expected = model.generate(tokens, max_new_tokens=4, do_sample=False)
-            store_activations_in_float8(model)
-            assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), expected)
-        runs.append(trainer(tmp_path / str(stores), model, max_steps=2, **options))
-        runs[-1].train()
-        assert runs[-1].evaluate()["eval_loss"] > 0
-    assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=0.01)
-    assert not all(map(torch.equal, runs[0].model.parameters(), runs[1].model.parameters()))
 
 
 def storing_llama(recipe="rowwise"):

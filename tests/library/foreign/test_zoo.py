@@ -28,10 +28,6 @@ OTHERS = [(name, recipe) for name in MODELS if name != "sam" for recipe in ONE_M
 CASES += at_night(case for case in OTHERS if case not in CASES)
 
 
-def is_key_bias(parameter):
-    return parameter.endswith(("k_proj.bias", "key.bias"))
-
-
 def compute_gradients(name, recipe=None):
     """Return the model after a backward, converted if a recipe is given, and its gradients in the original's shapes."""
     torch.manual_seed(0)
@@ -51,10 +47,6 @@ def float8_weights(name, module):
     if isinstance(module, Float8Experts):
         return [f"{name}.{leaf}" for leaf in get_expert_weights(module)]
     return [name] if isinstance(module, Float8Linear) else []
-
-
-def flatten(gradients):
-    return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
 @pytest.mark.filterwarnings("ignore:nothing to convert")
@@ -80,9 +72,9 @@ def test_an_architecture(name, recipe):
     assert report.converted
 
     assert gradients.keys() == expected.keys()
-    whole = sqnr_db(flatten(expected), flatten(gradients))
+    whole = sqnr_db(*(torch.cat([grad.flatten() for grad in grads.values()]) for grads in (expected, gradients)))
     assert whole > ONE_MATMUL_DB[recipe] - 10 * math.log10(3 * len(report.converted))
-    checked = [key for key in expected if not (name in KEY_BIASES and is_key_bias(key))]
+    checked = [key for key in expected if not (name in KEY_BIASES and key.endswith(("k_proj.bias", "key.bias")))]
     decibels = {key: sqnr_db(expected[key], gradients[key]) for key in checked}
     assert min(decibels.values()) > 3, min(decibels, key=decibels.get)
 
