@@ -8,7 +8,7 @@ import typing
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from torch import nn
 
@@ -99,18 +99,36 @@ def convert_to_float8_training(
     config = resolve_config(config) if serving is None else serving_config(serving, config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    return convert_by_name(module, lambda _: config, serving, module_filter_fn, include_subclasses)
+
+
+def convert_by_name(
+    module: nn.Module,
+    config_of: Callable[[str], Float8LinearConfig],
+    serving: str | None,
+    module_filter_fn: ModuleFilter | None,
+    include_subclasses: bool,
+) -> nn.Module:
+    """Run `convert_to_float8_training` with the config that `config_of` returns for the name of each layer.
+
+    Layers with the same config, not merely an equal one, share the state of delayed and static scales.
+    """
     if serving is not None:
         module_filter_fn = make_serving_filter(module, serving, module_filter_fn)
-    chosen = _choose(module, config, module_filter_fn, include_subclasses)
+    chosen = _choose(module, config_of, module_filter_fn, include_subclasses)
     if serving is not None:
-        _check_fused(chosen.linears, serving, config)
-    _convert(module, chosen.linears, chosen.experts, config)
+        for layers in chosen.layers:
+            _check_fused(layers.linears, serving, layers.config)
+    with ExitStack() as undo:
+        for layers in chosen.layers:
+            _convert(module, layers, undo)
+        undo.pop_all()
     share_inputs(module, Float8Linear)
     drop_false_quantization(module)
     for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON, None)
         vars(child).update({FILTER_REASON: reason} if reason else {})
-    _log(conversion_report(module), bool(chosen.linears or chosen.experts), chosen.missed)
+    _log(conversion_report(module), bool(chosen.layers), chosen.missed)
     return module
 
 
@@ -146,19 +164,33 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _ChosenLayers:
+    """The layers that get one config."""
+
+    config: Float8LinearConfig
     linears: list[tuple[str, nn.Linear]] = field(default_factory=list)
     experts: list[tuple[str, nn.Module]] = field(default_factory=list)
-    reasons: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    layers: list[_ChosenLayers]
+    reasons: list[tuple[nn.Module, str]]
     """The reasons for the report, by module."""
-    missed: dict[str, list[str]] = field(default_factory=dict)
+    missed: dict[str, list[str]]
     """The names of modules that the filter admits, by the obstacle to their conversion."""
 
 
 def _choose(
-    module: nn.Module, config: Float8LinearConfig, module_filter_fn: ModuleFilter | None, include_subclasses: bool
+    module: nn.Module,
+    config_of: Callable[[str], Float8LinearConfig],
+    module_filter_fn: ModuleFilter | None,
+    include_subclasses: bool,
 ) -> _Choice:
-    chosen, owners = _Choice(), find_weight_modules(module)
+    layers: dict[int, _ChosenLayers] = {}
+    reasons: list[tuple[nn.Module, str]] = []
+    missed: dict[str, list[str]] = {}
+    owners = find_weight_modules(module)
     for name, child in module.named_modules():
         is_linear = isinstance(child, nn.Linear)
         if not is_linear and not is_experts(child):
@@ -167,20 +199,22 @@ def _choose(
         if decision and is_linear:
             obstacle = find_conversion_obstacle(child, include_subclasses)
         elif decision:
-            obstacle = find_experts_obstacle(child, config)
+            obstacle = find_experts_obstacle(child, config_of(name))
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
-            chosen.reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
+            reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
         if obstacle:
-            chosen.missed.setdefault(obstacle, []).append(name or "the module")
+            missed.setdefault(obstacle, []).append(name or "the module")
         elif decision:
             tied = [owner for owner in owners.get(id(getattr(child, "weight", None)), []) if owner != name]
             tied += [] if is_linear else _find_other_owners(module, child, name)
+            config = config_of(name)
             _check_can_convert(child, name, config, tied)
+            chosen = layers.setdefault(id(config), _ChosenLayers(config))
             if isinstance(child, nn.Linear):
                 chosen.linears.append((name, child))
             else:
                 chosen.experts.append((name, child))
-    return chosen
+    return _Choice([*layers.values()], reasons, missed)
 
 
 def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
@@ -260,8 +294,8 @@ def _find_other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[s
 def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
     if isinstance(module, Float8Module) and module.float8_config != config:
         raise ValueError(
-            f"{name or 'the module'} is already converted, with another config ({module.float8_config}); filter it "
-            "out, or call convert_to_high_precision first"
+            f"{name or 'the module'} is already converted with {_describe_difference(module.float8_config, config)}; "
+            "filter it out, or call convert_to_high_precision first"
         )
     weights = {"weight": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
     transposed = not isinstance(module, nn.Linear) and is_transposed(module)
@@ -277,38 +311,41 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
         )
 
 
-def _convert(
-    module: nn.Module,
-    chosen: list[tuple[str, nn.Linear]],
-    experts: list[tuple[str, nn.Module]],
-    config: Float8LinearConfig,
-) -> None:
-    """Convert all chosen linears and experts, or none. Modules that are converted already get the state they lack."""
-    with ExitStack() as undo:
-        converted: list[tuple[str, Float8Linear]] = []
-        for name, linear in chosen:
-            if not isinstance(linear, Float8Linear):
-                linear = to_float8(linear, config)
-                undo.callback(restore_class, linear)
-            converted.append((name, linear))
-        weights = [(name, ModuleWeight(linear)) for name, linear in converted]
-        for name, module_of_experts in experts:
-            if not isinstance(module_of_experts, Float8Experts):
-                undo.callback(restore_class, to_float8_experts(module_of_experts, config))
-            weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(module_of_experts)]
-        stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
-        plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
-        for _, linear in stateless:
-            undo.callback(setattr, linear, "scaling", None)
-        for _, weight in plain:
-            undo.callback(weight.module.register_parameter, weight.name, weight.module._parameters.get(weight.name))
-            undo.callback(restore_plain_weights, weight.module)
-        add_persistent_scales(module, stateless, config)
-        if config.enable_fsdp_float8_all_gather:
-            if plain and has_fsdp_run(module):
-                raise RuntimeError("the model ran under fully_shard already; convert before its first forward")
-            make_all_gather_weights(plain)
-        undo.pop_all()
+def _describe_difference(old: Float8LinearConfig, new: Float8LinearConfig) -> str:
+    """Return the recipes of two configs; or the fields that differ, if both are of one recipe or one is of none."""
+    recipe, asked = old.recipe_name, new.recipe_name
+    if recipe is not None and asked is not None and recipe is not asked:
+        return f"{recipe.value}, asked for {asked.value}"
+    differing = [part.name for part in fields(old) if getattr(old, part.name) != getattr(new, part.name)]
+    return f"another config; they differ in {', '.join(differing)}"
+
+
+def _convert(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -> None:
+    """Convert the chosen layers; `undo` restores them. Layers that are converted already get the state they lack."""
+    config = chosen.config
+    converted: list[tuple[str, Float8Linear]] = []
+    for name, linear in chosen.linears:
+        if not isinstance(linear, Float8Linear):
+            linear = to_float8(linear, config)
+            undo.callback(restore_class, linear)
+        converted.append((name, linear))
+    weights = [(name, ModuleWeight(linear)) for name, linear in converted]
+    for name, experts in chosen.experts:
+        if not isinstance(experts, Float8Experts):
+            undo.callback(restore_class, to_float8_experts(experts, config))
+        weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(experts)]
+    stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
+    plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
+    for _, linear in stateless:
+        undo.callback(setattr, linear, "scaling", None)
+    for _, weight in plain:
+        undo.callback(weight.module.register_parameter, weight.name, weight.module._parameters.get(weight.name))
+        undo.callback(restore_plain_weights, weight.module)
+    add_persistent_scales(module, stateless, config)
+    if config.enable_fsdp_float8_all_gather:
+        if plain and has_fsdp_run(module):
+            raise RuntimeError("the model ran under fully_shard already; convert before its first forward")
+        make_all_gather_weights(plain)
 
 
 def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
@@ -348,7 +385,7 @@ def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[s
         layers = "layer stays" if len(names) == 1 else "layers stay"
         logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
     if not has_converted:
-        warnings.warn(report.explain_nothing(), stacklevel=3)
+        warnings.warn(report.explain_nothing(), stacklevel=4)
 
 
 def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:

@@ -20,13 +20,14 @@ from torch import nn
 from quaver.conversion.convert import (
     FilterDecision,
     ModuleFilter,
-    convert_to_float8_training,
+    convert_by_name,
     decide,
     make_serving_filter,
 )
 from quaver.experts.module import is_experts
 from quaver.recipes.config import Float8LinearConfig, resolve_config
 from quaver.recipes.recipe_name import canonicalize_recipe
+from quaver.recipes.serving import serving_config
 
 HIGH_PRECISION = "high_precision"
 """The recipe of a layer that is not converted."""
@@ -117,7 +118,7 @@ def convert_layers(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """Call `convert_to_float8_training` once for each recipe, with a filter that admits its layers.
+    """Run `convert_to_float8_training` with the recipe of each layer. An error leaves `module` unchanged.
 
     Args:
         module, serving, include_subclasses: as for `convert_to_float8_training`.
@@ -127,8 +128,7 @@ def convert_layers(
     Returns:
         `module`.
     Raises:
-        ValueError: `module` lacks a layer of `recipes`, and is then unchanged; or as `convert_to_float8_training`, and
-            the layers of earlier recipes then stay converted.
+        ValueError: `module` lacks a layer of `recipes`; or as `convert_to_float8_training`.
         TypeError, RuntimeError: as `convert_to_float8_training`.
     """
     modules = dict(module.named_modules())
@@ -137,24 +137,13 @@ def convert_layers(
             raise ValueError(f"layer_recipes: {name!r} is not a linear, or experts, of this {type(module).__name__}")
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
+    if serving is not None:
+        configs = {recipe: serving_config(serving, config) for recipe, config in configs.items()}
     decide_unlisted = module_filter_fn if serving is None else make_serving_filter(module, serving, module_filter_fn)
-    for recipe, config in configs.items():
-        admits = _make_filter(recipes, recipe, module_filter_fn, decide_unlisted)
-        convert_to_float8_training(
-            module, config=config, serving=serving, module_filter_fn=admits, include_subclasses=include_subclasses
-        )
-    return module
 
-
-def _make_filter(
-    recipes: LayerRecipes, recipe: str, decide_listed: ModuleFilter | None, decide_unlisted: ModuleFilter | None
-) -> ModuleFilter:
-    def admits(module: nn.Module, name: str) -> bool | FilterDecision:
-        own = recipes.of(name)
-        if own == HIGH_PRECISION:
+    def admits(layer: nn.Module, name: str) -> FilterDecision:
+        if recipes.of(name) == HIGH_PRECISION:
             return FilterDecision(False, "layer_recipes: high precision")
-        module_filter_fn = decide_listed if name in recipes.layers else decide_unlisted
-        decision = decide(module_filter_fn, module, name)
-        return decision if own == recipe or not decision else FilterDecision(False, f"layer_recipes: {own}")
+        return decide(module_filter_fn if name in recipes.layers else decide_unlisted, layer, name)
 
-    return admits
+    return convert_by_name(module, lambda name: configs[recipes.of(name)], serving, admits, include_subclasses)

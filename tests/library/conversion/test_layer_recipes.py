@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quaver import Float8Linear, LayerRecipes, conversion_report
+from quaver import Float8Linear, LayerRecipes, conversion_report, convert_to_float8_training
 from quaver.conversion.layer_recipes import convert_layers
 
 
@@ -65,3 +65,10 @@ def test_a_name_that_is_no_layer_is_refused_before_any_is_converted(name):
     with pytest.raises(ValueError, match=f"layer_recipes: '{name}' is not a linear, or experts, of this Sequential"):
         convert_layers(plain, LayerRecipes("tensorwise", {name: "high_precision"}))
     assert set(get_recipes(plain).values()) == {"high_precision"}
+
+
+def test_an_error_of_one_recipe_leaves_the_layers_of_all_unchanged():
+    model = convert_to_float8_training(build_model(), config="mxfp8", module_filter_fn=lambda _, name: name == "2")
+    with pytest.raises(ValueError, match="2 is already converted with mxfp8, asked for blockwise; filter it out"):
+        convert_layers(model, LayerRecipes("tensorwise", {"1": "rowwise", "2": "blockwise"}))
+    assert [*get_recipes(model).values()] == ["high_precision", "high_precision", "mxfp8", "high_precision"]

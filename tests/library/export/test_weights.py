@@ -222,7 +222,7 @@ def test_a_recipe_is_for_layers_that_a_filter_admits_and_a_format_holds():
     ):
         with pytest.raises(error, match=message):
             iter_float8_weights(model, **options)
-    with pytest.raises(ValueError, match="already converted, with another config"):
+    with pytest.raises(ValueError, match="already converted with"):
         iter_float8_weights(tiny("rowwise"), recipe="tensorwise")
     model[0].weight.data[0, 0] = 1e5
     with pytest.raises(ValueError, match=r"0\.weight has an inf"):
