@@ -7,7 +7,6 @@ all-gather that finds no scales computes the scales of every sibling that lacks 
 
 from __future__ import annotations
 
-import functools
 import logging
 import typing
 import weakref
@@ -27,6 +26,7 @@ from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_r
 from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
+from quaver.runtime.once import log_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     Call it on every rank after `optimizer.step()`. It is optional: otherwise the first all-gather of the next step
     computes the scales and has to wait for them. A scale is valid until its weight is written to by an optimizer, by
     `load_state_dict` or by any other op on the parameter. Weights with a known delayed or static scale are
-    skipped. If no config under `module` sets `enable_fsdp_float8_all_gather`, a message says so once.
+    skipped. If no config under `module` sets `enable_fsdp_float8_all_gather`, the log says so once for each `module`.
 
     The number of collectives does not depend on the number of weights. There is one all-reduce over the ranks that
     shard the weights, for all configs with the same float8 dtype and rounding of scales. With tensor parallelism, it
@@ -196,16 +196,14 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """
     configs = [weight.config for _, weight in weights_under(module)]
     if configs and not any(config.enable_fsdp_float8_all_gather for config in configs):
-        _warn_of_no_all_gather()
+        log_once(
+            logger,
+            module,
+            "no all-gather",
+            "precompute_float8_dynamic_scale_for_fsdp has nothing to compute: no config of this model has "
+            "enable_fsdp_float8_all_gather, so FSDP2 gathers its weights in high precision",
+        )
     precompute_scales(module)
-
-
-@functools.cache
-def _warn_of_no_all_gather() -> None:
-    logger.warning(
-        "precompute_float8_dynamic_scale_for_fsdp has nothing to compute: no config of this model has "
-        "enable_fsdp_float8_all_gather, so FSDP2 gathers its weights in high precision"
-    )
 
 
 def precompute_scales(module: nn.Module) -> None:

@@ -7,9 +7,9 @@ of torch.optim.Optimizer; docs/design/0014-optimizer-states.md says why.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import typing
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -33,17 +33,20 @@ from quaver.optim.state import (
     make_state,
     move_state,
     read_moments,
+    update_master,
 )
 from quaver.runtime.devices import is_capturing
+from quaver.runtime.once import log_once
 from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import get_local_tensor, wait_for_local_tensor
 from quaver.torch_private.optimizer import load_with_hooks
+from quaver.torch_private.versions import get_version
 
 logger = logging.getLogger(__name__)
 
 _LARGE_VECTOR = 1 << 16
-"""Vectors with at least this many elements get a warning that their moments stay in float32."""
+"""The log says that the moments of vectors with at least this many elements stay in float32."""
 
 STATE_VERSION = 1
 """Version of the state's names, shapes and random bits; every param group carries it."""
@@ -71,7 +74,9 @@ class Float8Optimizer(Optimizer):
         self._skipped: dict[torch.device, Tensor] = {}
         """The number of skipped parts by device, which the kernels of a step increment."""
         self._warned = 0
-        """How many skipped parts of a CPU the log has reported."""
+        """How many skipped parts of a CPU warnings have reported."""
+        self._versions: dict[Tensor, int] = {}
+        """The versions of parameters with a master after their last step. Copies of an optimizer begin without."""
         super().__init__(params, {**defaults, "state_version": STATE_VERSION})
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -97,7 +102,8 @@ class Float8Optimizer(Optimizer):
         """Make one step of all parameters that have gradients.
 
         Raises:
-            ValueError: a gradient is sparse, or its placements differ from its parameter's. No parameter changes.
+            ValueError: a gradient is sparse, its placements differ from its parameter's, or a param group asks for
+                another state than its parameters have since their first step. No parameter changes.
             RuntimeError: a CUDA graph is being captured.
         """
         if is_capturing():
@@ -112,6 +118,8 @@ class Float8Optimizer(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 check_gradient(parameter)  # before any step is counted
+                if parameter.grad is not None and (state := self.state.get(parameter)):
+                    check_state(parameter, state, group)
         position = 0  # counts parameters without a gradient, so that random bits do not depend on them
         for group in self.param_groups:
             steps = []
@@ -123,6 +131,8 @@ class Float8Optimizer(Optimizer):
             self._step_group(group, steps)
             for parameter, _, _ in steps:
                 _write_to_empty_shard(parameter)
+                if "master" in self.state[parameter]:
+                    self._versions[parameter] = get_version(get_local_tensor(parameter))
         self._report_skipped()
         return loss
 
@@ -131,13 +141,22 @@ class Float8Optimizer(Optimizer):
         self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def _count_step(self, parameter: Tensor, group: dict[str, Any]) -> int:
-        """Count a step of a parameter and return its number. The first step creates the parameter's state."""
+        """Count a step of a parameter and return its number. The first step creates the parameter's state.
+
+        A write to the parameter since the last step, such as `load_state_dict`, is copied into its master.
+        """
         if not self.state[parameter]:
             if "float8" in [group[moment] for moment in get_layout(parameter, group).moments]:
-                _warn_of_float32(self.parameter_names.get(id(parameter), "a parameter"), parameter)
+                self._log_float32(parameter)
             self.state[parameter].update(make_state(parameter, group))
+        elif "master" in self.state[parameter] and self._is_written(parameter):
+            update_master(parameter, self.state[parameter]["master"])
         self.state[parameter]["step"] += 1
         return int(self.state[parameter]["step"].item())
+
+    def _is_written(self, parameter: Tensor) -> bool:
+        """Return whether a parameter was written to since its last step, or that is unknown."""
+        return self._versions.get(parameter) != get_version(get_local_tensor(parameter))
 
     def _get_counter(self, device: torch.device) -> Tensor:
         if device not in self._skipped:
@@ -149,19 +168,38 @@ class Float8Optimizer(Optimizer):
         return sum(int(count) for count in self._skipped.values())
 
     def _report_skipped(self) -> None:
-        """Log how many parts this step skipped. On a GPU log nothing, because reading the counter synchronizes."""
+        """Warn how many parts this step skipped. On a GPU say nothing, because reading the counter synchronizes."""
         counter = self._skipped.get(torch.device("cpu"))
         if counter is None or fake_mode_is_on() or int(counter) == self._warned:
             return
         count, self._warned = int(counter) - self._warned, int(counter)
-        logger.warning(
-            "gradients are not finite in %d %s: their parameters and moments are unchanged", count, self.skipped_noun
+        warnings.warn(
+            f"gradients are not finite in {count} {self.skipped_noun}: their parameters and moments are unchanged",
+            RuntimeWarning,
+            stacklevel=2,
         )
+
+    def _log_float32(self, parameter: Tensor) -> None:
+        """Log why requested float8 moments are float32, unless float8 would save little."""
+        if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
+            log_once(
+                logger,
+                self,
+                "vectors",
+                "moments of vectors stay in float32, 4 bytes per element each, and this model has vectors of %d "
+                "elements or more; FSDP1 flattens parameters: use fully_shard (FSDP2)",
+                _LARGE_VECTOR,
+            )
+        elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
+            if has_process_group() and dist.get_rank():
+                return  # the first rank says it for all
+            name = self.parameter_names.get(id(parameter), "a parameter")
+            logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer bit-exactly, or one of torch's optimizer with its moments rounded.
 
-        A run that used torch's optimizer may resume with this one. A warning says that moments were rounded.
+        A run that used torch's optimizer may resume with this one. The log says that moments were rounded.
 
         Raises:
             ValueError: the state dict has another version or belongs to another optimizer, or a tensor has another
@@ -171,6 +209,7 @@ class Float8Optimizer(Optimizer):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
+        self._versions.clear()
         if any("state_version" in group for group in state_dict["param_groups"]):
             self._load_own_state_dict(state_dict)
             return
@@ -186,9 +225,7 @@ class Float8Optimizer(Optimizer):
         """Load a state dict of this optimizer bit-exactly: check everything, then replace states and param groups."""
         groups = fill_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
-        own_counts, loaded_counts = ([len(group["params"]) for group in sides] for sides in (self.param_groups, groups))
-        if own_counts != loaded_counts:
-            raise ValueError(f"expected a state dict with param groups of {own_counts} parameters, got {loaded_counts}")
+        self._check_counts(groups)
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         loaded_groups = []
         for own_group, group in zip(self.param_groups, groups, strict=True):
@@ -211,6 +248,11 @@ class Float8Optimizer(Optimizer):
             # torch's Optimizer.__setstate__ adds "differentiable" to defaults
             if missing := sorted(self.defaults.keys() - group.keys() - {"differentiable"}):
                 raise ValueError(f"expected a state dict of {name}, got one without {', '.join(missing)}")
+
+    def _check_counts(self, groups: list[dict[str, Any]]) -> None:
+        own_counts, loaded_counts = ([len(group["params"]) for group in sides] for sides in (self.param_groups, groups))
+        if own_counts != loaded_counts:
+            raise ValueError(f"expected a state dict with param groups of {own_counts} parameters, got {loaded_counts}")
 
     def _make_torch_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch's optimizer, with moments in float32."""
@@ -237,13 +279,10 @@ class Float8Optimizer(Optimizer):
         """Load a state dict of torch's optimizer and round its moments. Options that it lacks do not change.
 
         Raises:
-            ValueError: the algorithm differs, a moment is missing, or its shape differs from its parameter's.
+            ValueError: the algorithm or the param groups differ, a moment is missing, or its shape differs from its
+                parameter's.
         """
-        torch_name = self.torch_optimizer.__name__
-        if [len(group["params"]) for group in self.param_groups] != [
-            len(group["params"]) for group in state_dict["param_groups"]
-        ]:
-            raise ValueError(f"expected an {torch_name} state dict with the param groups of this optimizer, got others")
+        self._check_counts(state_dict["param_groups"])
         for loaded in state_dict["param_groups"]:
             check_same_algorithm(loaded)
         shared = self.defaults.keys() & self._get_torch_defaults().keys()
@@ -258,7 +297,7 @@ class Float8Optimizer(Optimizer):
             group.update({name: loaded[name] for name in shared if name in loaded})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_skipped": self._skipped, "_warned": self._warned}
+        return {**super().__getstate__(), "_skipped": self._skipped, "_warned": self._warned, "_versions": {}}
 
 
 def _write_to_empty_shard(parameter: Tensor) -> None:
@@ -287,22 +326,3 @@ def check_gradient(parameter: Tensor) -> None:
             f"expected a dense gradient with its parameter's placements {placements[0]}, got {grad.layout} with "
             f"{placements[1]}; redistribute it before step()"
         )
-
-
-def _warn_of_float32(name: str, parameter: Tensor) -> None:
-    """Warn why requested float8 moments are float32, unless float8 would save little."""
-    if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
-        _warn_of_vectors()
-    elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
-        if has_process_group() and dist.get_rank():
-            return  # the first rank says it for all
-        logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
-
-
-@functools.cache
-def _warn_of_vectors() -> None:
-    logger.warning(
-        "moments of vectors stay in float32, 4 bytes per element each, and this model has vectors of %d elements or "
-        "more; FSDP1 flattens parameters: use fully_shard (FSDP2)",
-        _LARGE_VECTOR,
-    )

@@ -118,6 +118,12 @@ def make_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     return state
 
 
+def update_master(parameter: Tensor, master: Tensor) -> None:
+    """Copy a parameter into its master, except for elements that are the rounded master already."""
+    local, local_master = get_local_tensor(parameter).detach(), get_local_tensor(master)
+    local_master.copy_(torch.where(local_master.to(local.dtype) == local, local_master, local.float()))
+
+
 def wrap_local(parameter: Tensor, local: Tensor, shape: tuple[int, ...], *, is_scale: bool = False) -> Tensor:
     """Wrap `local` in a DTensor of this shape, placed like `parameter` or its scales, if the parameter is a DTensor."""
     if not isinstance(parameter, DTensor):
@@ -222,7 +228,7 @@ def get_row_scales(parameter: Tensor, state: dict[str, Tensor], group: dict[str,
 
 
 def check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Raise ValueError unless a saved state has the tensors that a param group's options ask for."""
+    """Raise ValueError unless a state has the tensors that a param group's options ask for."""
     expected = get_layout(parameter, group).tensors
     for name, (shape, dtype) in expected.items():
         value = state.get(name)
@@ -230,7 +236,7 @@ def check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any])
             given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
             raise ValueError(
                 f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {given}; "
-                "make the optimizer with the options and the parameters that saved it"
+                "the options and the parameters must be those that made it"
             )
 
 

@@ -82,18 +82,18 @@ def test_matrices_in_parts_have_the_same_bits(monkeypatch):
     assert_same_states(train(), whole)
 
 
-def test_a_matrix_whose_gradient_is_not_finite_stays_and_is_reported(caplog):
+def test_a_matrix_whose_gradient_is_not_finite_stays_and_is_reported():
     parameters, optimizer = train(steps=1)
     before, old_state = copy.deepcopy((parameters, optimizer.state_dict()["state"][0]))
     give_gradients(parameters, 1)
     parameters[0].grad[3, 250] = torch.inf
-    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="gradients are not finite in 1 matrices"):
+        optimizer.step()
     state = optimizer.state_dict()["state"][0]
     assert state.pop("step") == old_state.pop("step") + 1
     assert_same((parameters[0], state), (before[0], old_state))
     assert not (parameters[1] == before[1]).all()
     assert optimizer.skipped_parameters == 1
-    assert "gradients are not finite in 1 matrices" in caplog.text
 
 
 def test_states_of_muon_are_converted_in_both_directions():
