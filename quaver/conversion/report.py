@@ -182,7 +182,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     notes = [note for config in configs for note in _iter_notes(config)]
     for child in running:
         if isinstance(child, Float8Experts) and child.dispatcher is not None:
-            notes.append(child.dispatcher.note(child))
+            notes.append(child.dispatcher.describe_precision(child))
     if experts.unknown:
         notes.append(
             f"the number of experts in {join_names(experts.unknown)} that a token uses is unknown, so the FLOP share "

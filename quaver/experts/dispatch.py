@@ -49,7 +49,7 @@ class Dispatcher(Protocol):
             call: a description on which the ranks must agree.
         """
 
-    def note(self, experts: nn.Module) -> str:
+    def describe_precision(self, experts: nn.Module) -> str:
         """Return a sentence for reports: in which precision training sends tokens and gradients to these experts."""
 
     def to_local(self, parameter: Tensor) -> Tensor:

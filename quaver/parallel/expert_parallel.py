@@ -26,8 +26,8 @@ them. So results and gradients are bit-identical to that process, and nothing is
 
 from __future__ import annotations
 
-import logging
 import typing
+import warnings
 import zlib
 
 import torch
@@ -53,8 +53,6 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree
 from quaver.runtime.collectives import all_gather, all_to_all, max_over_ranks
-
-logger = logging.getLogger(__name__)
 
 
 class TokenDispatch:
@@ -158,7 +156,7 @@ class ExpertDispatcher:
     def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> TokenDispatch:
         """See `Dispatcher`. Raises RuntimeError on every rank if ranks disagree about `call`.
 
-        The first call that records gradients logs a WARNING if all ranks have the same tokens.
+        The first call that records gradients warns if all ranks have the same tokens.
         """
         group = self.mesh.get_group()
         counts, numbers = self.exchange_counts(ends, call)
@@ -171,16 +169,15 @@ class ExpertDispatcher:
         return TokenDispatch(len(tokens), ends, counts, sent, received, group, self.grad_weight_from_codes)
 
     def _warn_of_equal_tokens(self, tokens: Tensor, group: ProcessGroup) -> None:
-        """Compare the number and the norm of the tokens of all ranks."""
+        """Warn on the first rank if the tokens of all ranks have the same number and norm. A collective."""
         norm = torch.linalg.vector_norm(tokens.detach(), dtype=torch.float32)
         figures = all_gather(torch.stack([norm, norm.new_tensor(len(tokens))]).view(1, 2), 0, group)
         if len(tokens) and figures.equal(figures[:1].expand_as(figures)) and group.rank() == 0:
-            logger.warning(
-                "all %d ranks of expert parallelism have the same tokens, so the gradients of the experts' weights are "
-                "%d times those of one rank's loss. The ranks of tensor parallelism have the same tokens: give each "
-                "rank its part of them (sequence parallelism), or leave the experts whole",
-                self.ranks,
-                self.ranks,
+            warnings.warn(
+                f"all {self.ranks} ranks of expert parallelism have the same tokens, so the gradients of the experts' "
+                f"weights are {self.ranks} times those of one rank's loss. The ranks of tensor parallelism have the "
+                "same tokens: give each rank its part of them (sequence parallelism), or leave the experts whole",
+                stacklevel=2,
             )
 
     def exchange_counts(self, ends: Tensor, call: str) -> tuple[Tensor, Tensor]:
@@ -198,7 +195,8 @@ class ExpertDispatcher:
         counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest
         return counts, torch.stack([own_counts.sum(1), counts.sum(1), differences])
 
-    def note(self, experts: nn.Module) -> str:
+    def describe_precision(self, experts: nn.Module) -> str:
+        """See `Dispatcher`."""
         config: Float8LinearConfig | None = getattr(experts, "float8_config", None)
         trains_first, trains_last = (weight.requires_grad for weight in get_expert_weights(experts).values())
         are_codes = [False, False]
@@ -226,7 +224,7 @@ class Float8ExpertParallel(ParallelStyle):
     """Splits the experts of a `Float8Experts` over a mesh whose ranks have different tokens.
 
     If all ranks have the same tokens, as under tensor parallelism without sequence parallelism, each expert computes a
-    token once for each rank, and its gradient is their sum: the first step logs a WARNING. It also splits
+    token once for each rank, and its gradient is their sum: the first step warns. It also splits
     `RoutedExperts` in high precision. Parameters become DTensors in `Shard(0)`, and a state_dict has all experts. Every
     rank must call the experts and run their backward in each step, even without tokens. Results and gradients are
     bit-identical to one process with the tokens of all ranks and the sum of the ranks' losses. A norm after the experts

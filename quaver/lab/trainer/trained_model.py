@@ -168,7 +168,7 @@ class TrainedModel:
         after a step that training.compile compiled nothing.
         """
         split = [(experts, experts.dispatcher) for experts in self._experts if experts.dispatcher is not None]
-        notes = list(dict.fromkeys(dispatcher.note(experts) for experts, dispatcher in split))
+        notes = list(dict.fromkeys(dispatcher.describe_precision(experts) for experts, dispatcher in split))
         training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather
         is_rounded = training.dtype != training.mixed_precision_param and not gathered
         is_sharded = any(isinstance(module, FSDPModule) for module in self.model.modules())
