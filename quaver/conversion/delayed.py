@@ -248,6 +248,18 @@ def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
     return Float8ScalingState(model)
 
 
+def load_checkpoint_scales(scales: Float8ScalingState, saved: dict[str, Any], source: str) -> None:
+    """Load what a trainer's checkpoint has of `scales`. Without an entry they stay, and the log says so."""
+    if scales and not saved:
+        logger.warning(
+            "float8: %s has no persistent scales: the model keeps those that it has, and a tensor without one is "
+            "scaled dynamically until the first sync",
+            source,
+        )
+    elif scales:
+        scales.load_state_dict(saved)
+
+
 def _describe_scaling(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
     is_dynamic = not scale > 0
     if amax < 0:

@@ -27,7 +27,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
-from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.conversion.delayed import (
+    float8_scaling_state,
+    load_checkpoint_scales,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.fsdp.siblings import precompute_scales
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import FILE_NAME
@@ -117,14 +121,20 @@ class Float8Precision(_PrecisionPlugin, _TrainerPrecision):
     """The plugin of Lightning's Trainer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the persistent scales, for Lightning's checkpoint."""
+        """Return the persistent scales of the last converted module, whose weights the Trainer's checkpoint holds."""
         modules = self._list_modules()
         return {**float8_scaling_state(modules[-1]).state_dict()} if modules else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         modules = self._list_modules()
-        if modules and state_dict:
-            float8_scaling_state(modules[-1]).load_state_dict(state_dict)
+        if modules:
+            load_checkpoint_scales(float8_scaling_state(modules[-1]), state_dict, "the checkpoint")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Log that a checkpoint has no scales. Lightning then does not call `load_state_dict`."""
+        super().on_load_checkpoint(checkpoint)
+        if type(self).__qualname__ not in checkpoint:
+            self.load_state_dict({})
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:
         result = super().optimizer_step(optimizer, model, closure, **options)

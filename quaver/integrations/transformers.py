@@ -25,7 +25,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from quaver.conversion.check import assert_float8_training
-from quaver.conversion.delayed import Float8ScalingState, float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.conversion.delayed import (
+    Float8ScalingState,
+    float8_scaling_state,
+    load_checkpoint_scales,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.conversion.report import conversion_report
 from quaver.fsdp.siblings import precompute_scales
 from quaver.integrations.transformers_convert import prepare_model_for_float8
@@ -162,14 +167,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         last = saved[-1] if isinstance(saved, list) else saved
         entries = last.get(_SCALES, {})
         scales = {name: torch.tensor(entry, dtype=torch.float32, device="cpu") for name, entry in entries.items()}
-        if self._scales and not scales:
-            logger.warning(
-                "float8: %s has no persistent scales: the model keeps those that it has, and a tensor without one is "
-                "scaled dynamically until the first sync",
-                source,
-            )
-        elif self._scales:
-            self._scales.load_state_dict(scales)
+        if self._scales is not None:
+            load_checkpoint_scales(self._scales, scales, source)
 
     def _close_monitor(self) -> None:
         if self._monitor is not None:

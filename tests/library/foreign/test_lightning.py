@@ -140,6 +140,15 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     assert resumed.losses == by_hand(only=[0])
 
 
+def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
+    run = trainer(tmp_path, 2, limit_train_batches=2)
+    run.fit(Module(None, False), batches())
+    again = trainer(tmp_path / "again", 3, limit_train_batches=2, plugins=[plugin("delayed")])
+    again.fit(Module(None, False), batches(), ckpt_path=run.checkpoint_callback.best_model_path)
+    assert again.global_step == 3
+    assert "float8: the checkpoint has no persistent scales" in caplog.text
+
+
 def test_a_monitor_samples_optimizer_steps(tmp_path):
     module, options = Module("rowwise", False), {"accumulate_grad_batches": 2, "val_check_interval": 1}
     module.model = llama("rowwise", layers=1)
