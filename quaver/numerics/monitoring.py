@@ -87,6 +87,8 @@ class _Outcome(enum.IntEnum):
 class Monitor:
     """Samples the numerics of a model's float8 linears and experts until it is closed, as at the end of a `with`.
 
+    Until then it keeps the model alive. `Monitor.find(model)` returns a monitor that the program no longer holds.
+
     Args:
         model: a converted model, wrapped or not. Every rank makes a monitor, in the same order and with equal options.
         every: sample step 1 and every multiple of this.
@@ -156,6 +158,12 @@ class Monitor:
         if not steps_by_hand:
             self._hook = register_optimizer_step_post_hook(self._after_optimizer)
 
+    @staticmethod
+    def find(model: nn.Module) -> Monitor | None:
+        """Return the open monitor of a weight of `model`, or None."""
+        probes = (probe for _, weight in weights_under(model) for probe in (weight.module.probes or {}).values())
+        return next((probe.monitor for probe in probes if isinstance(probe, Probe)), None)
+
     def _start(self, model: nn.Module, sink: AnySink) -> BaseException | None:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
@@ -164,10 +172,12 @@ class Monitor:
             if not weights:
                 raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
             if any(_is_watched(weight) for weight in weights.values()):
-                raise RuntimeError("another monitor watches this model; close it first")
+                raise RuntimeError(
+                    "another monitor watches this model; close it first: quaver.monitor.find(model).close()"
+                )
             self._weights = weights
             for name, weight in weights.items():
-                self._probes[name] = _attach_probe(weight, self._sampling.assign_number())
+                self._probes[name] = _attach_probe(self, weight, self._sampling.assign_number())
             self._describe_tensors(self.completed_steps + 1)
             self._sink = make_sink(sink) if self._is_first else None
             if self._sink is not None:
@@ -436,11 +446,11 @@ def _is_split(weight: ModuleWeight) -> bool:
     return (module.sharding if isinstance(module, Float8Linear) else module.dispatcher) is not None
 
 
-def _attach_probe(weight: ModuleWeight, number: int) -> Probe:
-    module, probe = weight.module, Probe(number, weight, weight.parameter.device)
+def _attach_probe(monitor: Monitor, weight: ModuleWeight, number: int) -> Probe:
+    module, probe = weight.module, Probe(number, weight, weight.parameter.device, monitor)
     module.probes = {**(module.probes or {}), weight.name: probe}
     return probe
 
 
 monitor = Monitor
-"""`Monitor`, as quaver exports it."""
+"""`Monitor` for a `with` statement: lower case, like the class torch.no_grad."""

@@ -87,13 +87,14 @@ class Probe:
         forward, backward: the slots, in the order of `FORWARD` and `BACKWARD`.
         number: int64 () on the CPU, which identifies the weight (`Sampling.assign_number`).
         weight: the weight, whose module's config may change between steps (`set_high_precision_matmuls`).
+        monitor: the `Monitor` that attached the probe.
     """
 
-    def __init__(self, number: int, weight: ModuleWeight, device: torch.device) -> None:
+    def __init__(self, number: int, weight: ModuleWeight, device: torch.device, monitor: Any = None) -> None:
         self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
-        self.weight = weight
+        self.weight, self.monitor = weight, monitor
 
     def get_slot(self, site: Site) -> Tensor:
         """Return the slot of a site, [WIDTH]. Forward and backward are merged."""

@@ -459,8 +459,13 @@ def test_a_model_without_float8_and_a_second_monitor_are_refused():
     with pytest.raises(ValueError, match="no float8 linears|got none"):
         monitor(nn.Linear(4, 4))
     model = make()
-    with monitor(model), pytest.raises(RuntimeError, match="another monitor watches this model"):
+    assert monitor.find(model) is None
+    monitor(model)
+    with pytest.raises(
+        RuntimeError, match=r"another monitor watches this model; .* quaver.monitor.find\(model\).close"
+    ):
         monitor(model)
+    monitor.find(model).close()
     with monitor(Float8Linear(16, 16)):
         pass
 
