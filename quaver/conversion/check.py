@@ -45,13 +45,17 @@ def assert_float8_training(
         require_native: whether all float8 linears and experts must have multiplied on float8 units in their last
             forward, eager or compiled (`Float8Linear.backend`). A CPU has no float8 units and multiplies exactly.
     Raises:
-        RuntimeError: the model does not train as it was converted. The message has a line for each problem. No linear
-            is in float8, or torchao converted some. Of a float8 linear or experts, the conversion is unfinished, the
-            config computes all matmuls in high precision, or the weight was deleted, requires no gradient or is not in
-            the optimizer. It did not run while others trained, or not after its forward was replaced. The optimizer
-            holds a parameter twice, or parameters of another model. Weights changed between forwards without a sync of
-            the delayed scales, which is not checked for weights that FSDP2 gathers. With `require_native`, float8
-            matmuls ran exactly or not at all.
+        RuntimeError: the model does not train as it was converted. The message has a line for each of these problems:
+
+            - No linear is in float8, or torchao converted some.
+            - The conversion of a float8 linear or experts is unfinished.
+            - The config of a layer computes all its matmuls in high precision.
+            - The weight of a layer was deleted, requires no gradient or is not in the optimizer.
+            - A layer did not run while others trained, or has not run since its forward was replaced.
+            - The optimizer holds a parameter twice, or parameters of another model.
+            - Weights changed between forwards without a sync of the delayed scales. This is not checked for weights
+              that FSDP2 gathers.
+            - With `require_native`, a layer multiplied exactly in its last forward, or has not run.
 
     A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Of
     compiled code only the backends are checked.

@@ -59,7 +59,7 @@ def make_scope_error(weight: Tensor, how: str) -> RuntimeError:
     """Make the error for a weight that was "changed", "replaced" or "given another config" (`how`)."""
     return RuntimeError(
         f"a weight of shape {list(weight.shape)} was {how} inside cast_weights_once; "
-        "leave the scope before you change weights"
+        "leave the scope before you change weights or pass others to torch.func.functional_call"
     )
 
 
