@@ -1,34 +1,117 @@
-"""Files that commands write: whether one can be written, and results as JSON."""
+"""Files that commands write: checked before the work starts, and replaced as a whole at its end."""
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from quaver.export.folders import NotWrittenError
+from quaver.lab.runs.run_folder import CONFIG_TOML, RUN_FILES
 from quaver.runtime.errors import InputError
+from quaver.runtime.files import replace_file
+
+_BEGINNINGS = {
+    "JSON result": re.compile(rb'\{\s*"(environment|benchmark)"'),
+    "HTML page": re.compile(rb"<!doctype html>"),
+    "PNG picture": re.compile(rb"\x89PNG\r\n"),
+    "TOML file": re.compile(rb""),  # each command refuses one that exists
+}
+"""How the files of each kind begin that commands write, so that a config or a text is not taken for one of them."""
 
 
-def check_writable(path: Path, option: str = "--output") -> None:
-    """Check that `path` can be written, so that a measurement is not lost at its end.
+class Output(NamedTuple):
+    """A file that a command will write, the option that names it, and its kind, a key of `_BEGINNINGS`."""
+
+    path: Path
+    option: str = "--output"
+    kind: str = "JSON result"
+
+
+def check_outputs(*outputs: Output) -> None:
+    """Check that a command can write its outputs, so that a measurement is not lost at its end, and loses no file.
 
     The check changes nothing on the disk, so a command whose arguments are refused later has written nothing.
 
-    Args:
-        option: the setting that gave the path, for the error.
     Raises:
-        InputError: it cannot be written.
+        InputError: an output cannot be written, is another output too, or would replace a file of a run or one that is
+            no earlier output of its kind.
     """
-    if path.is_dir():
-        raise InputError(f"{option} must be a file to write, got the folder {path}")
-    target = Path(os.path.realpath(path))  # of a symlink, whether or not it exists
-    nearest = next(existing for existing in (target, *target.parents) if existing.exists())
-    is_below_a_file = nearest != target and not nearest.is_dir()
-    if is_below_a_file or not os.access(nearest, os.W_OK):
-        reason = "is not a folder" if is_below_a_file else "is not writable"
-        raise InputError(f"{option}: cannot write {path}: {nearest} {reason}")
+    targets: set[Path] = set()
+    for path, option, kind in outputs:
+        if path.is_dir():
+            raise InputError(f"{option} must be a file to write, got the folder {path}")
+        if _is_device(path):
+            _check_access(path, path, option)
+            continue
+        target = _resolve(path)
+        _check_folder(target.parent, path, option)
+        if target in targets:
+            raise InputError(f"{option} must be a file that no other option names, got {str(path)!r}")
+        targets.add(target)
+        if target.exists():
+            _check_replaceable(target, option, kind)
+
+
+def check_output_folder(path: Path, option: str) -> None:
+    """Check that a command can write files into the folder `path`, or make it. Raises InputError."""
+    _check_folder(Path(os.path.realpath(path)), path, option)
+
+
+@contextmanager
+def replace_output(path: Path, option: str = "--output") -> Iterator[Path]:
+    """Make the folder of `path`, and yield the path where the block writes the file; see `replace_file`.
+
+    A device such as /dev/null is written in place.
+
+    Raises:
+        NotWrittenError: an OSError of the block or of the replacement; the message names `option` and `path`.
+    """
+    try:
+        if _is_device(path):
+            yield path
+            return
+        target = _resolve(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(target) as partial:
+            yield partial
+    except OSError as error:
+        raise NotWrittenError(f"{option}: cannot write {path}: {error.strerror or error}") from error
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    """Write a result as JSON with `replace_output`."""
+    with replace_output(path) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
+def _resolve(path: Path) -> Path:
+    """Return the file behind `path`, which may be a symlink, whether or not it exists."""
+    return Path(os.path.realpath(path))
+
+
+def _check_folder(folder: Path, path: Path, option: str) -> None:
+    nearest = next(existing for existing in (folder, *folder.parents) if existing.exists())
+    if not nearest.is_dir():
+        raise InputError(f"{option}: cannot write {path}: {nearest} is not a folder")
+    _check_access(nearest, path, option)
+
+
+def _check_access(nearest: Path, path: Path, option: str) -> None:
+    if not os.access(nearest, os.W_OK):
+        raise InputError(f"{option}: cannot write {path}: {nearest} is not writable")
+
+
+def _check_replaceable(target: Path, option: str, kind: str) -> None:
+    if target.name in RUN_FILES and (target.parent / CONFIG_TOML).exists():
+        raise InputError(f"{option}: {target} is a file of a run; give another file")
+    with target.open("rb") as file:
+        beginning = file.read(64)
+    if beginning and not _BEGINNINGS[kind].match(beginning):
+        raise InputError(f"{option}: {target} exists and is no {kind} of quaver; give another file or remove it")

@@ -17,7 +17,7 @@ from annotated_types import Ge, Le
 
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape, parse_shapes
-from quaver.lab.output_file import check_writable
+from quaver.lab.output_file import Output, check_outputs
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.float8 import RECIPES
@@ -71,11 +71,11 @@ class BenchOptions(Settings):
         """Set the number of CPU threads, after checking the device and the output.
 
         Raises:
-            InputError: the output cannot be written.
+            InputError: `check_outputs` refuses the output.
             MissingDeviceError: this machine has no such device.
         """
         resolve_device(self.device)
-        check_writable(self.result_file)
+        check_outputs(Output(self.result_file))
         if self.threads:
             torch.set_num_threads(self.threads)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.bench.roofline_layers import ExpertGroup, LinearGroup, ModelLayers
-from quaver.lab.output_file import write_json
+from quaver.lab.output_file import replace_output, write_json
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, predict_linear_cost
@@ -94,10 +94,10 @@ class Roofline:
     totals: tuple[Total, ...]
 
     def write(self, folder: Path) -> list[Path]:
-        """Write roofline.csv and roofline.json, and return them."""
+        """Write roofline.csv and roofline.json into `folder`, and return them. Raises NotWrittenError."""
         table, summary = folder / "roofline.csv", folder / "roofline.json"
         rows = [_make_csv_row(layer) for layer in self.layers]
-        with table.open("w", encoding="utf-8", newline="") as file:
+        with replace_output(table) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from quaver.export.folders import NO_ROOM
+from quaver.export.folders import NO_ROOM, NotWrittenError
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
 from quaver.lab.terminal.progress import show_progress
@@ -34,7 +34,8 @@ TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tom
 def main(argv: list[str] | None = None) -> int:
     """Run `quaver VERB ...` and return its exit code.
 
-    0 done, 2 bad input or too little memory, 4 a full disk, 130 Ctrl-C, 141 a closed pipe; verbs add others.
+    0 done, 2 bad input or too little memory, 4 a result that cannot be written, 130 Ctrl-C, 141 a closed pipe; verbs
+    add others.
 
     Args:
         argv: the words after the program's name; None reads sys.argv.
@@ -78,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except NotWrittenError as error:
+        print_error(error)
+        return EXIT_NOT_WRITTEN
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise

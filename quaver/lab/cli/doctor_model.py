@@ -20,7 +20,7 @@ from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.cli.doctor_sums import iter_sum_views, make_sums_dict
 from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey
 from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
-from quaver.lab.output_file import check_writable
+from quaver.lab.output_file import Output, check_outputs, replace_output
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.float8 import make_linear_config
@@ -66,7 +66,7 @@ def survey_model(path: str, options: DoctorOptions) -> Survey:
     if out is not None and out.exists():
         raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
     if out is not None:
-        check_writable(out, "--out")
+        check_outputs(Output(out, "--out", "TOML file"))
     opened = open_surveyed(Path(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
     run_recipe = opened.config.float8.recipe_name
     preferred = run_recipe if run_recipe in DYNAMIC_RECIPES else "tensorwise"
@@ -81,8 +81,8 @@ def survey_model(path: str, options: DoctorOptions) -> Survey:
                 f"--budget-db: expected decibels that a linear reaches, got {options.budget_db:g}; nothing would be in "
                 "float8, so --out has nothing to write"
             )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(_format_toml(opened, recipes, options.budget_db), encoding="utf-8")
+        with replace_output(out, "--out") as partial:
+            partial.write_text(_format_toml(opened, recipes, options.budget_db), encoding="utf-8")
     surveyed.sort(key=lambda linear: linear.find_worst(preferred)[1])
     skipped = [linear.name for linear in surveyed if opened.is_skipped(linear.name)]
     sums = [] if options.hardware is None else _survey_sums(opened, recipes, options.hardware)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.run_config import load_run
-from quaver.lab.output_file import check_writable, write_json
+from quaver.lab.output_file import Output, check_outputs, replace_output, write_json
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted import check_counts_for, count_costs
@@ -105,12 +105,13 @@ class PlanOptions(Settings):
             self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
 
     def check_files(self) -> None:
-        """Raise InputError for files that cannot be written."""
-        check_writable(Path(self.output), "--output")
+        """Raise InputError for files that `check_outputs` refuses."""
+        outputs = [Output(Path(self.output))]
         if self.explain is not None:
-            check_writable(Path(self.png), "--png")
+            outputs.append(Output(Path(self.png), "--png", "PNG picture"))
         if self.write is not None:
-            check_writable(Path(self.write), "--write")
+            outputs.append(Output(Path(self.write), "--write", "TOML file"))
+        check_outputs(*outputs)
 
     @property
     def network_gbps(self) -> float:
@@ -356,8 +357,8 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
     if options.explain is not None:
         row = result.rows[options.explain - 1]
         files.append(Path(options.png))
-        files[-1].parent.mkdir(parents=True, exist_ok=True)
-        draw_step(row.timeline, files[-1], title=f"{row.candidate.precision}, {row.candidate.description}")
+        with replace_output(files[-1], "--png") as image:
+            draw_step(row.timeline, image, title=f"{row.candidate.precision}, {row.candidate.description}")
     if options.write is not None:
         row = result.rows[options.row - 1]
         comment = (

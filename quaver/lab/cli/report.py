@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, print_error, report_bad_input
-from quaver.lab.output_file import check_writable
+from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.output_file import Output, check_outputs, replace_output
 from quaver.lab.report.facts import describe_health, list_facts
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
@@ -50,14 +50,10 @@ def run(argv: list[str]) -> int:
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
         page = first / _PAGE if options.html is None else Path(options.html)
-        check_writable(page, "--html")
+        check_outputs(Output(page, "--html", "HTML page"))
     print_views(iter_views(runs, options.top))
-    try:
-        with show_progress(f"writing {page}"):
-            write_report(page, runs)
-    except OSError as error:
-        print_error(f"cannot write {page}: {error.strerror or error}")
-        return EXIT_NOT_WRITTEN
+    with show_progress(f"writing {page}"), replace_output(page, "--html") as partial:
+        write_report(partial, runs)
     print(f"saved {page}")
     return 0
 

@@ -142,4 +142,4 @@ def test_bad_input_is_one_line_and_exit_code_2(words, refused):
 def test_a_full_disk_is_one_line_and_exit_code_4(capsys):
     words = "--device cpu --shapes 16 --rounds 1 --output /dev/full"
     assert main(["bench", "gemm", *words.split()]) == 4
-    assert capsys.readouterr().err == "quaver: error: cannot write the result: No space left on device\n"
+    assert capsys.readouterr().err == "quaver: error: --output: cannot write /dev/full: No space left on device\n"

@@ -12,8 +12,6 @@ from quaver.lab.bench import gemm, harness
 from quaver.lab.bench.harness import Rotation, find_cache_bytes, time_alternating
 from quaver.lab.bench.shapes import Shape, parse_shapes
 from quaver.lab.cli import main
-from quaver.lab.output_file import check_writable
-from quaver.runtime.errors import InputError
 
 CPU = torch.device("cpu")
 
@@ -82,31 +80,6 @@ def test_shapes_that_mean_nothing(text):
         parse_shapes(text, tokens=1)
     with pytest.raises(ValueError, match="matrix .*: expected a size such as 1024, rows x columns .* llama-70b"):
         parse_shapes(text, tokens=1, matrices=True)
-
-
-def test_an_output_is_checked_and_neither_made_nor_changed(tmp_path):
-    path, link = tmp_path / "new" / "x.json", tmp_path / "link.json"
-    link.symlink_to(path)
-    for output in (path, link):
-        check_writable(output)
-    assert list(tmp_path.iterdir()) == [link]
-    path.parent.mkdir()
-    path.write_text("old")
-    os.utime(path, (1, 1))
-    for output in (path, link):
-        check_writable(output)
-    assert (path.read_text(), path.stat().st_mtime) == ("old", 1)
-
-
-def test_an_output_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
-    file = tmp_path / "x.json"
-    file.touch()
-    with pytest.raises(InputError, match=f"^--png: cannot write {file}/a/b: {file} is not a folder$"):
-        check_writable(file / "a" / "b", "--png")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    for path, nearest in ((file, file), (tmp_path / "a" / "b", tmp_path)):
-        with pytest.raises(InputError, match=f"^--output: cannot write {path}: {nearest} is not writable$"):
-            check_writable(path)
 
 
 @pytest.mark.parametrize("finished", [2, 0])

@@ -116,7 +116,7 @@ def test_a_quick_estimate_is_of_a_gpu():
         (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
         (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),
         (["--png", "peak.gif"], "--png must be a file whose name ends with .png, got 'peak.gif'"),
-        (["--html", "runs/memory.json"], "--output must be a file that no other option names, got 'runs/memory.json'"),
+        (["--html", "runs/memory.json"], "--html must be a file that no other option names, got 'runs/memory.json'"),
         (["--links", "--html", "x.html"], "--html must be its default, None, with --links"),
         (["--checkpoint-bandwidth", "1GB"], "--checkpoint-bandwidth must be its default, None, unless --links"),
         (["--links", "--checkpoint-bandwidth", "much"], "--checkpoint-bandwidth must be a size above 0"),

@@ -118,7 +118,8 @@ def test_one_run_under_two_paths_is_given_twice():
 
 def test_a_disk_that_is_full(run, capsys):
     assert main(["report", str(run), "--html", "/dev/full"]) == 4
-    assert capsys.readouterr().err.splitlines()[-1] == "quaver: error: cannot write /dev/full: No space left on device"
+    line = "quaver: error: --html: cannot write /dev/full: No space left on device"
+    assert capsys.readouterr().err.splitlines()[-1] == line
 
 
 def test_headers_with_statistics_that_the_report_does_not_know(tmp_path, run_quaver):

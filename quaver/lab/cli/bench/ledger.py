@@ -1,6 +1,5 @@
 """`quaver bench ledger [options]`: counts what one compiled block does on a GPU, without a GPU."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -35,7 +34,7 @@ from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.shapes import MODEL_NAMES, make_model
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.output_file import check_writable
+from quaver.lab.output_file import Output, check_outputs, replace_output, write_json
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
@@ -83,6 +82,8 @@ class LedgerOptions(Settings):
         self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPUS)}")
         for recipe in self.recipe:
             check_recipe(canonicalize_recipe(recipe), self.device)
+        expected = "a file whose name does not end with .png, as that of the picture does"
+        self.require(not self.output.endswith(".png"), "output", expected)
         self.require(self.peer == "none" or find_spec("torchao") is not None, "peer", "a library that is installed")
         check_triton()
 
@@ -112,7 +113,8 @@ def run(argv: list[str]) -> int:
     with report_bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
         work, output = options.make_work(), Path(options.output)
-        check_writable(output)
+        picture = output.with_suffix(".png")
+        check_outputs(Output(output), Output(picture, kind="PNG picture"))
         spec = require_device_spec(options.device, "--gpu")
     ledgers, codes = [], Codes()
     with show_progress("compiling") as set_activity:
@@ -124,9 +126,9 @@ def run(argv: list[str]) -> int:
                 codes |= compile_kernels(ledger, GPUS[options.device].capability, codes)
                 ledger = with_machine_code(ledger, codes)
             ledgers.append(ledger)
-        set_activity(f"drawing {output.with_suffix('.png')}")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        draw(ledgers, spec, output.with_suffix(".png"))
+        set_activity(f"drawing {picture}")
+        with replace_output(picture) as image:
+            draw(ledgers, spec, image)
     rows = list(iter_rows(ledgers, spec))
     result = {
         "environment": describe_measurement(torch.device("cpu"))
@@ -139,9 +141,9 @@ def run(argv: list[str]) -> int:
             for ledger in ledgers
         ],
     }
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(result, output)
     print_views(iter_views(options, ledgers, codes, spec, work))
-    print(f"saved {output}, {output.with_suffix('.png')}")
+    print(f"saved {output}, {picture}")
     return 0
 
 

@@ -20,6 +20,7 @@ from quaver.lab.bench.roofline_layers import list_config_layers, list_model_laye
 from quaver.lab.bench.roofline_map import draw_map
 from quaver.lab.bench.shapes import MODELS
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.output_file import check_output_folder, replace_output
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
@@ -74,14 +75,14 @@ def run(argv: list[str]) -> int:
         missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:
             raise InputError(f"--pictures must be devices of --device, got {', '.join(missing)}")
-        output.mkdir(parents=True, exist_ok=True)
+        check_output_folder(output, "--output")
         with show_progress("predicting"):
             roofline = predict(settings)
-        files = roofline.write(output)
+    files = roofline.write(output)
     for spec in pictured:
         files.append(output / f"roofline_{spec.name.lower()}.png")
-        with show_progress(f"drawing {files[-1]}"):
-            draw_map(roofline, spec, files[-1])
+        with show_progress(f"drawing {files[-1]}"), replace_output(files[-1]) as image:
+            draw_map(roofline, spec, image)
     print_views(iter_views(roofline))
     print(f"saved {', '.join(map(str, files))}")
     return 0

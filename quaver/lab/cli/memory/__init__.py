@@ -1,6 +1,5 @@
 """`quaver memory [CONFIG.toml] [options] [--section.field value ...]`."""
 
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.measure import measure_memory, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import RunMemory, predict_memory
-from quaver.lab.output_file import check_writable, write_json
+from quaver.lab.output_file import Output, check_outputs, replace_output, write_json
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.recorder.draw import draw_timeline
@@ -99,22 +98,19 @@ class MemoryOptions(Settings):
             self.require_default(*names, beside="--links", hint="it predicts no memory")
         else:
             self.require_default("checkpoint_bandwidth", unless="--links is given")
-        files = self.list_files()
-        for flag, path in files.items():
-            is_single = list(files.values()).count(path) == 1 or path == os.devnull
-            self.require(is_single, flag, "a file that no other option names")
 
-    def list_files(self) -> dict[str, str]:
-        """Return the files to write, by the options that name them."""
-        return {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
+    def check_files(self) -> None:
+        """Raise InputError for files that `check_outputs` refuses."""
+        kinds = {"output": "JSON result", "html": "HTML page", "png": "PNG picture"}
+        named = {flag: path for flag in kinds if (path := getattr(self, flag)) is not None}
+        check_outputs(*(Output(Path(path), f"--{flag}", kinds[flag]) for flag, path in named.items()))
 
 
 def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
-        for flag, path in options.list_files().items():
-            check_writable(Path(path), f"--{flag}")
+        options.check_files()
         config_path, flags = parse_arguments(run_flags, MemoryOptions)
         config = load_run(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
@@ -216,10 +212,12 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
     if options.html is not None:
         pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
         files.append(Path(options.html))
-        write_html(files[-1], title=title, prediction=_with_timeline(memory), **(more | pages))
+        with replace_output(files[-1], "--html") as page:
+            write_html(page, title=title, prediction=_with_timeline(memory), **(more | pages))
     if options.png is not None:
         files.append(Path(options.png))
-        draw_timeline(memory.prediction.report, files[-1], title=title)
+        with replace_output(files[-1], "--png") as image:
+            draw_timeline(memory.prediction.report, image, title=title)
     return files
 
 
