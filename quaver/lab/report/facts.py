@@ -29,7 +29,25 @@ def select_memory_curves(run: RunData) -> tuple[str, list[Curve]]:
 
 
 def describe_health(run: RunData) -> str:
-    """Say in one sentence whether the run is healthy."""
+    """Say in one sentence whether the run is healthy, after the error that ended it if there was one."""
+    health = _describe_numerics(run)
+    return f"{describe_end(run)}; {health}" if has_failed(run) else health
+
+
+def has_failed(run: RunData) -> bool:
+    """Return whether an error ended the run."""
+    return run.end is not None and run.end["status"] not in ("finished", "interrupted", "alarm")
+
+
+def describe_end(run: RunData) -> str:
+    """Return how the run ended, such as "finished after step 400"; "" if no end is known."""
+    if run.end is None:
+        return ""
+    error = f": {run.end['error']}" if run.end["error"] else ""
+    return f"{run.end['status']} after step {run.end['steps']:,}{error}"
+
+
+def _describe_numerics(run: RunData) -> str:
     record = run.numerics
     if record is None:
         return NO_STATISTICS
@@ -43,7 +61,9 @@ def describe_health(run: RunData) -> str:
 
 
 def is_healthy(run: RunData) -> bool | None:
-    """Return whether all measured values are fine; None if nothing was measured."""
+    """Return whether no error ended the run and all measured values are fine; None if nothing was measured."""
+    if has_failed(run):
+        return False
     return None if run.numerics is None else not run.alarms and not describe_nonfinite(run.numerics)
 
 
@@ -70,6 +90,8 @@ def format_count(number: int, word: str) -> str:
 def list_facts(run: RunData) -> list[tuple[str, str]]:
     """Return the names and values of the run's facts."""
     facts = [("steps", f"{run.records[-1]['step']:,}")] if run.records else []
+    if run.records and run.path.is_dir():
+        facts.append(("end", describe_end(run) or "none written: the run goes on, or was killed"))
     models = run.models
     for key, label, shown in (
         ("loss", "last loss", lambda values: f"{values[-1]:.4f}"),

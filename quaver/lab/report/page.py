@@ -76,6 +76,12 @@ def _make_curves(full_curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 
 def _list_events(run: RunData) -> list[tuple[int, str]]:
-    """Return the skipped steps and the spikes of the loss."""
-    skipped = [(record["step"], f"skipped: {record['skipped']}") for record in run.records if "skipped" in record]
-    return skipped + [(record["step"], "loss spike") for record in run.records if record.get("loss_spike")]
+    """Return the skipped steps, the step whose non-finite numbers ended the run, and the spikes of the loss."""
+    texts = {"skipped": "skipped: {}", "nonfinite": "not finite: {}"}
+    events = [
+        (record["step"], text.format(record[key]))
+        for key, text in texts.items()
+        for record in run.records
+        if key in record
+    ]
+    return events + [(record["step"], "loss spike") for record in run.records if record.get("loss_spike")]

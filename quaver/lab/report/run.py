@@ -15,7 +15,7 @@ from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.numerics.record import FILE_NAME, Record
 from quaver.runtime.errors import InputError
 
-FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl")
+FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl", "summary.json")
 
 
 class ConvertedLayer(TypedDict):
@@ -55,7 +55,16 @@ class Start(TypedDict):
     changes: NotRequired[dict[str, Any]]
 
 
-_CONVERSION, _START = TypeAdapter(Conversion), TypeAdapter(Start)
+class End(TypedDict):
+    """The end of a run in summary.json: `RunEnd.status` and `error`, after `steps` steps."""
+
+    __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
+    status: str
+    error: str | None
+    steps: int
+
+
+_CONVERSION, _START, _END = TypeAdapter(Conversion), TypeAdapter(Start), TypeAdapter(End)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class RunData:
         alarms: the alarms of `numerics`, from `read_alarms`.
         conversion: conversion_report.json, or None if it was not written.
         starts: the lines of provenance.jsonl, one per start of the run.
+        end: how the last start ended; None while the run goes on, after it was killed, and for a record alone.
     """
 
     label: str
@@ -78,6 +88,7 @@ class RunData:
     alarms: list[dict[str, Any]] = field(default_factory=list)
     conversion: Conversion | None = None
     starts: list[Start] = field(default_factory=list)
+    end: End | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -111,17 +122,19 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 def _read(path: Path, label: str) -> RunData:
     if not path.exists():
         raise FileNotFoundError(f"there is no run {str(path)!r}: expected the folder of a run, or a record of numerics")
-    metrics, numerics, conversion, starts = (path / name for name in FILES)
+    metrics, numerics, conversion, starts, summary = (path / name for name in FILES)
     if path.is_file():
         return RunData(label, path, **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
         raise InputError(f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}")
+    records = read_metrics(metrics) if metrics.is_file() else []
     return RunData(
         label,
         path,
-        records=read_metrics(metrics) if metrics.is_file() else [],
+        records=records,
         conversion=read_json(conversion, _CONVERSION, "remove the file") if conversion.is_file() else None,
         starts=_read_starts(starts) if starts.is_file() else [],
+        end=_read_end(summary, records) if summary.is_file() else None,
         **(_read_numerics(numerics) if numerics.is_file() else {}),
     )
 
@@ -129,6 +142,13 @@ def _read(path: Path, label: str) -> RunData:
 def _read_numerics(path: Path) -> dict[str, Any]:
     record = Record.read(path)
     return {"numerics": record, "alarms": read_alarms(record, repr(str(path)))}
+
+
+def _read_end(path: Path, records: list[dict[str, Any]]) -> End | None:
+    """Return the end of the run, or None if it has been resumed since: a step can be recorded that did not end."""
+    end = read_json(path, _END, "remove the file")
+    last_step = records[-1]["step"] if records else 0
+    return None if last_step > end["steps"] + 1 else end
 
 
 def _read_starts(path: Path) -> list[Start]:

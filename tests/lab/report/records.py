@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import re
 
 import numpy as np
 
@@ -144,6 +145,7 @@ def write_run(folder, *, layers, samples=40, alarms=(), models=("tensorwise",), 
     write_lines(folder / "metrics.jsonl", make_metrics(steps, models, seed=seed))
     write_lines(folder / "provenance.jsonl", [START])
     (folder / "conversion_report.json").write_text(json.dumps(make_conversion(layers)))
+    (folder / "summary.json").write_text(json.dumps({"status": "finished", "error": None, "steps": steps}))
     write_lines(folder / "numerics.jsonl", [make_header(tensors), *draw_samples(tensors, samples, seed=seed), *alarms])
     return folder
 
@@ -157,3 +159,9 @@ def make_wide_record(tensors, samples):
     counts = numbers.integers(0, 2**20, (len(tensors), BINS)).astype(np.float64)
     histograms = {at: Histogram(LOW, counts, counts) for at in range(0, samples, 50)}
     return Record(make_header(tensors), np.arange(1, samples + 1) * 10, values, histograms=histograms)
+
+
+def read_data(page):
+    """Return the data that a page embeds."""
+    text = page.read_text(encoding="utf-8")
+    return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[0])

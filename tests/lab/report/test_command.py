@@ -8,7 +8,15 @@ import pytest
 from quaver.lab.cli import main
 from quaver.lab.cli.report import ReportOptions
 from tests.command_line import TEXT, TINY
-from tests.lab.report.records import make_alarm, make_header, make_layers, make_tensors, write_lines, write_run
+from tests.lab.report.records import (
+    make_alarm,
+    make_header,
+    make_layers,
+    make_tensors,
+    read_data,
+    write_lines,
+    write_run,
+)
 
 TENSORS = make_tensors(make_layers(1))
 
@@ -44,7 +52,27 @@ def test_a_run_of_the_trainer(tmp_path, run_quaver):
     text = " ".join(run_quaver("report", tmp_path / "run").split())
     assert "run: no alarm in 3 samples of " in text
     assert "peak resident memory" in text
+    assert "end finished after step 4" in text
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_run_that_is_not_finite(tmp_path, run_quaver, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [f"--data.path={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path}", "--job.name=run"]
+    assert main(["train", *TINY, *words, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]) == 3
+    error = capsys.readouterr().err.strip().removeprefix("quaver: error: ")
+    text = " ".join(run_quaver("report", tmp_path / "run").split())
+    assert f"run: non-finite after step 1: {error}; no statistics of float8 matmuls" in text
+    (data,) = read_data(tmp_path / "run" / "report.html")["runs"]
+    ((step, event),) = data["events"]
+    assert (data["is_healthy"], step, event.partition(", ")[0]) == (False, 2, f"not finite: {error.partition(', ')[0]}")
+
+
+def test_the_end_of_an_earlier_start_is_not_that_of_a_resumed_run(tmp_path, run_quaver):
+    folder = write_run(tmp_path / "run", layers=["a"])
+    (folder / "summary.json").write_text('{"status": "non-finite", "error": "NaN", "steps": 300}')
+    text = " ".join(run_quaver("report", folder).split())
+    assert "end none written: the run goes on, or was killed" in text
 
 
 def test_the_name_of_a_run_need_not_be_unicode(tmp_path, run_quaver):
@@ -73,6 +101,7 @@ DAMAGE = {
     "remedies": (RECORD, lambda old: old.replace(b'"remedies": [', b'"remedies": [3, ', 1), "'remedies'"),
     "metrics": ("metrics.jsonl", lambda old: b"[]\n", "line 1 of"),
     "conversion": ("conversion_report.json", lambda old: b"{}", "report.json' is damaged: config is missing"),
+    "summary": ("summary.json", lambda old: b"{}", "summary.json' is damaged: status is missing"),
     "provenance": ("provenance.jsonl", lambda old: b"{}\n", "is not a start of a run"),
 }
 

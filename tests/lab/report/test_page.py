@@ -25,16 +25,12 @@ from tests.lab.report.records import (
     make_sample,
     make_tensors,
     make_wide_record,
+    read_data,
     write_lines,
     write_run,
 )
 
 BY_NAME = {statistic.name: statistic for statistic in STATISTICS}
-
-
-def read_data(page):
-    text = page.read_text(encoding="utf-8")
-    return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[0])
 
 
 def read_bytes(run, name):

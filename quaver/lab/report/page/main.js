@@ -64,7 +64,8 @@ function showCurves(runs, chosen) {
   const curves = CURVES.map(([key, ...about]) => [key, about, linesOf(runs, key)]).filter(([, , lines]) => lines.length);
   if (!curves.length) return;
   byId("curves").hidden = false;
-  const steps = curves.flatMap(([, , lines]) => lines.flatMap((line) => [line.steps[0], line.steps.at(-1)]));
+  const ends = curves.flatMap(([, , lines]) => lines.flatMap((line) => [line.steps[0], line.steps.at(-1)]));
+  const steps = [...ends, ...runs.flatMap((run) => run.events.map(([step]) => step))];
   const span = [Math.min(...steps), Math.max(...steps)];
   const marks = marksOf(runs).filter(({ step }) => step >= span[0] && step <= span[1]);
   const charts = curves.map(([name, [title, about, show], lines]) => new Chart({
@@ -74,7 +75,7 @@ function showCurves(runs, chosen) {
   const keys = new Map(curves.flatMap(([, , lines]) => lines.filter((line) => !line.isDashed)).map(({ label, series }) => [series, label]));
   byId("curves-key").append(...[...keys].map(([series, label]) => make("span", {}, seriesKey(series), label)),
     ...(linesOf(runs, "loss").some((line) => line.isDashed) ? [make("span", { text: "dashed: validation" })] : []),
-    ...markKey(marks, "alarm", " an alarm's cause began"), ...markKey(marks, "event", " skipped step or loss spike"));
+    ...markKey(marks, "alarm", " an alarm's cause began"), ...markKey(marks, "event", " step skipped or not finite, or loss spike"));
 }
 
 function markKey(marks, kind, text) {
