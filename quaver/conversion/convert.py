@@ -36,6 +36,7 @@ from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import find_weight_modules, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.torch_private.fsdp import has_fsdp_run
@@ -262,7 +263,7 @@ def make_serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleF
         if leaf not in HEADS and not is_router(root.get_submodule(parent), leaf):
             return decision
         if module_filter_fn is not None and decision:
-            raise ValueError(
+            raise InputError(
                 f"serving={serving!r}: engines keep {name} in high precision, but it would be converted; leave it out "
                 "(module_filter_fn, layer_recipes)"
             )
@@ -278,7 +279,7 @@ def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Flo
         siblings = next((group for group in config.shared_inputs if leaf in group), ())
         fused = [sibling for sibling in siblings if f"{parent}{dot}{sibling}" in names]
         if len(fused) > 1:
-            raise ValueError(
+            raise InputError(
                 f"serving={serving!r}: engines fuse {', '.join(fused)} of {parent or 'the model'} into one linear with "
                 "one scale, and training has one for each; expected an engine with scales of rows or blocks"
             )
@@ -305,7 +306,7 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
         if mismatch := weight.find_cast_mismatch(config.casts.weight, transposed=transposed):
             raise ValueError(f"{name or 'the module'}: {mismatch}")
     if tied and config.enable_fsdp_float8_all_gather:
-        raise ValueError(
+        raise InputError(
             f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be gathered in float8; "
             "untie them, filter the layer out, or turn enable_fsdp_float8_all_gather off"
         )

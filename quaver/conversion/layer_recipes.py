@@ -28,6 +28,7 @@ from quaver.experts.module import is_experts
 from quaver.recipes.config import Float8LinearConfig, resolve_config
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.recipes.serving import serving_config
+from quaver.runtime.errors import InputError
 
 HIGH_PRECISION = "high_precision"
 """The recipe of a layer that is not converted."""
@@ -134,7 +135,7 @@ def convert_layers(
     modules = dict(module.named_modules())
     for name in recipes.layers:
         if not isinstance(modules.get(name), nn.Linear) and not (name in modules and is_experts(modules[name])):
-            raise ValueError(f"layer_recipes: {name!r} is not a linear, or experts, of this {type(module).__name__}")
+            raise InputError(f"layer_recipes: {name!r} is not a linear, or experts, of this {type(module).__name__}")
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
     if serving is not None:

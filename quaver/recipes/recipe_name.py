@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 
-from quaver.recipes.field_checks import check_field
 from quaver.recipes.torchao_forms import from_torchao
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import suggest
@@ -58,11 +57,12 @@ def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipe
     """Split a name such as "rowwise:dequantized" into recipe and `backward`, which is "" if the name has none.
 
     Raises:
-        ValueError: the recipe or the `backward` is unknown; the message lists the choices.
+        InputError: the recipe or the `backward` is unknown; the message lists the choices.
     """
     recipe, colon, backward = name.partition(":") if isinstance(name, str) else (name, "", "")
     expected = f"one of {', '.join(BACKWARDS)} after the :"
-    check_field(not colon or backward in BACKWARDS, f"recipe {name!r}", expected, backward)
+    if colon and backward not in BACKWARDS:
+        raise InputError(f"recipe {name!r}: expected {expected}, got {backward!r}")
     return Float8LinearRecipeName(recipe), backward
 
 
@@ -70,7 +70,7 @@ def canonicalize_recipe(name: Float8LinearRecipeName | str) -> str:
     """Return a recipe's name without aliases, with a `backward` only if it is not "float8".
 
     Raises:
-        ValueError: as `split_recipe`.
+        InputError: as `split_recipe`.
     """
     recipe, backward = split_recipe(name)
     return recipe.value if backward in ("", BACKWARDS[0]) else f"{recipe.value}:{backward}"

@@ -21,7 +21,6 @@ from quaver.lab.trainer.float8 import convert_model, make_linear_config
 from quaver.lab.trainer.model import make_meta_llama
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
-from quaver.runtime.errors import blame_input
 from quaver.runtime.names import find_tied_modules
 
 
@@ -36,8 +35,7 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
     if (path / CONFIG_JSON).is_file():
         skeleton, chosen = build_skeleton(path, read_config(path)), canonicalize_recipe(recipe or "tensorwise")
         admits = make_name_filter(DEFAULT_FILTER, find_tied_modules(skeleton))
-        with blame_input():
-            convert_to_float8_training(skeleton, config=chosen, module_filter_fn=admits)
+        convert_to_float8_training(skeleton, config=chosen, module_filter_fn=admits)
         return describe_gpu(spec, skeleton, chosen)
     file = path / CONFIG_TOML if path.is_dir() else path
     if not file.is_file():

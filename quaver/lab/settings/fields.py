@@ -18,7 +18,7 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError
 
 MOST = 2**63 - 1
 """The largest integer of TOML and of torch."""
@@ -107,8 +107,7 @@ class Settings:
                 value = getattr(self, name) if is_type else first["input"]
                 raise InputError(f"{self.name_field(name)} must be {expected}, got {value!r}") from None
             object.__setattr__(self, name, checked)
-        with blame_input():
-            self.check()
+        self.check()
 
     def check(self) -> None:
         """Raise InputError for values that exclude each other."""

@@ -87,23 +87,29 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
     """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
-        recipes, make_config = config.parse_layer_recipes(), partial(make_linear_config, config)
-        with blame_input():
-            convert_layers(
-                model, recipes, config_of=make_config, serving=config.serving or None, module_filter_fn=decide
-            )
+        convert_layers(
+            model,
+            config.parse_layer_recipes(),
+            config_of=partial(make_linear_config, config),
+            serving=config.serving or None,
+            module_filter_fn=decide,
+        )
 
 
 def make_linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
-    """Return the config of a run's float8 linears with `recipe`; None stands for the run's recipe."""
+    """Return the config of a run's float8 linears with `recipe`; None stands for the run's recipe.
+
+    Raises InputError for settings that exclude each other.
+    """
     recipe_config = Float8LinearConfig.from_recipe_name(config.append_backward(recipe or config.recipe_name))
-    return replace(
-        serving_config(config.serving, recipe_config) if config.serving else recipe_config,
-        emulate=config.emulate,
-        gemm_config_output=Float8GemmConfig(config.use_fast_accum),
-        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
-        delayed_scaling_config=config.make_delayed_scaling_config(),
-    )
+    with blame_input():
+        return replace(
+            serving_config(config.serving, recipe_config) if config.serving else recipe_config,
+            emulate=config.emulate,
+            gemm_config_output=Float8GemmConfig(config.use_fast_accum),
+            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+            delayed_scaling_config=config.make_delayed_scaling_config(),
+        )
 
 
 def fuse_producers(model: nn.Module) -> None:

@@ -114,6 +114,8 @@ BAD_INPUT = {
     "bench block --tokens 100 --seq-len 64": "expected a multiple of --seq-len 64, got 100",
     "bench train --warmup 1": "--warmup: expected 2 or more, got 1",
     "bench roofline --device abacus": "--device: unknown device 'abacus': expected the full name of one of GB200",
+    "bench roofline --recipes rowwise:half": "recipe 'rowwise:half': expected one of float8, dequantized, high_precis",
+    "bench linear --recipes rowwise:half": "recipe 'rowwise:half': expected one of float8, dequantized, high_precis",
     "bench roofline --model llama-9b": "--model llama-9b: expected one of llama-8b, llama-70b",
     "bench roofline --config /nowhere.toml": "config file '/nowhere.toml' does not exist",
     "bench roofline --model llama-8b llama-8b": "two models are called llama-8b",

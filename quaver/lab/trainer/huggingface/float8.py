@@ -24,7 +24,7 @@ from quaver.lab.trainer.huggingface.config import make_hf_config
 from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage, open_checkpoint
 from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.trainer.model import Llama, make_meta_llama
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 S = TypeVar("S", bound=Settings)
@@ -59,8 +59,7 @@ def make_run_source(
         convert_chosen(model, config, decide)
         _load_scales(model, CheckpointReader(checked.weights))
     else:
-        with blame_input():
-            convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
+        convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
     progress = checked.record["progress"]
 
     def high_precision_model() -> nn.Module:
