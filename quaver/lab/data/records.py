@@ -63,7 +63,9 @@ def _get_field(line: bytes, field: str, place: str, account: Account) -> Any:
         return None
     value = content.get(field) if isinstance(content, dict) else None
     if value is None:
-        kind = f"an object without the field {field!r}" if isinstance(content, dict) else f"a {type(content).__name__}"
+        kind = f"a {type(content).__name__}"
+        if isinstance(content, dict):
+            kind = "null in it" if field in content else f"an object without the field {field!r}"
         account.add_corrupt(place, f"expected an object with text in the field {field!r}, got {kind}")
     return value
 

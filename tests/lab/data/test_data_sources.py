@@ -172,8 +172,8 @@ def test_a_folder_is_read_file_by_file_and_other_files_are_counted(tmp_path, loa
 
 def write_corrupt_lines(folder: Path) -> Path:
     good = [json.dumps({"text": text}).encode() for text in TEXTS]
-    bad = [b'{"text": "cut off', b'{"content": "no field"}', b'{"text": 7}', b'["text"]', b'{"text": "\xff"}']
-    bad += [b'{"text": "\\ud800"}', b'{"text": "a\\u0000b"}', b"[" * 100_000, b'{"text": null}']
+    bad = [b'{"text": "cut off', b'{"content": "no field"}', b'{"text": 7}', b'{"text": null}', b'["text"]']
+    bad += [b'{"text": "\xff"}', b'{"text": "\\ud800"}', b'{"text": "a\\u0000b"}', b"[" * 100_000]
     neither = [b"", b"   ", b'{"text": ""}']
     (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join([*good[:60], *bad, *neither, *good[60:]]))
     return folder / "a.jsonl"
@@ -206,8 +206,8 @@ def write_binary_files(folder: Path) -> Path:
     return folder
 
 
-LINES = ["a.jsonl:61: not JSON .*", "a.jsonl:62: .* field 'text', .*", "a.jsonl:63: expected a string, got int"]
-LINES += ["a.jsonl:64: .* got a list", "a.jsonl:65: not JSON .*"]
+LINES = ["a.jsonl:61: not JSON .*", "a.jsonl:62: .* without the field 'text'", "a.jsonl:63: expected a string, got int"]
+LINES += ["a.jsonl:64: .* field 'text', got null in it", "a.jsonl:65: .* got a list"]
 TABLES = ["a.parquet:201: expected a string, got NoneType"]
 TABLES += ["b.parquet: no column of strings 'text'; its columns are id, content"]
 TABLES += ["c.parquet:1: not readable as Parquet .*", "d.parquet: no column of strings 'text'; .*"]
