@@ -317,8 +317,10 @@ class TrainedModel:
 
     def _compute_mean_loss(self, batches: Sequence[Batch]) -> float:
         self.model.eval()
-        losses = torch.stack([self.compute_loss(batch) for batch in batches])
-        self.model.train()
+        try:
+            losses = torch.stack([self.compute_loss(batch) for batch in batches])
+        finally:
+            self.model.train()
         loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
         if not math.isfinite(loss):
             raise NonFiniteError(

@@ -131,6 +131,14 @@ def test_weights_whose_validation_is_not_finite_are_not_saved(tiny_config):
     assert list_checkpoints(run.folder.path) == ["step-00000001"]
 
 
+def test_a_validation_that_fails_leaves_the_model_in_training(tiny_config, monkeypatch):
+    (model,) = prepare_run(tiny_config).models
+    monkeypatch.setattr(model, "compute_loss", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.validate([None])
+    assert model.model.training
+
+
 def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monkeypatch, capsys):
     run = prepare_run(changed(tiny_config, checkpoint={"enable": True}))
     run.checkpoints._pending = pending = Future()
