@@ -251,9 +251,12 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
 
 
 def _check_subfolders(path: Path, config: TrainConfig) -> None:
-    """Raise InputError if a setting of FOLDERS names a file of the run."""
-    for name in FOLDERS:
-        folder = attrgetter(name)(config)
+    """Raise InputError if a setting of FOLDERS names a file of the run, or the folder of another or one in it."""
+    folders = {name: attrgetter(name)(config) for name in FOLDERS}
+    for name, folder in folders.items():
+        others = {Path(other) for other_name, other in folders.items() if other_name != name}
+        is_own = others.isdisjoint((Path(folder), *Path(folder).parents))
+        require(is_own, name, "a folder that is not in that of another setting", folder)
         has_place = (path / folder).is_dir() or not (path / folder).exists()
         expected = "a folder, with a name that no other file of the run has"
         require(Path(folder).parts[0] not in RUN_FILES and has_place, name, expected, folder)
