@@ -92,7 +92,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         name, sequences, seq_len = format_scaled_name(self.model, self.divisor), *self.batch
         sizes = {field: getattr(self.shape, field) for field in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
         batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
-        cases = product([name], [f"{self.tokens} tokens"], self.modes)
+        cases = product([name], [f"{self.tokens} tokens"], self.mode_names)
         sizes_of_case = {"model": {"name": name, **sizes}, "batch": batch}
         return self.run_cases(cases, lambda _name, _tokens, mode: self._make_rows(mode), **sizes_of_case)
 

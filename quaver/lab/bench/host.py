@@ -46,7 +46,7 @@ class HostBenchmark(LinearOptions):
 
         `operations` is the sum of `operations_by_name`; both are None in compiled code, `kernels` is None on a CPU.
         """
-        cases = product([Shape((self.size,) * 3)], self.modes)
+        cases = product([Shape((self.size,) * 3)], self.mode_names)
         return self.run_cases(cases, self._make_rows, dtype=str(self.torch_dtype))
 
     def _make_rows(self, shape: Shape, mode: str) -> list[Row]:

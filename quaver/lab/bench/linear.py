@@ -67,7 +67,8 @@ class LinearBenchmark(Shapes, LinearOptions):
 
     def measure(self) -> Result:
         """Return a row for each shape, mode and contestant."""
-        return self.run_cases(product(self.parse_shapes(), self.modes), self._make_rows, dtype=str(self.torch_dtype))
+        cases = product(self.parse_shapes(), self.mode_names)
+        return self.run_cases(cases, self._make_rows, dtype=str(self.torch_dtype))
 
     def _make_rows(self, shape: Shape, mode: str) -> list[Row]:
         steps = self.make_steps(shape, mode)

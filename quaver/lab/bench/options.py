@@ -25,6 +25,7 @@ from quaver.lab.settings.training import DEVICES
 from quaver.lab.terminal.progress import show_progress
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.devices import resolve_device
 from quaver.runtime.errors import InputError
 
@@ -177,8 +178,8 @@ class Recipes(Settings):
 
     @property
     def recipe_names(self) -> list[str]:
-        """Each recipe once."""
-        return list(dict.fromkeys(self.recipes or RECIPES))
+        """Each recipe once, without aliases."""
+        return list(dict.fromkeys(map(canonicalize_recipe, self.recipes or RECIPES)))
 
 
 @dataclass(frozen=True)
@@ -186,3 +187,8 @@ class Modes(Settings):
     """Whether the contestants are compiled."""
 
     modes: tuple[Annotated[str, OneOf(MODES)], ...] = setting(MODES, "Eager, compiled, or both.")
+
+    @property
+    def mode_names(self) -> list[str]:
+        """Each mode once."""
+        return list(dict.fromkeys(self.modes))

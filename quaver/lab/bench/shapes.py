@@ -50,6 +50,8 @@ def make_model(name: str, *, divisor: int = 1) -> Model:
 def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = False) -> list[Shape]:
     """Read "1024" (a cube), "512x1024x4096" (M x K x N), "llama-8b" (its linears), or several separated by commas.
 
+    Equal shapes are read once.
+
     Args:
         tokens: M of the linears of a model.
         divisor: divides K and N of a model's linears, to fit a small machine.
@@ -67,14 +69,13 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
             for layer, widths in _list_linears(word).items():
                 sizes = (_divide(word, width, divisor) for width in widths[: count - 1])
                 shape = Shape((tokens, *sizes), f"{format_scaled_name(word, divisor)} {'input' if matrices else layer}")
-                if shape not in parsed:  # inputs of one width
-                    parsed.append(shape)
+                parsed.append(shape)
         elif len(numbers) in (1, count) and all(number.isdecimal() and int(number) for number in numbers):
             parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
         else:
             models = ", ".join(MODELS)
             raise InputError(f"{kind} {word!r}: expected a size such as 1024, {form}, or one of {models}")
-    return parsed
+    return list(dict.fromkeys(parsed))  # inputs of one width are one shape
 
 
 def _list_linears(name: str) -> dict[str, tuple[int, int]]:

@@ -72,7 +72,7 @@ def check_block(rows):
 
 BLOCK = "--divisor 2 --tokens 64 --seq-len 32 --recipes tensorwise delayed --modes eager"
 COMMANDS = [
-    ("linear", "--shapes 16 --modes eager --recipes rowwise --torchao no", "16 x 16 x 16", check_linear),
+    ("linear", "--shapes 16,16 --modes eager eager --recipes rowwise axiswise --torchao no", "16 x 16", check_linear),
     ("cast", "--shapes 64x128 --casts delayed --torchao no", "64 x 128", partial(check_cast, kinds=("delayed",))),
     ("gemm", "--shapes 32x48x64", "unknown", check_gemm),
     ("host", "--modes eager --recipes tensorwise --torchao no", "not counted", check_host),

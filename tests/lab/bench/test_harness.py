@@ -61,7 +61,7 @@ def test_a_cache_that_the_system_does_not_know_has_no_size(reported, monkeypatch
 
 
 def test_parsed_shapes_and_matrices():
-    assert parse_shapes("64, 8x16x32", tokens=1) == [Shape((64, 64, 64)), Shape((8, 16, 32))]
+    assert parse_shapes("64, 8x16x32, 64", tokens=1) == [Shape((64, 64, 64)), Shape((8, 16, 32))]
     layers = [str(layer) for layer in parse_shapes("llama-70b", tokens=512, divisor=8)]
     assert layers == [
         "512 x 1024 x 1024 (llama-70b/8 q,o)",
