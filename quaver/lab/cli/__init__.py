@@ -31,6 +31,10 @@ TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tom
 """The modules of the extra `quaver[train]` in pyproject.toml."""
 
 
+_CPU_ALLOCATOR = "DefaultCPUAllocator: "
+"""The words before the reason in the RuntimeError of torch's allocator on a CPU, which has no type of its own."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `quaver VERB ...` and return its exit code.
 
@@ -68,10 +72,10 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return 0
     except (MemoryError, RuntimeError) as error:
-        on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which only a verb imports
-        if not (isinstance(error, MemoryError) or on_gpu or "can't allocate memory" in str(error)):
+        details = _describe_full_memory(error)
+        if details is None:
             raise
-        print_error(f"this machine lacks the memory ({error}); make the model or the batch smaller")
+        print_error(f"this machine lacks the memory{details}; make the model or the batch smaller")
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("quaver: interrupted", file=sys.stderr)
@@ -87,3 +91,13 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print_error(f"cannot write the result: {error.strerror}")
         return EXIT_NOT_WRITTEN
+
+
+def _describe_full_memory(error: MemoryError | RuntimeError) -> str | None:
+    """Return what `error` says of the memory that is missing, in brackets; None if it is another error."""
+    _, is_on_cpu, details = str(error).partition(_CPU_ALLOCATOR)
+    is_on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which only a verb imports
+    if not (isinstance(error, MemoryError) or is_on_gpu or is_on_cpu):
+        return None
+    details = details or str(error)
+    return f" ({details.rstrip('.')})" if details else ""
