@@ -87,8 +87,8 @@ def run(argv: list[str]) -> int:
             source = _open_source(options)
             set_activity(f"writing {target}")
             if options.own_scales:
-                format = plan_export(source.model, options.format, source.weights).format
-                if format.weights != "tensor" or format.is_file:
+                planned = plan_export(source.model, options.format, source.weights).format
+                if planned.weights != "tensor" or planned.is_file:
                     options.require_default("own_scales", unless="a folder's weights have scales per tensor")
             if kv_scales is not None:
                 set_kv_scales(source.model, kv_scales)

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.cli.run_config import load_run
+from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.output_file import Output, check_outputs, replace_output, write_json
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.cluster import Cluster
@@ -169,7 +169,7 @@ def run(argv: list[str]) -> int:
     with report_bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         options.check_files()
-        config = load_run(*parse_arguments(run_flags, PlanOptions))
+        config = load_and_warn(*parse_arguments(run_flags, PlanOptions))
         spec = options.read_device()
         cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:

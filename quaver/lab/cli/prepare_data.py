@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.cli.run_config import load_run
+from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.data import load_data
 from quaver.lab.settings import Data
 from quaver.lab.settings.config_file import parse_arguments
@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with report_bad_input():
         config_path, flags = parse_arguments(argv)
-        data = load_data(load_run(config_path, flags), ShownProgress(), check=True)
+        data = load_data(load_and_warn(config_path, flags), ShownProgress(), check=True)
     origin = data.origin
     print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")
     print(f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document")

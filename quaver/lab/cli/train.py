@@ -88,7 +88,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     except BAD_INPUT as bad:
         error = bad
     try:
-        verdict = ranks.agree("" if error is None else describe_error(error), "".join(fingerprints))
+        verdict = ranks.agree_on_error("" if error is None else describe_error(error), "".join(fingerprints))
     except TimeoutError as late:  # of the first rank, which therefore prints nothing
         print_error(late)
         raise SystemExit(EXIT_BAD_INPUT) from late

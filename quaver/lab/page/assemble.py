@@ -25,19 +25,16 @@ _SHARED = files("quaver.lab.page") / "parts"
 
 @dataclass(frozen=True)
 class Parts:
-    """The files of one kind of page, in a folder that also has header.html, main.html and style.css.
-
-    Attributes:
-        folder: the folder of the files.
-        scripts: names of scripts in the order in which they run, after elements.js and table.js.
-        kind: a few words above the title, plain text.
-        footer: the HTML of the footer.
-    """
+    """The files of one kind of page, in a folder that also has header.html, main.html and style.css."""
 
     folder: Traversable
+    """The folder of the files."""
     scripts: tuple[str, ...]
+    """Names of scripts in the order in which they run, after elements.js and table.js."""
     kind: str
+    """A few words above the title, plain text."""
     footer: str
+    """The HTML of the footer."""
 
 
 def write_page(path: Path, parts: Parts, *, title: str, data: dict[str, Any]) -> None:

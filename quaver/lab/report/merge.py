@@ -20,15 +20,12 @@ FEWEST_COLUMNS = 200
 
 @dataclass(frozen=True)
 class Grid:
-    """Which samples share a column, and which tensors share a row.
-
-    Attributes:
-        columns: the first sample of each column, and the number of samples.
-        rows: the tensors of each row.
-    """
+    """Which samples share a column, and which tensors share a row."""
 
     columns: list[int]
+    """The first sample of each column, and the number of samples."""
     rows: list[list[int]]
+    """The tensors of each row."""
 
     def merge(self, codes: Codes) -> Codes:
         """Return the worst byte of each cell, [rows, columns], of `codes`, [samples, tensors]."""

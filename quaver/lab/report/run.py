@@ -69,26 +69,23 @@ _CONVERSION, _START, _END = TypeAdapter(Conversion), TypeAdapter(Start), TypeAda
 
 @dataclass(frozen=True)
 class RunData:
-    """The records in the folder of a run.
-
-    Attributes:
-        label: the name of its folder.
-        records: the lines of metrics.jsonl.
-        numerics: numerics.jsonl, or None without statistics.
-        alarms: the alarms of `numerics`, from `read_alarms`.
-        conversion: conversion_report.json, or None if it was not written.
-        starts: the lines of provenance.jsonl, one per start of the run.
-        end: how the last start ended; None while the run goes on, after it was killed, and for a record alone.
-    """
+    """The records in the folder of a run."""
 
     label: str
+    """The name of its folder."""
     path: Path
     records: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of metrics.jsonl."""
     numerics: Record | None = None
+    """numerics.jsonl, or None without statistics."""
     alarms: list[dict[str, Any]] = field(default_factory=list)
+    """The alarms of `numerics`, from `read_alarms`."""
     conversion: Conversion | None = None
+    """conversion_report.json, or None if it was not written."""
     starts: list[Start] = field(default_factory=list)
+    """The lines of provenance.jsonl, one per start of the run."""
     end: End | None = None
+    """How the last start ended; None while the run goes on, after it was killed, and for a record alone."""
 
     @property
     def notes(self) -> list[str]:

@@ -22,24 +22,21 @@ MISSING, BEST, WORST, INFINITE, NOT_A_NUMBER = 0, 1, 253, 254, 255
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic of the record, and its scale.
-
-    Attributes:
-        name: its key in the record.
-        title, unit: as the page shows them.
-        is_low_worse: whether a lower value is worse.
-        scale: the color scale: "linear", "log2" or "log10". A logarithmic scale marks zero by a separate byte.
-        bounds: the widest range of the color scale, after `scale` is applied. The values of the runs narrow it.
-        format_value: formats a value as text.
-    """
+    """A statistic of the record, and its scale."""
 
     name: str
+    """Its key in the record."""
     title: str
     unit: str
+    """The title and the unit as the page shows them."""
     is_low_worse: bool
+    """Whether a lower value is worse."""
     scale: str
+    """The color scale: "linear", "log2" or "log10". A logarithmic scale marks zero by a separate byte."""
     bounds: tuple[float, float]
+    """The widest range of the color scale, after `scale` is applied. The values of the runs narrow it."""
     format_value: Callable[[float], str]
+    """Formats a value as text."""
 
     def apply_scale(self, values: Values) -> Values:
         """Apply `scale` to `values`; 0 becomes -inf on a logarithmic scale."""

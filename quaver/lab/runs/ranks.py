@@ -64,7 +64,7 @@ class Ranks:
         torch.cuda.set_device(self.local_rank)
         return cuda_device(self.local_rank)
 
-    def agree(self, error: str = "", fingerprint: str = "") -> str:
+    def agree_on_error(self, error: str = "", fingerprint: str = "") -> str:
         """Return the first non-empty `error` of all ranks, on every rank; empty if no rank has an error.
 
         Every rank must call it, before the process group exists. A `fingerprint` that differs from rank 0's is an error
@@ -127,11 +127,11 @@ class Ranks:
         dist.barrier()
         dist.destroy_process_group()
 
-    def any(self, condition: bool, device: torch.device) -> bool:
+    def holds_on_any(self, condition: bool, device: torch.device) -> bool:
         """Return whether `condition` holds on any rank."""
-        return condition if self.is_alone else bool(self.sum(torch.tensor(int(condition), device=device)))
+        return condition if self.is_alone else bool(self.all_reduce(torch.tensor(int(condition), device=device)))
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Return `values` summed over all ranks, bit-identical on every rank."""
         if self.is_alone:
             return values

@@ -96,7 +96,7 @@ def _must_end(run: TrainingRun, outputs: Outputs, requests: Requests) -> bool:
     reasons = requests.stop, run.checkpoints.failed, bool(outputs.failures.first_error), bool(outputs.alarms.reason)
     is_first_here = step == run.began_at_step  # ranks load at different speeds
     with run.watch(f"the agreement before step {step + 1}", is_slow=is_first_here):
-        return run.ranks.any(any(reasons), run.device)
+        return run.ranks.holds_on_any(any(reasons), run.device)
 
 
 def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
@@ -149,7 +149,7 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
     if not run.config.checkpoint.enable or run.progress.step == run.began_at_step or not error.can_continue:
         return ""
     are_finite = all(is_finite(parameter) for model in run.models for parameter in model.model.parameters())
-    if run.ranks.any(not are_finite, run.device):
+    if run.ranks.holds_on_any(not are_finite, run.device):
         return "; the weights are not finite, and are not saved"
     try:
         _save(run, waits=True)

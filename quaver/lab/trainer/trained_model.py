@@ -239,7 +239,7 @@ class TrainedModel:
         sum_partial_gradients(self.model)
         average_expert_gradients(self._experts)
         shares = torch.stack([loss_sum / self.ranks.world_size, compute_squared_norm_share(self.model)])
-        loss, squared_norm = self.ranks.sum(shares)
+        loss, squared_norm = self.ranks.all_reduce(shares)
         norm = squared_norm.sqrt()
         clip_gradients(self.model, norm, config.training.max_norm)
         loss, grad_norm = torch.stack([loss, norm]).tolist()
@@ -248,7 +248,7 @@ class TrainedModel:
         self._skipped_in_a_row = 0
         if self.scaling:  # after the check: a non-finite step is repeated with its own scales
             sync_float8_amax_and_scale_history(self.model)
-        self.expert_load = take_expert_load(self._routers, self.ranks.sum)
+        self.expert_load = take_expert_load(self._routers, self.ranks.all_reduce)
         if self.expert_load is not None:
             balance_experts(self._routers, self.expert_load, config.optimizer.expert_bias_rate)
         self.optimizer.step()
@@ -291,7 +291,7 @@ class TrainedModel:
             place = describe_nonfinite(self.model, partial(self.forward_backward, batches), self.ranks.gather)
         where = f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {place}"
         self.scaling.forget_observed()
-        take_expert_load(self._routers, self.ranks.sum)
+        take_expert_load(self._routers, self.ranks.all_reduce)
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":
             raise NonFiniteError(f"{where}; {REMEDY}")
@@ -321,7 +321,7 @@ class TrainedModel:
             losses = torch.stack([self.compute_loss(batch) for batch in batches])
         finally:
             self.model.train()
-        loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
+        loss = self.ranks.all_reduce(losses.mean() / self.ranks.world_size).item()
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"{self.name}: the validation loss is {loss}; the weights may not be finite, and are not saved"

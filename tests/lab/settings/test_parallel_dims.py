@@ -151,7 +151,7 @@ def agree_in_threads(monkeypatch, told: dict[int, tuple[str, str]], late_s: floa
     def agree(rank: int) -> None:
         time.sleep(late_s if rank == 2 else 0)
         try:
-            heard[rank] = Ranks(rank, rank, 3).agree(*told[rank])
+            heard[rank] = Ranks(rank, rank, 3).agree_on_error(*told[rank])
         except TimeoutError as error:
             heard[rank] = f"TimeoutError: {error}"
 
@@ -179,9 +179,9 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(monkeypatch, missing, 
 
 def test_a_single_process_needs_no_communication():
     alone = Ranks()
-    assert alone.agree("bad") == "bad"
-    assert alone.any(True, torch.device("cpu"))
-    assert not alone.any(False, torch.device("cpu"))
+    assert alone.agree_on_error("bad") == "bad"
+    assert alone.holds_on_any(True, torch.device("cpu"))
+    assert not alone.holds_on_any(False, torch.device("cpu"))
     assert alone.gather("x") == ["x"]
     with alone.open_process_group(torch.device("cpu"), 1):
         assert not torch.distributed.is_initialized()

@@ -16,7 +16,7 @@ from quaver.lab.cli.memory.views import (
     make_side_by_side_table,
     summarize_advice,
 )
-from quaver.lab.cli.run_config import load_run
+from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links
@@ -112,7 +112,7 @@ def run(argv: list[str]) -> int:
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
         options.check_files()
         config_path, flags = parse_arguments(run_flags, MemoryOptions)
-        config = load_run(config_path, flags)
+        config = load_and_warn(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
         if options.links:
@@ -180,7 +180,7 @@ def _predict(
         other_flags = shlex.split(options.vs or "")
     if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
         is_over = not other_flags or other_flags[0].startswith("--")
-        other_config = load_run(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
+        other_config = load_and_warn(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
     results: dict[str, Any] = {}
     with show_progress("predicting a step") as set_activity:
         memory = predict_memory(config, options.ranks, device)

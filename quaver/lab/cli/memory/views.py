@@ -133,10 +133,9 @@ def iter_comparison_views(
 
 def iter_comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
     """Yield the lines of both runs, and at most `top` differences in saved and in live tensors."""
-    c = comparison
     runs = (
-        ("first", c.label_a, c.peak_a, c.peak_at_a, c.saved_a),
-        ("other", c.label_b, c.peak_b, c.peak_at_b, c.saved_b),
+        ("first", comparison.label_a, comparison.peak_a, comparison.peak_at_a, comparison.saved_a),
+        ("other", comparison.label_b, comparison.peak_b, comparison.peak_at_b, comparison.saved_b),
     )
     for name, label, peak, where, saved in runs:
         yield _format_line(name, label)
@@ -144,9 +143,10 @@ def iter_comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]
         yield _format_line(
             "", f"saved {format_decimal_bytes(saved)} ({saved:,} bytes), by the first forward for its backward"
         )
-    yield _format_line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
-    yield from ("", *_iter_differences("Differences in what is saved for backward", c.list_rows("saved"), top))
-    yield from ("", *_iter_differences("Differences in what is alive at the peaks", c.list_rows("peak"), top))
+    more_peak, more_saved = comparison.peak_b - comparison.peak_a, comparison.saved_b - comparison.saved_a
+    yield _format_line("more", f"peak {more_peak:+,} bytes, saved {more_saved:+,} bytes")
+    yield from ("", *_iter_differences("Differences in what is saved for backward", comparison.list_rows("saved"), top))
+    yield from ("", *_iter_differences("Differences in what is alive at the peaks", comparison.list_rows("peak"), top))
 
 
 def _iter_differences(title: str, rows: tuple[TensorDifference, ...], top: int) -> Iterator[str]:
@@ -186,7 +186,7 @@ def _format_advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
 def summarize_advice(advice: Advice) -> list[str]:
     """Return the flags of the best setting, or of the nearest one; then why others are not possible, and the notes."""
 
-    def setting(index: int) -> str:
+    def describe(index: int) -> str:
         row = advice.rows[index]
         peak = "" if row.peak_bytes is None else f", {format_bytes(row.peak_bytes)}"
         return f"{row.change}{peak}" + (f": {row.flags}" if row.flags else "")
@@ -195,9 +195,9 @@ def summarize_advice(advice: Advice) -> list[str]:
     if advice.fit_bytes is not None:
         size = format_bytes(advice.fit_bytes)
         if advice.best is not None:
-            lines.append(f"fastest that fits {size}: {setting(advice.best)}")
+            lines.append(f"fastest that fits {size}: {describe(advice.best)}")
         elif advice.nearest is not None:
-            lines.append(f"nothing that was tried fits {size}; nearest: {setting(advice.nearest)}")
+            lines.append(f"nothing that was tried fits {size}; nearest: {describe(advice.nearest)}")
     lines += [f"{row.change}: {row.note}" for row in advice.rows if row.note]
     notes = advice.notes if advice.device is None else [*advice.notes, f"times are simulated for {advice.device}"]
     return lines + notes
