@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.lab.plan.peak import count_float8_flops_per_token, count_flops_per_token
+from quaver.lab.plan.quick import bound_seconds, estimate_seconds
 from quaver.lab.plan.saving import time_writing
-from quaver.lab.plan.search import FittingLayout, simulate_in_bfloat16
+from quaver.lab.plan.search import FittingLayout, make_bfloat16_run
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
+from quaver.lab.plan.step import Costs
 
 KIND_NAMES = {
     "all_gather": "all-gathers",
@@ -59,7 +61,7 @@ def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
     if hidden:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
     for name, share in sorted(shown.items(), key=lambda item: -item[1]):
-        sentences.append(f"{name} are not: {share:.1%} of the step waits for them")
+        sentences.append(f"the step waits for {name} for {share:.1%} of its time")
     between_s, writing_s = row.run.steps_between_saves * row.seconds, time_writing(row.run, cluster)
     if writing_s > between_s > 0:
         sentences.append(f"a checkpoint is written in {writing_s:,.0f} s, and one is due every {between_s:,.0f} s")
@@ -67,14 +69,35 @@ def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
 
 
 def describe_gain(row: FittingLayout, cluster: Cluster) -> list[str]:
-    """Return a sentence about the gain of float8 in this layout and its bound; an empty list for bfloat16."""
+    """Return a sentence about the gain of float8 in this layout and its bounds; an empty list for bfloat16."""
     if row.run.recipe is None:
         return []
-    bfloat16_s = simulate_in_bfloat16(row, cluster)
-    share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
-    gain, spec = bfloat16_s / row.seconds, cluster.spec
-    matmuls_s = 1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops))
+    gain = compute_gain(row, cluster)
     return [
-        f"{gain:.2f} times bfloat16's speed in the same layout: float8 computes {share:.0%} of the FLOPs, so with free "
-        f"casts and no other work the speedup would be at most {1 / matmuls_s:.2f}"
+        f"{gain.value:.2f} times bfloat16's speed in the same layout: float8 computes {gain.float8_share:.0%} of the "
+        f"FLOPs, so with free casts computing would be at most {gain.computing_bound:.2f} times as fast, and the step "
+        f"{gain.bound:.2f} times if no communication were exposed"
     ]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The speed of a step relative to the same layout in bfloat16."""
+
+    value: float
+    float8_share: float
+    """The share of the FLOPs that float8 matmuls compute."""
+    computing_bound: float
+    """The bound on the gain of computing: casts are free, and matmuls gain as much as the data sheet's peak."""
+    bound: float
+    """The bound on `value`: the step in float8 takes no longer than its computing."""
+
+
+def compute_gain(row: FittingLayout, cluster: Cluster) -> Gain:
+    """Return the gain of a layout in float8, even if the layout does not fit in bfloat16."""
+    run, spec = make_bfloat16_run(row), cluster.spec
+    bfloat16_s = estimate_seconds(run, cluster)
+    share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
+    computing_bound = 1 / (1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops)))
+    computing_s = bound_seconds(run, Costs.from_formulas(run, cluster))
+    return Gain(bfloat16_s / row.seconds, share, computing_bound, computing_bound * bfloat16_s / computing_s)

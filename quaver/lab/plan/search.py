@@ -191,10 +191,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     return timeline
 
 
-def simulate_in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
-    """Return the seconds of the same layout in bfloat16, even if that does not fit."""
-    if row.candidate.precision == BFLOAT16:
-        return row.seconds
-    config = with_precision(row.candidate.config, BFLOAT16)
-    resolved, dims = resolve(config, rank=0, world_size=row.run.ranks)
-    return estimate_seconds(make_planned_run(resolved, dims), cluster)
+def make_bfloat16_run(row: FittingLayout) -> PlannedRun:
+    """Return the run of the same layout in bfloat16, even if that does not fit."""
+    resolved, dims = resolve(with_precision(row.candidate.config, BFLOAT16), rank=0, world_size=row.run.ranks)
+    return make_planned_run(resolved, dims)
