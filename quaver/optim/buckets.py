@@ -27,7 +27,10 @@ from quaver.optim.rounding import make_block_keys
 from quaver.optim.update import ParameterBlocks, Scalars, compute_amaxes, update_blocks
 
 BUCKET_ELEMENTS = 1 << 22
-"""The most elements of a bucket. An update in PyTorch temporarily takes about 60 bytes per element."""
+"""The most elements of a bucket."""
+
+BYTES_PER_UPDATED_ELEMENT = 60
+"""Bytes per element of a bucket that an update in PyTorch temporarily takes."""
 
 MIN_BUCKETS = 4
 """A step has at least this many buckets, so that the step of a small model is not its memory peak."""

@@ -29,22 +29,24 @@ from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
 from quaver.lab.trainer.model import SPLIT_DIMS, BlockWeight, list_block_weights
+from quaver.optim.buckets import BUCKET_ELEMENTS, BYTES_PER_UPDATED_ELEMENT, MIN_BUCKETS
 from quaver.optim.state import MIN_FLOAT8_ELEMENTS
 from quaver.recipes.config import Float8LinearConfig
 
 ESTIMATE_ERROR = 0.1
-"""The largest difference between an estimate and a prediction, as a share of the prediction. The configs of
-tests/lab/plan/test_estimate.py, most of which are within half of it, are a sample of all configs."""
+"""The largest difference between an estimate and a prediction, as a share of the prediction. A nightly test of
+tests/lab/plan/test_estimate.py draws configs at random; most are within half of it."""
 
-_FLOAT32, _LOW = 4, 2
-"""Bytes of an element in float32, and in bfloat16."""
-_STORED = 1 + _FLOAT32 / 128
+_FLOAT32_BYTES = 4
+"""Bytes of an element in float32."""
+_STORED_BYTES = 1 + _FLOAT32_BYTES / 128
 """Bytes of an element that is stored in float8: its code and its part of a scale."""
 _EMBEDDING = "embed_tokens"
 _ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, HEAD: 0}
 _SLICES = 4
 """Slices of the logits in float32 that are alive at once in the loss's backward (quaver/lab/trainer/loss.py):
-log-probabilities and gradients of the previous slice, logits and log-probabilities of the next."""
+log-probabilities and gradients of the previous slice, logits (unless they are float32) and log-probabilities of the
+next."""
 _SPLIT_SLICES = 1
 """The same number under tensor parallelism, which splits the vocabulary: the gradients, computed in place."""
 
@@ -64,8 +66,14 @@ class _Weight(BlockWeight):
     def count_sharded(self, dims: ParallelDims) -> int:
         """Return the number of elements on the first rank."""
         first, *rest = self.find_gathered_shape(dims)
-        ranks = dims.shard // dims.expert if self.name == EXPERTS else dims.shard
-        return ceil(first / ranks) * prod(rest)
+        return ceil(first / self._count_ranks(dims)) * prod(rest)
+
+    def count_padded(self, dims: ParallelDims) -> int:
+        """Return the number of gathered elements: FSDP2 pads all shards to the size of the first."""
+        return self.count_sharded(dims) * self._count_ranks(dims)
+
+    def _count_ranks(self, dims: ParallelDims) -> int:
+        return dims.shard // dims.expert if self.name == EXPERTS else dims.shard
 
     def count_scales(self, dims: ParallelDims) -> int:
         """Return the number of scales of a float8 state on the first rank: of whole rows if their blocks are split."""
@@ -93,13 +101,22 @@ class Estimate:
         self.tokens = training.local_batch_size * training.seq_len
         self.micro_batches = dims.count_micro_batches(training)
         self.stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
+        self.compute_bytes = getattr(torch, training.mixed_precision_param).itemsize
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
         self.is_sharded = dims.data_parallel_degree > 1
+        self.embedding_bytes = self.stream_bytes if self.is_sharded else self.parameter_bytes
         self.float8_shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
         self.block_weights = [_Weight(*weight) for weight in list_block_weights(self.model)]
         self.outside_weights = _list_outside_weights(self.model)
+        self.embedding_elements = self.model.vocab_size * self.model.dim // dims.tensor
         self.block_elements = sum(prod(weight.find_gathered_shape(dims)) for weight in self.block_weights)
+        self.padded_block_elements = sum(weight.count_padded(dims) for weight in self.block_weights)
+        block_bytes = self._count_gathered_block_bytes()
+        is_kept = config.parallelism.fsdp_reshard_after_forward == "never"
+        self.gathered_block, self.kept_block = (0, block_bytes) if is_kept else (block_bytes, 0)
+        """Bytes of a block's weights that are gathered for its forward or backward only, or until its backward."""
+        self.held_gradients = self._count_held_gradient_bytes()
 
     def count_peak_bytes(self) -> int:
         """Return the bytes of the peak."""
@@ -111,60 +128,114 @@ class Estimate:
             + self.count_state_bytes()
             + self._count_buffer_bytes()
             + self._count_input_bytes()
-            + self._count_held_code_bytes()
         )
 
     def count_moment_bytes(self) -> dict[str, int]:
         """Return the bytes beside the resident ones at each moment that may be the peak.
 
-        Up to the last block all blocks' activations, the rotary tables, the last block's output and its norm are saved.
         FSDP2 keeps the gathered embedding, the root, until its backward; fsdp_reshard_after_forward = "always" frees it
         only between the forward and the backward of the whole model.
         """
-        model, tp = self.model, self.dims.tensor
-        held_gradients = self._count_held_gradient_bytes()
-        all_gradients = max(self.count_parameter_bytes(), held_gradients)
-        embedding = model.vocab_size * model.dim // tp
-        is_tied = model.tie_word_embeddings
-        gathered_embedding = embedding * self.stream_bytes if self.is_sharded else 0
-        gathered_block = int(self._compute_gathered_bytes() * self.block_elements) if self.is_sharded else 0
-        gathered_always = gathered_embedding
-        if self.config.parallelism.fsdp_reshard_after_forward == "never":
-            gathered_always += model.n_layers * gathered_block
-            gathered_block = 0
-        saved = self.tokens * sum(self._iter_saved_by_blocks()) + self._count_saved_outside()
-        # two gathered blocks, and the temporaries of one
-        in_block = gathered_block * 2 + self._count_temporary_bytes()
-        in_block += self.tokens * model.dim * _LOW if tp > 1 else 0
-        gradient_codes = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
-        reduced_block = (_FLOAT32 + gradient_codes) * self.block_elements if self.is_sharded else 0
-        head = 0 if is_tied else embedding
-        head_shard, reduced_head = _FLOAT32 * head // self.dims.shard, _FLOAT32 * head if self.is_sharded else 0
-        # The gradient of a tied projection waits for the embedding's, to which it is added.
-        tied_gradient = embedding * self.stream_bytes if is_tied else 0
-        at_last_block = gathered_always + saved + held_gradients
-        at_first_block = gathered_always + all_gradients + tied_gradient
+        always = self._count_held_code_bytes()
+        always += self.embedding_elements * self.stream_bytes if self.is_sharded else 0
+        in_model = {**self._count_head_moments(), **self._count_block_moments(), **self._count_embedding_moments()}
+        # the embedding's gradient in the dtype of its weight, and the copy that is reduced
+        reduced = self._count_reduced_bytes(self.embedding_elements)
+        reduced += self.embedding_bytes * self.embedding_elements if self.is_sharded else 0
         return {
-            **{
-                name: at_last_block + head_bytes
-                for name, head_bytes in self._count_head_bytes(embedding, gathered_block).items()
-            },
-            # its gradients, while the head's or its own are reduced
-            "last block": at_last_block
-            + tied_gradient
-            + max(0, head_shard - held_gradients)
-            + in_block
-            + max(reduced_head, reduced_block),
-            "first block": at_first_block + in_block + reduced_block,
-            # the gradient of the embedding, and its sum with a tied projection's, while the first block's are reduced
-            "embedding": at_first_block
-            + (2 if is_tied and self.is_sharded else 1) * embedding * self.stream_bytes
-            + reduced_block
-            + self.tokens * model.dim * _FLOAT32 // tp,
-            # the gradient, and the copy that is reduced
-            "reduction of the embedding's gradient": self.count_parameter_bytes()
-            + (2 * embedding * _FLOAT32 if self.is_sharded else 0),
+            **{name: always + size for name, size in in_model.items()},
+            "reduction of the embedding's gradient": max(self.count_parameter_bytes(), self.held_gradients) + reduced,
+            "optimizer": self.count_parameter_bytes() + self._count_optimizer_bytes(),
         }
+
+    def _count_head_moments(self) -> dict[str, int]:
+        """Return the bytes during the output projection and the loss, which follow the forward of the last block."""
+        saved = sum(self._list_saved_by_blocks()) + self._count_table_bytes() + self.held_gradients
+        saved += self.model.n_layers * self.kept_block
+        with_input = saved + self._count_head_input_bytes()
+        weights = 0 if self.model.tie_word_embeddings or not self.is_sharded else self.embedding_elements
+        return {
+            "forward of the last block": saved + self._count_mask_bytes() + 2 * self.gathered_block,
+            **{name: with_input + size for name, size in self._count_head_bytes().items()},
+            # the gradient, and the copy that is reduced, while the last block's weights are gathered
+            "end of the head": saved
+            + self.gathered_block
+            + self.compute_bytes * weights
+            + self._count_reduced_bytes(weights),
+        }
+
+    def _count_block_moments(self) -> dict[str, int]:
+        """Return the bytes in the backward of the first block and the last two.
+
+        In the feed-forward of a block the gradients of the module after it are reduced, and the weights of the block
+        before it are gathered. At the end of a block it has the gradients of all its weights.
+        """
+        saved, tables, parameter = self._list_saved_by_blocks(), self._count_table_bytes(), self.parameter_bytes
+        head = 0 if self.model.tie_word_embeddings else self.embedding_elements
+        reduced_head = self._count_reduced_bytes(head)
+        reduced_block, gathered = self._count_reduced_bytes(self.padded_block_elements), self.gathered_block
+        of_block = parameter * sum(weight.count_sharded(self.dims) for weight in self.block_weights)
+        whole_block = self._count_gradient_bytes(self.block_elements)
+        of_embedding = parameter * self.embedding_elements // self.dims.shard
+        tied = self._count_tied_gradient_bytes() + tables
+
+        def hold(gradients: int) -> int:
+            return tied + max(self.held_gradients, gradients)
+
+        kept = [self.kept_block] * len(saved)
+        at_last = hold(parameter * head // self.dims.shard) + sum(saved[:-1]) + sum(kept[:-1])
+        at_next = hold(parameter * head // self.dims.shard + of_block) + sum(saved[:-2]) + sum(kept[:-1])
+        at_first = hold(self.count_parameter_bytes() - of_embedding - of_block) + self.kept_block
+        forward_last, forward_next, forward_first = (
+            size + self._count_feed_forward_bytes(size) for size in (saved[-1], saved[max(-2, -len(saved))], saved[0])
+        )
+        is_only = self.model.n_layers == 1
+        moments = {
+            "feed-forward of the last block": at_last + self.kept_block + 2 * gathered + forward_last + reduced_head,
+            "end of the last block": at_last + whole_block + max(gathered + reduced_block, 2 * gathered + reduced_head),
+            "feed-forward of the first block": at_first
+            + gathered
+            + forward_first
+            + (reduced_head if is_only else reduced_block),
+            "end of the first block": at_first + gathered + whole_block + reduced_block,
+        }
+        if self.model.n_layers > 2:
+            in_next = at_next + 2 * gathered + reduced_block
+            moments |= {
+                "feed-forward of the last block but one": in_next + forward_next,
+                "end of the last block but one": in_next + whole_block,
+            }
+        return moments
+
+    def _count_embedding_moments(self) -> dict[str, int]:
+        """Return the bytes in the embedding's backward, while the first block's gradients are reduced.
+
+        The embedding's gradient is summed in float32, for the whole vocabulary also under tensor parallelism, where a
+        rank then copies its part. The gradient of a tied projection is added out of place.
+        """
+        tp, elements = self.dims.tensor, self.embedding_elements
+        others = self.count_parameter_bytes() - self.parameter_bytes * elements // self.dims.shard
+        is_cast = self.embedding_bytes < _FLOAT32_BYTES  # as a whole, before a rank copies its part
+        copies = (tp if is_cast else 1) * (tp > 1) + int(self.model.tie_word_embeddings)
+        size = self._count_tied_gradient_bytes() + max(self.held_gradients, others)
+        size += (_FLOAT32_BYTES * tp + copies * self.embedding_bytes) * elements
+        return {
+            "embedding": size
+            + self._count_reduced_bytes(self.padded_block_elements)
+            + self.tokens * self.model.dim * _FLOAT32_BYTES // tp
+        }
+
+    def _list_saved_by_blocks(self) -> list[int]:
+        """Return the bytes that each block saves."""
+        return [self.tokens * token_bytes for token_bytes in self._iter_saved_by_blocks()]
+
+    def _count_gathered_block_bytes(self) -> int:
+        """Return the bytes of a block's gathered weights."""
+        return int(self._compute_gathered_bytes() * self.padded_block_elements) if self.is_sharded else 0
+
+    def _count_tied_gradient_bytes(self) -> int:
+        """Return the bytes of a tied projection's gradient, which waits for the embedding's, to which it is added."""
+        return self.embedding_elements * self.embedding_bytes if self.model.tie_word_embeddings else 0
 
     def count_parameter_bytes(self) -> int:
         """Return the bytes of this rank's parameters. Their gradients take as many."""
@@ -178,32 +249,63 @@ class Estimate:
         if reduce == "every":
             return self.count_parameter_bytes()
         if reduce == "last_all_reduce":
-            return _FLOAT32 * self._sum(lambda weight: weight.count_sharded(self.dims))
-        return _FLOAT32 * self._sum(lambda weight: prod(weight.find_gathered_shape(self.dims)))
+            return _FLOAT32_BYTES * self._sum(lambda weight: weight.count_sharded(self.dims))
+        return _FLOAT32_BYTES * self._sum(lambda weight: prod(weight.find_gathered_shape(self.dims)))
+
+    def _count_gradient_bytes(self, elements: int) -> int:
+        """Return the bytes of gradients in the dtype of gathered weights, or of parameters that are not sharded."""
+        return elements * (self.compute_bytes if self.is_sharded else self.parameter_bytes)
+
+    def _count_reduced_bytes(self, elements: int) -> int:
+        """Return the bytes of float32 gradients that are reduced, with their codes if they are sent in float8."""
+        gradient_codes = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
+        return (_FLOAT32_BYTES + gradient_codes) * elements if self.is_sharded else 0
+
+    def _count_optimizer_bytes(self) -> int:
+        """Return the bytes of the temporaries of the optimizer's step."""
+        optimizer, blocks = self.config.optimizer, set(self.block_weights)
+        if optimizer.has_float8_states:
+            elements = self._sum(lambda weight: weight.count_sharded(self.dims))
+            return BYTES_PER_UPDATED_ELEMENT * min(BUCKET_ELEMENTS, elements // MIN_BUCKETS)
+        if optimizer.implementation != "foreach":
+            return 0
+        # AdamW's square roots of second moments, of all parameters at once
+        return self.parameter_bytes * self._sum(
+            lambda weight: (
+                0
+                if optimizer.is_muon and weight in blocks and len(weight.shape) == 2
+                else weight.count_sharded(self.dims)
+            )
+        )
+
+    def _count_mask_bytes(self) -> int:
+        """Return the bytes of a bool per query and key, with which attention keeps documents apart."""
+        return self.tokens * self.config.training.seq_len if self.config.data.document_mask else 0
 
     def _count_buffer_bytes(self) -> int:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
-        return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
+        return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32_BYTES
 
-    def _count_head_bytes(self, weights: int, gathered_block: int) -> dict[str, int]:
-        """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism.
-
-        Args:
-            weights: the number of the projection's weights.
-            gathered_block: bytes of a gathered block.
-        """
-        tp, stream = self.dims.tensor, self.tokens * self.model.dim * _LOW
+    def _count_head_bytes(self) -> dict[str, int]:
+        """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
+        tp, weights, low = self.dims.tensor, self.embedding_elements, self.compute_bytes
+        stream = self.tokens * self.model.dim * low
         logits = self.tokens * self.model.vocab_size // tp
-        slices = (_SLICES if tp == 1 else _SPLIT_SLICES) * _FLOAT32 * min(SLICE_ELEMENTS, logits)
         is_tied = self.model.tie_word_embeddings
         gathered = weights if self.is_sharded and not is_tied else 0
-        cast = weights if self.is_sharded and is_tied and self.stream_bytes > _LOW else 0  # from the root
+        cast = weights if self.is_sharded and is_tied and self.stream_bytes > low else 0  # from the root
+        if tp > 1:
+            loss = low * logits + _SPLIT_SLICES * _FLOAT32_BYTES * min(SLICE_ELEMENTS, logits)
+        elif logits > SLICE_ELEMENTS:
+            loss = low * logits + (_SLICES - (low == _FLOAT32_BYTES)) * _FLOAT32_BYTES * SLICE_ELEMENTS
+        else:  # log-probabilities and two gradients
+            loss = 3 * _FLOAT32_BYTES * logits
         return {
             # the weight, the all-gather's buffer of the same size, and the logits
-            "forward of the head": (2 * gathered + cast + logits) * _LOW + (stream // tp if tp > 1 else 0),
-            "loss": (cast + logits) * _LOW + slices,
+            "forward of the head": (2 * gathered + cast + logits) * low + (stream // tp if tp > 1 else 0),
+            "loss": cast * low + loss,
             # the weight and its gradient, the logits, the gradient of the input, and the last block's weights
-            "backward of the head": (gathered + cast + logits + weights) * _LOW + gathered_block + stream,
+            "backward of the head": (gathered + cast + logits + weights) * low + self.gathered_block + stream,
         }
 
     def _sum(self, count: Callable[[_Weight], int]) -> int:
@@ -216,53 +318,60 @@ class Estimate:
         def count_bytes(weight: _Weight) -> int:
             elements = weight.count_sharded(self.dims)
             is_muons = optimizer.is_muon and weight in blocks and len(weight.shape) == 2
-            moments, step = (1, 0) if is_muons else (2, _FLOAT32)
+            moments, step = (1, 0) if is_muons else (2, _FLOAT32_BYTES)
             if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < MIN_FLOAT8_ELEMENTS
             in_float32 = is_small or weight.name == _EMBEDDING
-            moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.count_scales(self.dims)
-            return moments * moment + _FLOAT32
+            moment = (
+                _FLOAT32_BYTES * elements if in_float32 else elements + _FLOAT32_BYTES * weight.count_scales(self.dims)
+            )
+            return moments * moment + _FLOAT32_BYTES
 
         return self._sum(count_bytes)
 
     def _count_input_bytes(self) -> int:
         tensors = 3 if self.config.data.document_mask else 2
-        mask = self.tokens * self.config.training.seq_len if tensors == 3 else 0
-        return self.micro_batches * tensors * self.tokens * torch.int64.itemsize + mask
+        return self.micro_batches * tensors * self.tokens * torch.int64.itemsize
 
-    def _compute_cast_bytes(self) -> float:
-        """Return the bytes per element of a weight's codes for both of its matmuls, or 2 in high precision."""
+    def _compute_cast_bytes(self, *, is_held: bool = False) -> float:
+        """Return the bytes per element of a weight's codes for both of its matmuls, or of its cast in high precision.
+
+        Autocast holds no cast of weights that have its dtype.
+        """
+        high_precision = 0 if is_held and self.compute_bytes == self.parameter_bytes else self.compute_bytes
         if self.recipe is None:
-            return _LOW
-        codes = 1 if has_one_cast(self.config.float8.recipe) else 2
+            return high_precision
+        # A GPU multiplies codes along rows only, so that a process holds them in both layouts.
+        codes = 1 if has_one_cast(self.config.float8.recipe) and self.is_sharded else 2
         sizes = [(name, prod(shape)) for name, shape in self.block_weights if name in SPLIT_DIMS or name == EXPERTS]
         share = sum(self._compute_share(name) * size for name, size in sizes) / sum(size for _, size in sizes)
-        return share * codes + (1 - share) * _LOW
+        return share * codes + (1 - share) * high_precision
 
     def _compute_share(self, *names: str) -> float:
         """Return the share of blocks in which all named linears are in float8."""
         return min(self.float8_shares.get(name, 0.0) for name in names)
 
     def _compute_gathered_bytes(self) -> float:
-        return self._compute_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
+        return self._compute_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else self.compute_bytes
 
     def _count_held_code_bytes(self) -> int:
         """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
-        if self.is_sharded and not self.config.float8.cast_weights_once:
+        if self.dims.world_size > 1 and not self.config.float8.cast_weights_once:
             return 0
-        held = (
-            sum(weight.count_sharded(self.dims) for weight in self.block_weights)
-            if self.is_sharded
-            else self.block_elements
+        held = sum(
+            weight.count_sharded(self.dims) if self.is_sharded else prod(weight.shape) for weight in self.block_weights
         )
-        return int(self.model.n_layers * held * self._compute_cast_bytes())
+        return int(self.model.n_layers * held * self._compute_cast_bytes(is_held=True))
 
-    def _count_saved_outside(self) -> int:
-        """Return the bytes of the rotary tables, the last block's output and the gathered input of the head."""
-        tables = 2 * self.config.training.seq_len * self.model.head_dim * _FLOAT32
-        stream = _STORED if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
-        return tables + int(self.tokens * self.model.dim * (stream / self.dims.tensor + _LOW))
+    def _count_table_bytes(self) -> int:
+        """Return the bytes of the rotary tables."""
+        return 2 * self.config.training.seq_len * self.model.head_dim * _FLOAT32_BYTES
+
+    def _count_head_input_bytes(self) -> int:
+        """Return the bytes of the last block's output, and of its norm, which tensor parallel ranks gather."""
+        stream = _STORED_BYTES if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
+        return int(self.tokens * self.model.dim * (stream / self.dims.tensor + self.compute_bytes))
 
     def _iter_saved_by_blocks(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves."""
@@ -282,12 +391,12 @@ class Estimate:
     def _choose_stream_bytes(self) -> float:
         """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
         stores = self.config.activation_checkpoint.store_in_float8
-        return _STORED if stores and self.config.training.compile else self.stream_bytes
+        return _STORED_BYTES if stores and self.config.training.compile else self.stream_bytes
 
     def _count_attention_bytes(self) -> tuple[int, int, int]:
         """Return the features of queries and keys, and the bytes of attention's output with the sums of its scores."""
         queries, keys = self.model.dim, self.model.n_kv_heads * self.model.head_dim
-        return queries, keys, _LOW * queries + _FLOAT32 * self.model.n_heads
+        return queries, keys, self.compute_bytes * queries + _FLOAT32_BYTES * self.model.n_heads
 
     def _count_saved_by_policy(self) -> int:
         """Return the bytes per token that the policy of checkpointing/policy.py saves.
@@ -299,15 +408,15 @@ class Estimate:
         (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
         experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        low, stream = _STORED if is_compiled and stores else _LOW, self._choose_stream_bytes()
-        attention += int((low - _LOW) * queries)
+        low, stream = _STORED_BYTES if is_compiled and stores else self.compute_bytes, self._choose_stream_bytes()
+        attention += int((low - self.compute_bytes) * queries)
         matmuls: float
         if is_compiled:
-            matmuls = low * (queries + keys) + (_FLOAT32 * experts if experts else low * self.model.hidden_dim)
+            matmuls = low * (queries + keys) + (_FLOAT32_BYTES * experts if experts else low * self.model.hidden_dim)
             matmuls += low * (self.model.top_k * dim + shared) if experts else 0
         else:
             wide = self.model.top_k * 2 * self.model.hidden_dim + shared if experts else self.model.hidden_dim
-            matmuls = _LOW * (keys + dim + wide)
+            matmuls = self.compute_bytes * (keys + dim + wide)
         scattered = 2 * low * dim if tp > 1 else 0
         return int(stream * dim + matmuls + attention + scattered) // tp
 
@@ -321,13 +430,13 @@ class Estimate:
         (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
         experts, hidden = self.model.n_experts, self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        low, stream = (_STORED, _STORED) if stores else (_LOW, self.stream_bytes)
+        low, stream = (_STORED_BYTES, _STORED_BYTES) if stores else (self.compute_bytes, self.stream_bytes)
         # the residual stream before attention, and after it, where compiled code saves attention's output instead
         streams = (stream + (low if is_compiled else stream)) * dim
         if self.config.data.document_mask:  # attention with a mask has as many keys as queries
             keys = queries
         rotated = low * (queries + 2 * keys)
-        attention += int((low - _LOW) * queries)
+        attention += int((low - self.compute_bytes) * queries)
         rows = count_networks(self.model)
         gates = low * 2 * hidden * rows
         wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
@@ -338,33 +447,50 @@ class Estimate:
             (self._compute_share(wide), *gathered),
             (self._compute_share(down), product, saved),
         )
-        linears = sum(features * (share * codes + (1 - share) * _LOW) for share, features, codes in inputs)
-        if saved < _LOW:  # attention saves its output
+        linears = sum(
+            features * (share * codes + (1 - share) * self.compute_bytes) for share, features, codes in inputs
+        )
+        if saved < self.compute_bytes:  # attention saves its output
             linears += self._compute_share("o_proj") * saved * queries
         if not is_compiled:  # silu(gate), which a SwiGLU in front of float8 does not save
             fused = self._compute_share(down) if self.config.float8.fused_producers else 0.0
             linears += low * product * (1 - fused)
         if experts:  # scores, and the tokens of experts before and after
-            linears += low * dim * self.model.top_k * 2 + _FLOAT32 * experts
-        return int(streams + rotated + attention + gates + linears) // tp
+            linears += low * dim * self.model.top_k * 2 + _FLOAT32_BYTES * experts
+        mask = self.compute_bytes * self.config.training.seq_len if self.config.data.document_mask else 0
+        return int(streams + rotated + attention + gates + linears) // tp + mask
 
     def _count_saved_of_float8(self, tp: int) -> int:
         """Return the bytes that a float8 linear saves per element of its input, which `tp` ranks gather."""
         if self.recipe is None:
             return 0
         if self.recipe.casts.input.column_source.is_disabled:
-            return _LOW
+            return self.compute_bytes
         saves = tp > 1 or not self.config.training.compile
         return int(saves)
 
-    def _count_temporary_bytes(self) -> int:
-        """Return the bytes of a block's weight gradients, and of the gradients in its feed-forward.
+    def _count_feed_forward_bytes(self, saved_bytes: int) -> int:
+        """Return the bytes of the temporaries in a feed-forward's backward.
 
-        Per token these are four in bfloat16 as wide as its hidden layer (of gate, up, silu(gate) and their product),
-        and the gradient of its output in float32.
+        Per token these are three as wide as its hidden layer (the gradients of up, silu(gate) and their product), and
+        the gradient of its output in float32; and the gradient of down_proj. A checkpointed block has been recomputed.
         """
-        token_bytes = 8 * count_networks(self.model) * self.model.hidden_dim + _FLOAT32 * self.model.dim
-        return _LOW * self.block_elements + self.tokens * token_bytes // self.dims.tensor
+        model, checkpoint = self.model, self.config.activation_checkpoint
+        wide_bytes = self.compute_bytes * count_networks(model) * model.hidden_dim
+        token_bytes = 3 * wide_bytes
+        if not self.config.training.compile:
+            # saved codes of gate and up are dequantized; the tokens' gradients from all experts are added in float32
+            token_bytes += 2 * wide_bytes if checkpoint.store_in_float8 else 0
+            of_experts = (3 * _FLOAT32_BYTES + self.compute_bytes) * model.dim * model.top_k if model.n_experts else 0
+            token_bytes = max(token_bytes, of_experts)
+        token_bytes += self.stream_bytes * model.dim
+        wide = sum(
+            prod(weight.find_gathered_shape(self.dims))
+            for weight in self.block_weights
+            if weight.name in ("gate_proj", "up_proj", "down_proj", EXPERTS)
+        )
+        recomputed_bytes = max(0, self.tokens * self._count_saved_without_checkpoint() - saved_bytes)
+        return self._count_gradient_bytes(wide // 3) + self.tokens * token_bytes // self.dims.tensor + recomputed_bytes
 
 
 def _list_outside_weights(model: Model) -> list[_Weight]:

@@ -1,5 +1,7 @@
 """Tests that the estimated peak is near the predicted one, and exact in what a rank holds."""
 
+from random import Random
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.combined import list_parts
 from quaver.optim.state import make_state
+from quaver.runtime.errors import InputError
 from quaver.torch_private.dtensor import get_local_tensor
 from tests.lab.memory.models import needs_gathers
 from tests.lab.trainer.runs import CONFIGS, changed
@@ -138,6 +141,82 @@ def test_settings_change_the_estimate_as_they_change_the_peak(sections, added):
 @pytest.mark.parametrize(("sections", "added"), [({}, 0.0), *CHANGES])
 def test_the_recorded_changes_are_those_of_today(sections, added):
     assert predict_peak_bytes(changed(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
+
+
+WIDE = TrainConfig(
+    model=Model(dim=1024, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=2816),
+    training=Training(seq_len=1024, local_batch_size=4),
+)
+WIDE_PEAKS = [
+    (1, {"training": {"mixed_precision_param": "float32"}, "float8": {"enable_float8_linear": False}}, 1904),
+    (1, {"training": {"seq_len": 8192, "local_batch_size": 1}, "data": {"document_mask": True}}, 2483),
+    (1, {"training": {"seq_len": 64, "local_batch_size": 1}, "optimizer": {"implementation": "foreach"}}, 954),
+    (8, {"training": {"dtype": "bfloat16"}}, 607),
+    (8, {"optimizer": {"name": "Muon"}}, 695),
+    (8, {"float8": {"recipe_name": "rowwise_with_gw_hp"}}, 770),
+    (8, {"training": {"global_batch_size": 128, "reduce": "last"}}, 909),
+    (64, {"training": {"seq_len": 128, "local_batch_size": 1}}, 140),
+    (8, {"model": {"n_experts": 8, "hidden_dim": 512}}, 819),
+    (
+        64,
+        {
+            "model": {"n_layers": 2, "vocab_size": 2048, "n_experts": 8, "hidden_dim": 512},
+            "training": {"seq_len": 2048},
+            "optimizer": {"name": "Float8AdamW"},
+        },
+        1246,
+    ),
+]
+"""Ranks, settings, and the peak of WIDE with them in MB."""
+
+
+@pytest.mark.parametrize(("ranks", "sections", "peak"), WIDE_PEAKS)
+def test_the_estimate_models_settings(ranks, sections, peak):
+    assert estimate_peak(changed(WIDE, **sections), ranks) / 1e6 == pytest.approx(peak, rel=ESTIMATE_ERROR / 2)
+
+
+DRAWN = [
+    {"parallelism": {"tensor_parallel_degree": 2}},
+    {"parallelism": {"fsdp_reshard_after_forward": "never"}},
+    *({"training": values} for values in ({"dtype": "bfloat16"}, {"residual_dtype": "bfloat16"}, {"compile": True})),
+    *({"training": {"global_batch_size": 256, "reduce": reduce}} for reduce in REDUCE[:2]),
+    *({"optimizer": {"name": name}} for name in ("Muon", "Float8AdamW")),
+    *({"optimizer": {"implementation": name}} for name in ("foreach", "for-loop")),
+    *({"float8": {"recipe_name": name}} for name in ("rowwise", "rowwise_with_gw_hp", "blockwise")),
+    {"float8": {"enable_float8_linear": False}},
+    {"float8": {"enable_float8_linear": False}, "training": {"mixed_precision_param": "float32"}},
+    {"float8": {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}},
+    {"activation_checkpoint": {"mode": "full"}},
+    *({"activation_checkpoint": {"mode": "selective", "selective_ac_option": every}} for every in ("op", "2")),
+    {"activation_checkpoint": {"store_in_float8": True}},
+    {"comm": {"float8_gradients": True}},
+    {"data": {"document_mask": True}},
+    {"model": {"tie_word_embeddings": True}},
+    {"model": {"n_experts": 8, "hidden_dim": 512}},
+]
+
+
+def draw_config(random: Random) -> tuple[TrainConfig, int]:
+    """Return a config that the trainer accepts, with its ranks."""
+    while True:
+        ranks, layers, vocab_size = random.choice([1, 2, 8, 64]), random.choice([2, 4, 6]), random.choice([2048, 32000])
+        training = {"seq_len": random.choice([64, 512, 2048]), "local_batch_size": random.choice([1, 2, 4])}
+        try:
+            config = changed(WIDE, model={"n_layers": layers, "vocab_size": vocab_size}, training=training)
+            for sections in random.sample(DRAWN, random.choice([0, 1, 2, 3])):
+                config = changed(config, **sections)
+            resolve(config, rank=0, world_size=ranks)
+        except InputError:
+            continue
+        return config, ranks
+
+
+@pytest.mark.nightly
+@needs_gathers
+@pytest.mark.parametrize("seed", range(40))
+def test_the_estimate_is_near_the_peak_of_any_config(seed):
+    config, ranks = draw_config(Random(seed))
+    assert estimate_peak(config, ranks) == pytest.approx(predict_peak_bytes(config, ranks), rel=ESTIMATE_ERROR)
 
 
 @needs_gathers
