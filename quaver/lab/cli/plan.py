@@ -183,6 +183,7 @@ def run(argv: list[str]) -> int:
             step_sequences=options.choose_step_sequences(config),
             less_precise_storage=options.store_less,
         )
+        layouts.refuse_unmultiplied(spec)
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
         with show_progress("planning") as set_activity:

@@ -120,7 +120,7 @@ def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool |
     return replace(config, float8=_with_precision(config.float8, precision, gathers_codes), metrics=metrics, job=job)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) -> Float8:
     if precision == BFLOAT16:
         unchanged = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns")}

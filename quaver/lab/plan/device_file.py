@@ -21,7 +21,7 @@ def read_device_spec(path: Path) -> DeviceSpec:
     """Read a `DeviceSpec` from a TOML file with its fields. Without float8_tflops the device does not multiply float8.
 
     Raises:
-        ValueError: the file is not TOML, a field is missing or unknown, a number is not above 0, or the name
+        InputError: the file is not TOML, a field is missing or unknown, a number is not above 0, or the name
             belongs to a device whose measured rates quaver knows.
         OSError: there is no such file.
     """

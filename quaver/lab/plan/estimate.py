@@ -24,7 +24,7 @@ import torch
 
 from quaver.checkpointing.policy import parse_selective_option
 from quaver.kernels.adamw import BLOCK
-from quaver.lab.plan.run import EXPERTS, HEAD, count_networks, find_float8_shares, has_one_cast
+from quaver.lab.plan.run import EXPERTS, HEAD, count_networks, find_float8_shares, shares_codes
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
@@ -288,24 +288,29 @@ class Estimate:
 
     def _count_head_bytes(self) -> dict[str, int]:
         """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
-        tp, weights, low = self.dims.tensor, self.embedding_elements, self.compute_bytes
-        stream = self.tokens * self.model.dim * low
+        tp, weights, compute_bytes = self.dims.tensor, self.embedding_elements, self.compute_bytes
+        input_bytes = self.tokens * self.model.dim * compute_bytes
         logits = self.tokens * self.model.vocab_size // tp
         is_tied = self.model.tie_word_embeddings
         gathered = weights if self.is_sharded and not is_tied else 0
-        cast = weights if self.is_sharded and is_tied and self.stream_bytes > low else 0  # from the root
+        cast = weights if self.is_sharded and is_tied and self.stream_bytes > compute_bytes else 0  # from the root
         if tp > 1:
-            loss = low * logits + _SPLIT_SLICES * _FLOAT32_BYTES * min(SLICE_ELEMENTS, logits)
+            loss = compute_bytes * logits + _SPLIT_SLICES * _FLOAT32_BYTES * min(SLICE_ELEMENTS, logits)
         elif logits > SLICE_ELEMENTS:
-            loss = low * logits + (_SLICES - (low == _FLOAT32_BYTES)) * _FLOAT32_BYTES * SLICE_ELEMENTS
+            loss = (
+                compute_bytes * logits + (_SLICES - (compute_bytes == _FLOAT32_BYTES)) * _FLOAT32_BYTES * SLICE_ELEMENTS
+            )
         else:  # log-probabilities and two gradients
             loss = 3 * _FLOAT32_BYTES * logits
         return {
             # the weight, the all-gather's buffer of the same size, and the logits
-            "forward of the head": (2 * gathered + cast + logits) * low + (stream // tp if tp > 1 else 0),
-            "loss": cast * low + loss,
+            "forward of the head": (2 * gathered + cast + logits) * compute_bytes
+            + (input_bytes // tp if tp > 1 else 0),
+            "loss": cast * compute_bytes + loss,
             # the weight and its gradient, the logits, the gradient of the input, and the last block's weights
-            "backward of the head": (gathered + cast + logits + weights) * low + self.gathered_block + stream,
+            "backward of the head": (gathered + cast + logits + weights) * compute_bytes
+            + self.gathered_block
+            + input_bytes,
         }
 
     def _sum(self, count: Callable[[_Weight], int]) -> int:
@@ -343,7 +348,7 @@ class Estimate:
         if self.recipe is None:
             return high_precision
         # A GPU multiplies codes along rows only, so that a process holds them in both layouts.
-        codes = 1 if has_one_cast(self.config.float8.recipe) and self.is_sharded else 2
+        codes = 1 if shares_codes(self.config.float8.recipe) and self.is_sharded else 2
         sizes = [(name, prod(shape)) for name, shape in self.block_weights if name in SPLIT_DIMS or name == EXPERTS]
         share = sum(self._compute_share(name) * size for name, size in sizes) / sum(size for _, size in sizes)
         return share * codes + (1 - share) * high_precision
@@ -376,17 +381,17 @@ class Estimate:
     def _iter_saved_by_blocks(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves."""
         checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
-        stream = int(self._choose_stream_bytes() * self.model.dim) // self.dims.tensor
+        input_bytes = int(self._choose_stream_bytes() * self.model.dim) // self.dims.tensor
         everything = self._count_saved_without_checkpoint()
         every = parse_selective_option(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
             yield from [everything] * layers
         elif checkpoint.mode == "memory_budget":
-            yield from [stream + int(checkpoint.memory_budget * (everything - stream))] * layers
+            yield from [input_bytes + int(checkpoint.memory_budget * (everything - input_bytes))] * layers
         elif every is None:
             yield from [self._count_saved_by_policy()] * layers
         else:
-            yield from (stream if number % every == 0 else everything for number in range(1, layers + 1))
+            yield from (input_bytes if number % every == 0 else everything for number in range(1, layers + 1))
 
     def _choose_stream_bytes(self) -> float:
         """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
@@ -408,17 +413,22 @@ class Estimate:
         (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
         experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        low, stream = _STORED_BYTES if is_compiled and stores else self.compute_bytes, self._choose_stream_bytes()
-        attention += int((low - self.compute_bytes) * queries)
+        saved_bytes, stream_bytes = (
+            _STORED_BYTES if is_compiled and stores else self.compute_bytes,
+            self._choose_stream_bytes(),
+        )
+        attention += int((saved_bytes - self.compute_bytes) * queries)
         matmuls: float
         if is_compiled:
-            matmuls = low * (queries + keys) + (_FLOAT32_BYTES * experts if experts else low * self.model.hidden_dim)
-            matmuls += low * (self.model.top_k * dim + shared) if experts else 0
+            matmuls = saved_bytes * (queries + keys) + (
+                _FLOAT32_BYTES * experts if experts else saved_bytes * self.model.hidden_dim
+            )
+            matmuls += saved_bytes * (self.model.top_k * dim + shared) if experts else 0
         else:
             wide = self.model.top_k * 2 * self.model.hidden_dim + shared if experts else self.model.hidden_dim
             matmuls = self.compute_bytes * (keys + dim + wide)
-        scattered = 2 * low * dim if tp > 1 else 0
-        return int(stream * dim + matmuls + attention + scattered) // tp
+        scattered = 2 * saved_bytes * dim if tp > 1 else 0
+        return int(stream_bytes * dim + matmuls + attention + scattered) // tp
 
     def _count_saved_without_checkpoint(self) -> int:
         """Return the bytes per token that a block saves without checkpointing.
@@ -430,15 +440,17 @@ class Estimate:
         (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
         experts, hidden = self.model.n_experts, self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        low, stream = (_STORED_BYTES, _STORED_BYTES) if stores else (self.compute_bytes, self.stream_bytes)
+        saved_bytes, stream_bytes = (
+            (_STORED_BYTES, _STORED_BYTES) if stores else (self.compute_bytes, self.stream_bytes)
+        )
         # the residual stream before attention, and after it, where compiled code saves attention's output instead
-        streams = (stream + (low if is_compiled else stream)) * dim
+        streams = (stream_bytes + (saved_bytes if is_compiled else stream_bytes)) * dim
         if self.config.data.document_mask:  # attention with a mask has as many keys as queries
             keys = queries
-        rotated = low * (queries + 2 * keys)
-        attention += int((low - self.compute_bytes) * queries)
+        rotated = saved_bytes * (queries + 2 * keys)
+        attention += int((saved_bytes - self.compute_bytes) * queries)
         rows = count_networks(self.model)
-        gates = low * 2 * hidden * rows
+        gates = saved_bytes * 2 * hidden * rows
         wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
         saved, product = self._count_saved_of_float8(tp=1), hidden * rows
         gathered = dim * tp, self._count_saved_of_float8(tp)
@@ -454,9 +466,9 @@ class Estimate:
             linears += self._compute_share("o_proj") * saved * queries
         if not is_compiled:  # silu(gate), which a SwiGLU in front of float8 does not save
             fused = self._compute_share(down) if self.config.float8.fused_producers else 0.0
-            linears += low * product * (1 - fused)
+            linears += saved_bytes * product * (1 - fused)
         if experts:  # scores, and the tokens of experts before and after
-            linears += low * dim * self.model.top_k * 2 + _FLOAT32_BYTES * experts
+            linears += saved_bytes * dim * self.model.top_k * 2 + _FLOAT32_BYTES * experts
         mask = self.compute_bytes * self.config.training.seq_len if self.config.data.document_mask else 0
         return int(streams + rotated + attention + gates + linears) // tp + mask
 

@@ -19,10 +19,12 @@ from typing import NamedTuple
 
 from quaver.checkpointing.policy import parse_selective_option
 from quaver.lab.plan.changes import CHECKPOINTING, Change, iter_less_precise, with_precision
-from quaver.lab.plan.run import has_one_cast
+from quaver.lab.plan.run import shares_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.roofline.cost import find_unmultiplied_kinds
+from quaver.roofline.device_specs import DeviceSpec
 from quaver.runtime.errors import InputError
 
 MAX_LOCAL_BATCH = 16
@@ -104,6 +106,15 @@ class Layouts:
             self.refuse(error, is_configured=is_configured)
             return
         self.candidates.append(Candidate(resolved, dims, is_configured))
+
+    def refuse_unmultiplied(self, spec: DeviceSpec) -> None:
+        """Drop the configured run if the GPU does not multiply float8 with the scales of its recipe."""
+        for candidate in self.candidates[:1]:
+            recipe = candidate.config.float8.recipe
+            if candidate.is_configured and candidate.precision != BFLOAT16 and find_unmultiplied_kinds(spec, recipe):
+                message = f"float8.recipe_name {recipe}: {spec.name} does not multiply float8 with such scales"
+                self.refuse(InputError(message), is_configured=True)
+                self.candidates.remove(candidate)
 
     def refuse(self, error: InputError, *, is_configured: bool = False) -> None:
         """Count a run that the trainer refuses."""
@@ -204,7 +215,7 @@ def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gather
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if shard == 1:
         return [_Gathering(False, "default")]
-    codes = [True, False] if precision != BFLOAT16 and has_one_cast(float8.append_backward(precision)) else [False]
+    codes = [True, False] if precision != BFLOAT16 and shares_codes(float8.append_backward(precision)) else [False]
     return [_Gathering(*gathering) for gathering in product(codes, ("default", "never"))]
 
 

@@ -125,7 +125,7 @@ class PlannedRun:
     @property
     def has_one_cast(self) -> bool:
         """Whether one set of a weight's codes serves both of its matmuls, so that a float8 all-gather sends one."""
-        return self.recipe is not None and has_one_cast(self.recipe)
+        return self.recipe is not None and shares_codes(self.recipe)
 
     def get_float8_share(self, name: str) -> float:
         """Return the share of blocks in which a linear or the experts are float8; 0 or 1 for "lm_head"."""
@@ -143,7 +143,7 @@ def count_networks(model: Model) -> int:
 
 
 @functools.cache
-def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
+def shares_codes(recipe: Float8LinearRecipeName | str) -> bool:
     """Return whether one set of a weight's codes serves both of its matmuls."""
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 
@@ -227,7 +227,7 @@ def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:
     return _count_float8_shares(config.model, converts, tokens)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _count_float8_shares(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
     llama = make_meta_llama(model)
     convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))

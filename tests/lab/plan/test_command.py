@@ -212,3 +212,9 @@ def test_the_largest_local_batch_of_a_search_is_said_to_be_it(plan):
 def test_rows_name_the_backward(plan):
     _, written = plan("--gpus", "8", "--top", "4", recipe="rowwise:dequantized")
     assert "rowwise:dequantized" in {row["precision"] for row in written["rows"]}
+
+
+def test_a_configured_recipe_that_the_gpu_does_not_multiply_has_no_row(plan):
+    printed, written = plan("--float8.recipe_name", "mxfp8")
+    assert "no row: float8.recipe_name mxfp8: H100 does not multiply float8 with such scales" in printed
+    assert not any(row["is_configured"] for row in written["rows"])
