@@ -155,7 +155,8 @@ class Estimate:
         with_input = saved + self._count_head_input_bytes()
         weights = 0 if self.model.tie_word_embeddings or not self.is_sharded else self.embedding_elements
         return {
-            "forward of the last block": saved + self._count_mask_bytes() + 2 * self.gathered_block,
+            # the buffers of two all-gathers, or a buffer and the weights in it
+            "forward of the last block": saved + self._count_mask_bytes() + 2 * self._count_gathered_block_bytes(),
             **{name: with_input + size for name, size in self._count_head_bytes().items()},
             # the gradient, and the copy that is reduced, while the last block's weights are gathered
             "end of the head": saved
