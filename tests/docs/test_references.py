@@ -54,8 +54,4 @@ def test_references_of_docstrings_and_comments_resolve():
 def test_stale_references_are_found():
     assert find_stale_references(
         "`gemm.no_name`, `gemm.mm`, `no_name` (linear/gemm.py), `mm` in gemm.py, no_file.py"
-    ) == [
-        "gemm.no_name",
-        "no_name (linear/gemm.py)",
-        "no_file.py",
-    ]
+    ) == ["gemm.no_name", "no_name (linear/gemm.py)", "no_file.py"]

@@ -64,10 +64,7 @@ def test_words_become_values(words, expected):
         ("block -x", "^unexpected argument '-x'"),
         ("block --sq-len 4", "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
         ("block --seq-len", "^--seq-len: expected one argument; see quaver none --help$"),
-        (
-            "block --out=~nosuchuser/a",
-            "^--out must be a path that does not begin with the home of an unknown user",
-        ),
+        ("block --out=~nosuchuser/a", "^--out must be a path that does not begin with the home of an unknown user"),
         ("block --seq_len 0", "^--seq-len must be at least 1, got 0$"),
         ("block --seq-len 1.5", "^--seq-len must be an integer, got '1.5'$"),
         ("block --modes eager fast", "^--modes must be one of eager, compiled, got 'fast'$"),

@@ -19,11 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from quaver import convert_to_float8_training, convert_to_high_precision
-from quaver.checkpointing import (
-    activation_report,
-    apply_activation_checkpointing,
-    store_activations_in_float8,
-)
+from quaver.checkpointing import activation_report, apply_activation_checkpointing, store_activations_in_float8
 from quaver.checkpointing import hooks as store_hooks
 from quaver.checkpointing.codes import MemoryLayout, dequantize_activation, quantize_activation
 from quaver.checkpointing.partition import StoringPartitioner

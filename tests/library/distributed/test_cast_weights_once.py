@@ -38,9 +38,7 @@ NIGHTLY += [("tensorwise", how) for how in ("cpu offload", "plain", "meta")]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, CASES), *at_night([(1, CASES[:1]), (4, [*CASES, *NIGHTLY])])],
-    ids=["2", "1", "4"],
+    ("ranks", "cases"), [(2, CASES), *at_night([(1, CASES[:1]), (4, [*CASES, *NIGHTLY])])], ids=["2", "1", "4"]
 )
 @on_ranks()
 def test_changes_no_bit_of_the_losses(ranks, cases):

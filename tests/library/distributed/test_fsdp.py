@@ -145,8 +145,7 @@ DEEPSEEK = ((576, 7168),)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shapes"),
-    first(1, [(ranks, shapes) for shapes in (CUT, DEEPSEEK) for ranks in (4, 2, 1, 3)]),
+    ("ranks", "shapes"), first(1, [(ranks, shapes) for shapes in (CUT, DEEPSEEK) for ranks in (4, 2, 1, 3)])
 )
 @on_ranks()
 def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):

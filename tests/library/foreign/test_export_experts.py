@@ -157,8 +157,7 @@ def dequantize_blocks(tensors, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "scale_dtype"),
-    [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32), ("mixtral", torch.float32)],
+    ("name", "scale_dtype"), [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32), ("mixtral", torch.float32)]
 )
 def test_published_checkpoints(name, scale_dtype, tmp_path):
     model = large(name)

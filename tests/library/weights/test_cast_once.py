@@ -84,8 +84,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("make", "recipe"),
-    [*((build_model, recipe) for recipe in (*RECIPES[:3], "blockwise")), (build_mixture, "rowwise")],
+    ("make", "recipe"), [*((build_model, recipe) for recipe in (*RECIPES[:3], "blockwise")), (build_mixture, "rowwise")]
 )
 def test_a_backward_outside_multiplies_by_the_codes_of_its_forward(make, recipe, call):
     """A backward may run when the scope of its forward is closed, or another one is open."""

@@ -513,11 +513,7 @@ GATHERING = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         (lambda: build_ordinary(make=lambda recipe: nn.Linear(16, 16)), {}, "got none; convert the model"),
         (lambda: build_ordinary("delayed"), {}, "0.weight cannot .* delayed_with_dynamic_weight"),
         (lambda: build_ordinary(make=tie), {}, "it is tied: 0.0.weight, 1.weight"),
-        (
-            lambda: build_ordinary(make=tie_experts),
-            {},
-            "0.experts.down_proj cannot .* tied: .*1.experts.down_proj",
-        ),
+        (lambda: build_ordinary(make=tie_experts), {}, "0.experts.down_proj cannot .* tied: .*1.experts.down_proj"),
         (lambda: (build_experts(), build_ordinary()[1]), {}, "that holds weights of float8 linears or experts"),
         (build_pair, {}, "expected a torch.optim.Optimizer of ordinary parameters"),
         (build_ordinary, {"master_dtype": torch.float16}, "expected torch.float32 or torch.bfloat16"),
