@@ -206,7 +206,13 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
         Raises:
             ValueError: another shape or dtype, NaN or inf. The weight is then unchanged.
+            RuntimeError: this is a part, whose scales other parts share.
         """
+        if self.is_part:
+            raise RuntimeError(
+                "a part of a frozen float8 weight (a slice, or a shard of FSDP2) cannot be written to: its scales are "
+                "those of other rows, too; write the whole weight"
+            )
         if hp.dtype not in HP_DTYPES:
             raise ValueError(
                 f"a write into a frozen float8 weight: expected {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}; "
@@ -297,13 +303,22 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             self.set_operands(operand, operand)
             self.requantized_sqnr_db = new.requantized_sqnr_db
 
-    def requires_grad_(self, requires_grad: bool = True) -> FrozenFloat8Weight:
-        """Raise RuntimeError for True."""
+    @property
+    def requires_grad(self) -> bool:
+        """False. Setting it to True raises RuntimeError."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
             raise RuntimeError(
                 "a frozen float8 weight cannot require a gradient: float8 cannot hold an optimizer's updates. Leave "
                 "the layer out of freeze_to_float8 (module_filter_fn), or train an adapter"
             )
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenFloat8Weight:
+        """Raise RuntimeError for True."""
+        self.requires_grad = requires_grad
         return self
 
     def element_size(self) -> int:

@@ -161,6 +161,10 @@ def test_a_frozen_weight_presents_a_high_precision_parameter(config):
     assert torch.equal(weight + 0, weight.to_high_precision())
     with pytest.raises(RuntimeError, match="cannot require a gradient"):
         net.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="cannot require a gradient"):
+        weight.requires_grad = True
+    with pytest.raises(RuntimeError, match="cannot be written to: its scales are those of other rows"):
+        weight[:8].data = torch.zeros(8, 300, dtype=weight.dtype)
     for view in (lambda w: w.t(), lambda w: w[0], lambda w: w[:, :5], lambda w: w.view(100, 600)):
         with pytest.raises(NotImplementedError, match="no views in high precision"):
             view(weight)
