@@ -75,21 +75,32 @@ def _get_version(scale: PersistentScale | None) -> int:
 
 _entry: SharedOperands | None = None
 _open = threading.local()
-"""`forwards`: the number of parents' forwards that run on this thread."""
+"""`parents`: the ids of the modules whose forwards run on this thread, the outermost first."""
 
 
 def open_shared_input(parent: nn.Module, args: object) -> None:
     """Allow a cache while a parent's forward runs. A forward pre-hook."""
     if not torch.compiler.is_compiling():
-        _open.forwards = getattr(_open, "forwards", 0) + 1
+        parents = vars(_open).setdefault("parents", [])
+        if id(parent) in parents:  # Ctrl-C ended its last forward, without the hook that closes
+            _remove(parent, parents)
+            clear_cached_operands()
+        parents.append(id(parent))
 
 
 def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
     """Clear the cache when the outermost parent's forward ends, also if it raised. A forward hook."""
     if not torch.compiler.is_compiling():
-        _open.forwards = max(getattr(_open, "forwards", 0) - 1, 0)
-        if _open.forwards == 0:
+        parents = vars(_open).setdefault("parents", [])
+        _remove(parent, parents)
+        if not parents:
             clear_cached_operands()
+
+
+def _remove(parent: nn.Module, parents: list[int]) -> None:
+    """Remove `parent`, and the modules that it called, from the running forwards."""
+    if id(parent) in parents:
+        del parents[parents.index(id(parent)) :]
 
 
 def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
@@ -198,7 +209,7 @@ def choose_quantizer(
     """
     if torch.compiler.is_dynamo_compiling() or not reader or activation.is_inference():
         return Quantizer(casts, hp_dtype, scale)
-    if not getattr(_open, "forwards", 0) and not isinstance(_get_dispatch_mode(), POLICIES):
+    if not vars(_open).get("parents") and not isinstance(_get_dispatch_mode(), POLICIES):
         return Quantizer(casts, hp_dtype, scale)
     if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)

@@ -198,6 +198,19 @@ def test_a_forward_that_raised_leaves_nothing_open():
     assert reads(lambda: (attention.q(x), attention.k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
 
 
+@needs_counts
+def test_a_forward_after_one_that_ctrl_c_ended_closes_the_cache():
+    """PyTorch calls no forward hook after a KeyboardInterrupt."""
+    model = nn.Sequential(convert_to_float8_training(Attention(), config="tensorwise"))
+    handle = model[0].k.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    x = torch.randn(32, 64)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    model(x)
+    assert reads(lambda: (model[0].q(x), model[0].k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
+
+
 def test_the_hooks_are_copied_pickled_and_removed():
     model = nn.Sequential(convert_to_float8_training(Attention(), config="tensorwise"))
     convert_to_float8_training(model, config="tensorwise")
