@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -136,6 +137,8 @@ class Monitor:
         self._mismatch: Mismatch | None = None
         self._hook: RemovableHandle | None = None
         self._is_in_hook = False
+        self._in_hook: list[Monitor] = []
+        """This monitor, for the hook, until it closes."""
         self._is_first = not has_process_group() or dist.get_rank(group) == 0
         self._ranks = dist.get_world_size(group) if has_process_group() else 1
         self._sink: Sink | None = None
@@ -156,7 +159,8 @@ class Monitor:
         self._plan_next()
         self._ends = StepEnds(model, self._on_any_rank)
         if not steps_by_hand:
-            self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+            self._in_hook.append(self)
+            self._hook = register_optimizer_step_post_hook(partial(_call_monitors, self._in_hook))
 
     @staticmethod
     def find(model: nn.Module) -> Monitor | None:
@@ -319,7 +323,7 @@ class Monitor:
             with_sums = frozenset(number for name, number in numbers.items() if not self._configs[name].emulate)
         self._sampling.start_step(is_sampled, frozenset(numbers.values()), with_sums)
 
-    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
         if self._is_open and not runs_in_backward() and (steps := self._ends.count_ends(optimizer, self._sampling)):
             self._is_in_hook = True
             try:
@@ -406,7 +410,8 @@ class Monitor:
 
     def close(self) -> None:
         """Stop sampling and remove the probes from the model. Compiled code is recompiled without them."""
-        # torch iterates over the hooks while one runs, so a hook that closes its monitor stays and does nothing.
+        # torch iterates over the hooks while one runs, so a hook that closes its monitor stays, without the monitor.
+        self._in_hook.clear()
         if self._hook is not None and not self._is_in_hook:
             self._hook.remove()
         if not self._is_open:
@@ -429,6 +434,11 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _call_monitors(monitors: list[Monitor], optimizer: Optimizer, *_: Any) -> None:
+    for monitor in monitors:
+        monitor._after_optimizer(optimizer)
 
 
 def _describe_error(error: BaseException) -> str:

@@ -1,8 +1,10 @@
 """Tests that the monitor samples what the linears computed with, in eager and compiled code, and changes no run."""
 
 import copy
+import gc
 import importlib.metadata
 import math
+import weakref
 from importlib.metadata import PackageNotFoundError
 from unittest.mock import Mock
 
@@ -406,6 +408,10 @@ def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand,
     assert "may be incomplete" in closing
     with monitor(model):  # there are no probes left
         pass
+    ended, error.__traceback__ = weakref.ref(watch), None
+    del watch, optimizer
+    gc.collect()
+    assert ended() is None
 
 
 def test_a_sample_that_cannot_be_made_is_not_blamed_on_the_sink(monkeypatch, caplog):
