@@ -371,7 +371,8 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     Returns:
         The number of missing entries.
     Raises:
-        ValueError: an entry is not a tensor, has another number of dims, or is an inf or NaN scale; nothing is loaded.
+        ValueError: an entry is not a tensor, has another number of dims, is an inf or NaN scale, or has a NaN amax;
+            nothing is loaded.
     """
     entries = list_entries(named_slots)
     for name, view in entries.items():
@@ -392,5 +393,7 @@ def _check_entry(name: str, entry: Any, dims: int) -> None:
     if got != dims:
         raise ValueError(f"{name}: expected a tensor of {dims} dims, got {got}")
     has_value = not isinstance(entry, FakeTensor) and not entry.is_meta
+    if dims and has_value and bool(entry.isnan().any()):
+        raise ValueError(f"{name}: expected amaxes, got NaN; load an earlier checkpoint")
     if dims == 0 and has_value and not math.isfinite(entry.item()):
         raise ValueError(f"{name}: expected a finite scale, got {entry.item()}; load an earlier checkpoint")

@@ -150,6 +150,8 @@ def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad, expected):
     entries = {name: value * 2 for name, value in before.items()} | {"grad_output.quant_scale": bad}
     with pytest.raises(ValueError, match=f"grad_output.quant_scale: expected {expected}, got"):
         float8_scaling_state(module).load_state_dict(entries)
+    with pytest.raises(ValueError, match="input.amax_history: expected amaxes, got NaN"):
+        float8_scaling_state(module).load_state_dict(before | {"input.amax_history": torch.tensor([1.0, NAN])})
     assert_same(before, states(module))
 
 
