@@ -53,6 +53,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
     failures = OutputFailures(run.ranks)
     try:
         with (
+            catch_stop_signals() as requests,  # around all collectives: a scheduler's signals reach ranks one by one
             silence_other_ranks(run.ranks.is_first),
             ignore_view_warning(),
             ignore_single_process_warning(),
@@ -60,7 +61,6 @@ def train(run: TrainingRun) -> dict[str, Any]:
             use_determinism(run.config.training.deterministic),
             raise_recompile_limit(run.config, [model.model for model in run.models]),
             open_outputs(run, failures) as outputs,
-            catch_stop_signals() as requests,
         ):
             introduce(run, outputs.display)
             _train_steps(run, outputs, requests)

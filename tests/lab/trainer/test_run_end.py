@@ -29,6 +29,7 @@ from quaver.lab.trainer import training_run
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.process import Watchdog, silence_other_ranks, use_determinism
+from quaver.lab.trainer.run_end import RunEnd
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
@@ -291,6 +292,19 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
     finally:
         signal.signal(signal.SIGHUP, before)
     assert list_checkpoints(run.folder.path) == ["step-00000002", f"step-0000000{last}"]
+
+
+def test_a_signal_while_the_summary_is_written_ends_nothing(tiny_config, monkeypatch):
+    """A scheduler's signal may reach this rank after another rank's has ended the steps."""
+    write, received = RunEnd.write, []
+    monkeypatch.setattr(RunEnd, "write", lambda end: (signal.raise_signal(signal.SIGTERM), write(end)))
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append("the launcher's handler"))
+    try:
+        run = run_to_end(tiny_config)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == []
+    assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "finished"
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, before_each_step):
