@@ -320,9 +320,11 @@ def check_gradient(parameter: Tensor) -> None:
     grad = parameter.grad
     if grad is None:
         return
+    if grad.is_sparse:
+        raise ValueError(f"expected a dense gradient, got {grad.layout}; use an embedding with sparse=False")
     placements = [tensor.placements if isinstance(tensor, DTensor) else None for tensor in (parameter, grad)]
-    if grad.is_sparse or placements[0] != placements[1]:
+    if placements[0] != placements[1]:
         raise ValueError(
-            f"expected a dense gradient with its parameter's placements {placements[0]}, got {grad.layout} with "
-            f"{placements[1]}; redistribute it before step()"
+            f"expected a gradient with its parameter's placements {placements[0]}, got {placements[1]}; redistribute "
+            "it before step()"
         )
