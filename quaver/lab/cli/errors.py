@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from quaver.export.folders import NotWrittenError
+from quaver.export.folders import NO_ROOM, NotWrittenError
 from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import MissingDeviceError
 from quaver.runtime.errors import InputError, describe_error
@@ -39,4 +39,10 @@ def report_bad_input() -> Iterator[None]:
         raise
     except (*BAD_INPUT, CheckpointError) as error:
         print_error(error)
-        raise SystemExit(EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) else EXIT_BAD_INPUT) from error
+        raise SystemExit(choose_exit_code(error)) from error
+
+
+def choose_exit_code(error: BaseException | None) -> int:
+    """Return 4 if `error` says that a result cannot be written, for want of space for example, and 2 otherwise."""
+    has_no_room = isinstance(error, OSError) and error.errno in NO_ROOM
+    return EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) or has_no_room else EXIT_BAD_INPUT

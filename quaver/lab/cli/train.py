@@ -13,6 +13,7 @@ from quaver.lab.cli.errors import (
     EXIT_INTERRUPTED,
     EXIT_NONFINITE,
     EXIT_NOT_WRITTEN,
+    choose_exit_code,
     print_error,
     report_bad_input,
 )
@@ -77,9 +78,10 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
-    """Wait for all ranks at the end of the block. If one had bad input, print one line and raise SystemExit(2) on all.
+    """Wait for all ranks at the end of the block. If one had bad input, print one line and raise SystemExit on all.
 
-    The ranks also compare the fingerprints that the block appends to the list.
+    The exit code is 4 on a rank that could not write, and 2 on the others. The ranks also compare the fingerprints
+    that the block appends to the list.
     """
     fingerprints: list[str] = []
     error = None
@@ -95,7 +97,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     if verdict:
         if ranks.is_first:
             print_error(verdict)
-        raise SystemExit(EXIT_BAD_INPUT) from error
+        raise SystemExit(choose_exit_code(error)) from error
 
 
 def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, flags: Sections) -> int:

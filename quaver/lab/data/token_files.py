@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
+from quaver.export.folders import NO_ROOM, NotWrittenError
 from quaver.lab.data.documents import SPLITS
 from quaver.lab.data.samples import TokenSplit
 from quaver.lab.data.tokenizer import Tokens
@@ -39,14 +40,16 @@ ENDS_DTYPE = np.dtype("<i8")
 
 @contextmanager
 def name_cache_in_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the block into one that says that the cache in `folder` cannot be written."""
+    """Turn an OSError of the block into one that says that the cache in `folder` cannot be written.
+
+    It is a NotWrittenError if the disk or the quota is full.
+    """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise type(error)(
-            f"cannot write tokens to {str(folder)!r}: {reason}; give another data.cache_folder"
-        ) from error
+        kind = NotWrittenError if error.errno in NO_ROOM else type(error)
+        raise kind(f"cannot write tokens to {str(folder)!r}: {reason}; give another data.cache_folder") from error
 
 
 def choose_token_dtype(vocab_size: int) -> "np.dtype[Any]":

@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from quaver.export.folders import NO_ROOM, NotWrittenError
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.errors import OutputError, convert_to_output_error
 from quaver.lab.runs.json_lines import rewind_metrics
@@ -76,7 +77,7 @@ class RunFolder:
             FileNotFoundError: there is no checkpoint to resume from.
             BlockingIOError: another process writes the run.
             InputError: the model or the initial weights differ from the run's.
-            OSError: the folder cannot be created or written.
+            OSError: the folder cannot be created or written; a NotWrittenError for want of space.
         """
         path = _make_folder(config)
         lock = RunLock(path)
@@ -220,7 +221,8 @@ def will_resume(config: TrainConfig) -> bool:
 
 def _make_write_error(path: Path, error: OSError) -> OSError:
     reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-    return type(error)(f"cannot write the run folder {str(path)!r}: {reason}; give another job.dump_folder")
+    kind = NotWrittenError if error.errno in NO_ROOM else type(error)
+    return kind(f"cannot write the run folder {str(path)!r}: {reason}; give another job.dump_folder")
 
 
 def _describe_refusal(path: Path, config: Checkpoint) -> str:

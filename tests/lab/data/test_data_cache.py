@@ -1,5 +1,6 @@
 """Tests that the token cache is made once, whole or not at all, and is not read to be opened; `quaver prepare-data`."""
 
+import errno
 import hashlib
 import json
 import os
@@ -14,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quaver.lab.cli import main
 from quaver.lab.data import cache as cache_module
 from quaver.lab.data import load as load_module
 from quaver.lab.data import load_data
 from quaver.lab.data.cache import resolve_cache_folder
 from quaver.lab.data.source import TextSource
+from quaver.lab.data.token_files import SplitWriter
 from quaver.lab.settings import Data, TrainConfig, Training
 from tests.isolated import Forked
 from tests.lab.data.test_data_sources import TEXTS, train_tokenizer, write_jsonl, write_parquet
@@ -253,6 +256,17 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, cache):
     error = f"error: cannot write tokens to {cache!r}: File too large; give another data.cache_folder"
     assert process.stdout.splitlines()[-1] == error
     assert not [path for path in Path(cache).iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("verb", ["prepare-data", "train"])
+def test_a_full_disk_is_exit_code_4(verb, config, monkeypatch, capsys):
+    def fill_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SplitWriter, "append", fill_disk)
+    with pytest.raises(SystemExit, match="^4$"):
+        main([verb, str(config)])
+    assert "cannot write tokens to" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_cache_is_by_default_in_xdg_cache_home_or_dot_cache(monkeypatch, tmp_path):
