@@ -121,7 +121,7 @@ def _find_name_in_companions(path: Path) -> str:
         if file.is_file():
             try:
                 entry = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, RecursionError) as error:
                 raise InputError(f"{str(file)!r} is not a JSON object: {error}") from error
             name = entry.get("content") if isinstance(entry, dict) else entry
             if isinstance(name, str) and name:

@@ -347,6 +347,9 @@ def test_a_folder_names_its_own_end_token(tmp_path):
         load_tokenizer(Data(tokenizer=str(tmp_path)))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     assert load_tokenizer(Data(tokenizer=str(tmp_path))).eos_id == 2
+    (tmp_path / "tokenizer_config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json' is not a JSON object: maximum recursion depth"):
+        load_tokenizer(Data(tokenizer=str(tmp_path)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     by_config = load_tokenizer(Data(tokenizer=str(tmp_path)))
     assert by_config.eos_id == load_tokenizer(Data(tokenizer=str(tmp_path / "tokenizer.json"))).eos_id == 1
