@@ -22,6 +22,9 @@ from quaver.lab.settings import TrainConfig
 from quaver.optim import load_states_of
 from quaver.runtime.devices import is_cuda_device
 
+_MAX_HISTORY_LEN = 1 << 16
+"""The longest history of amaxes that is loaded, so that a damaged file cannot ask for any amount of memory."""
+
 
 class SavedModel(Protocol):
     """The parts of a model in training that a checkpoint saves and loads."""
@@ -69,7 +72,7 @@ def load_model(trained: SavedModel, path: Path, saved: str) -> None:
     if saved != trained.config.optimizer.name:
         optimizer = trained.make_optimizer(saved)
     state, reader = collect_state(trained, optimizer), CheckpointReader(path)
-    if trained.scaling and not _fit_histories(state["float8"], read_metadata(reader)):
+    if trained.scaling and not fit_histories(state["float8"], read_metadata(reader)):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
     set_model_state_dict(trained.model, state["model"])
@@ -84,7 +87,7 @@ def load_model(trained: SavedModel, path: Path, saved: str) -> None:
     trained.precompute_scales()
 
 
-def _fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
+def fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
     """Replace histories by empty ones of the saved lengths, and return whether `metadata` has scales at all.
 
     `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.
@@ -93,6 +96,11 @@ def _fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
     for name, tensor in scales.items():
         entry = saved.get(f"float8.{name}")
         if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+            if len(entry.size) != tensor.dim() or entry.size.numel() > _MAX_HISTORY_LEN:
+                raise CheckpointError(
+                    f"expected {name} of {list(tensor.shape)} in the checkpoint, or a history of at most "
+                    f"{_MAX_HISTORY_LEN:,} amaxes, got {list(entry.size)}; choose another checkpoint"
+                )
             scales[name] = tensor.new_zeros(entry.size)
     return bool(saved)
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.manifest import MANIFEST
-from quaver.lab.runs.model_state import load_rng_states
+from quaver.lab.runs.model_state import fit_histories, load_rng_states
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RELATED, UNRELATED, RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
@@ -180,6 +181,14 @@ def test_a_run_resumes_with_another_length_of_histories(config, finished, saved,
     scales, saved_scales = (run.models[0].scaling.state_dict() for run in (resumed, finished))
     expected = {name: F.pad(scale, (2, 0))[-length:] if scale.dim() else scale for name, scale in saved_scales.items()}
     assert_same(scales, expected)
+
+
+def test_a_checkpoint_cannot_ask_for_a_history_of_any_length():
+    size = TensorStorageMetadata(TensorProperties(), torch.Size([1 << 40]), [])
+    metadata = Metadata(dict.fromkeys(("float8.input.amax_history", "float8.quant_scale"), size))
+    for name, shape in (("input.amax_history", (3,)), ("quant_scale", ())):
+        with pytest.raises(CheckpointError, match=rf"{name} of .* in the checkpoint, .* got \[1099511627776\]"):
+            fit_histories({name: torch.zeros(shape)}, metadata)
 
 
 def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished, saved):
