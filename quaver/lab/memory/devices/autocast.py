@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from quaver.torch_private.dispatch import DispatchKey, DispatchKeySet, has_kernel
+
 FLOAT32_INPUTS = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm"),
@@ -41,7 +43,7 @@ FLOAT32_RESULT = (
 FLOAT32_OVERLOAD = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 """Operators without an argument `dtype`, and the overload that takes one."""
 
-_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def cast_to_float32(values: Any) -> Any:
 
 def has_gpu_rule(name: str) -> bool:
     """Return whether this version of PyTorch has a rule of autocast for aten's operator `name` on a GPU."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    return has_kernel(_get_overload(name), "AutocastCUDA")
 
 
 def _may_cast(tensor: Tensor) -> bool:
@@ -77,8 +79,7 @@ def _get_overload(name: str) -> Any:
 
 
 def _add_rule(library: torch.library.Library, name: str, rule: Callable[..., Any]) -> None:
-    has_cpu_rule = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
-    if has_gpu_rule(name) and not has_cpu_rule:
+    if has_gpu_rule(name) and not has_kernel(_get_overload(name), "AutocastCPU"):
         library.impl(name, rule, "AutocastCPU")
 
 
