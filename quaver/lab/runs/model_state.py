@@ -1,4 +1,4 @@
-"""What a checkpoint has of a model in training, and of torch's random number generators: collected and loaded."""
+"""Collects and loads the states that a checkpoint saves: of a model in training, and of torch's random generators."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +91,9 @@ def fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
     """Replace histories by empty ones of the saved lengths, and return whether `metadata` has scales at all.
 
     `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.
+
+    Raises:
+        CheckpointError: the saved shape is neither that of the tensor nor of a history.
     """
     saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("float8.")}
     for name, tensor in scales.items():
