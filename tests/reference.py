@@ -111,3 +111,15 @@ def assert_matmul_exact(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_sc
     excess = (out.double() - reference).abs() - bound
     assert out.shape == reference.shape
     assert not (excess > 0).any(), f"off by {excess.max():.3g} more than the bound"
+
+
+def draw_samples(dtype):
+    """Yield rows of different magnitudes, of zeros, of the smallest numbers; then with an inf and a NaN."""
+    torch.manual_seed(0)
+    hp = (torch.randn(140, 260) * torch.exp2(torch.randint(-20, 12, (140, 1)).float())).to(dtype)
+    hp[3], hp[130:] = 0, 0
+    hp[7] = torch.randn(260).mul(torch.finfo(dtype).smallest_normal / 64).to(dtype)
+    yield hp
+    hp = hp.clone()
+    hp[20, 5], hp[21, 200] = torch.inf, torch.nan
+    yield hp

@@ -12,8 +12,8 @@ from quaver.checkpointing import store_activations_in_float8
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.optim import Float8AdamW, Float8Muon
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, waiting_refused
-from tests.library.checkpointing.test_policy import make as make_net
-from tests.library.experts.test_grouped_mm import ENDS, operands, step
+from tests.library.checkpointing.nets import build_net
+from tests.library.experts.operands import ENDS, make_operands, step
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import draw, results_of, train
 
@@ -26,7 +26,7 @@ ALL = (*RECIPES, *BLOCK_RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_experts_agree_with_the_cpu(recipe, k_n, compiled):
     """NaN in rows outside every group would fail this, and in the weight gradient of the empty one."""
-    a, b_t, ends = operands(k=k_n[0], n=k_n[1])
+    a, b_t, ends = make_operands(k=k_n[0], n=k_n[1])
     grad_output = torch.randn(310, k_n[1], dtype=torch.bfloat16)
     with host():
         expected = step(a, b_t, ends, grad_output, recipe)
@@ -40,7 +40,7 @@ def test_experts_agree_with_the_cpu(recipe, k_n, compiled):
 
 
 def test_experts_do_not_wait_for_the_device():
-    a, b_t, ends = (tensor.to(DEVICE) for tensor in operands())
+    a, b_t, ends = (tensor.to(DEVICE) for tensor in make_operands())
     grad_output = torch.randn(310, 160, dtype=torch.bfloat16, device=DEVICE)
     step(a, b_t, ends, grad_output, "rowwise")
     with waiting_refused():
@@ -99,8 +99,8 @@ def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, comp
             run(measured.mark)
         return measured.usage.saved_bytes, gradients
 
-    exact_bytes, exact = measure(make_net(recipe, width=256))
-    net = make_net(recipe, width=256)
+    exact_bytes, exact = measure(build_net(recipe, width=256))
+    net = build_net(recipe, width=256)
     store_activations_in_float8(net)
     stored_bytes, stored = measure(net)
     assert min(sqnr_db(expected, actual) for expected, actual in zip(exact, stored, strict=True)) > 18

@@ -28,8 +28,7 @@ from quaver.roofline.cost import KERNEL_LAUNCH_S, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.roofline.matmul import predict_matmul_seconds
 from quaver.roofline.scaled_matmul import get_scales_share
-from tests.library.kernels.test_dispatch import counting_launches
-from tests.library.kernels.triton_kernels import interpreting_process
+from tests.library.kernels.triton_kernels import counting_launches, interpreting_process
 
 BLOCK = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=768)
 EXPERTS = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=8, top_k=2, n_shared_experts=1)

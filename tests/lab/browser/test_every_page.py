@@ -3,8 +3,8 @@
 import pytest
 
 from tests.lab.browser.browser import Keys, hover
+from tests.lab.browser.heat_map import HeatMap
 from tests.lab.browser.reports import TENSORS, WIDE
-from tests.lab.browser.test_report_html import Map
 
 READABLE = 4.5
 """The contrast that WCAG's level AA asks of text."""
@@ -67,7 +67,7 @@ def open_page(browser, pages, reports):
         path = (reports if is_report else pages) / f"{name}.html"
         browser.open(path, **window)
         if details and is_report:
-            heat = Map(browser, WIDE if name == "large" else len(TENSORS))
+            heat = HeatMap(browser, WIDE if name == "large" else len(TENSORS))
             heat.press("w")
             heat.hover(6, 30)
         elif details:

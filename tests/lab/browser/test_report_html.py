@@ -1,61 +1,14 @@
 """Tests the page of `quaver report` in a real browser: heat maps, curves, distributions and alarms."""
 
-import base64
-
 import numpy as np
 import pytest
 
 from quaver.lab.report.palette import SPECIAL, make_palette
 from quaver.lab.report.statistics import STATISTICS
 from tests.lab.browser.browser import Keys
+from tests.lab.browser.heat_map import HeatMap
 from tests.lab.browser.reports import ALARMS, BAD_SAMPLE, BAD_TENSOR, HOSTILE, LAYERS, TENSORS, WIDE
 from tests.lab.report.records import split_casts
-
-TOP_PX, RIGHT_PX, BOTTOM_PX = 10, 10, 24
-
-
-class Map:
-    """The heat map of a run as a user meets it."""
-
-    def __init__(self, browser, rows, *, at=0, samples=40, steps=(10, 410)):
-        self.browser, self.rows, self.samples, self.steps = browser, rows, samples, steps
-        self.plot = browser.all(".heat")[at]
-        browser.run("arguments[0].scrollIntoView({block: 'center'})", self.plot)
-
-    def offset(self, row, sample):
-        """Return the offset of a cell's middle from the middle of the plot."""
-        sizes = "const c = arguments[0].querySelector('canvas'); return [c.offsetLeft, c.offsetWidth, c.offsetHeight]"
-        left, width, height = self.browser.run(sizes, self.plot)
-        box = self.plot.size
-        x = left + (sample + 0.5) / self.samples * width
-        y = TOP_PX + (row + 0.5) / self.rows * height
-        return int(x - box["width"] / 2), int(y - box["height"] / 2)
-
-    def hover(self, row, sample):
-        self.browser.pointer().move_to_element_with_offset(self.plot, *self.offset(row, sample)).perform()
-        return self.browser.texts(".maps .tip:not([hidden])")
-
-    def click(self, row, sample):
-        self.hover(row, sample)
-        self.browser.pointer().click().perform()
-
-    def drag(self, start, end):
-        chain = self.browser.pointer().move_to_element_with_offset(self.plot, *self.offset(*start))
-        chain.click_and_hold().move_to_element_with_offset(self.plot, *self.offset(*end)).release().perform()
-
-    def press(self, *keys):
-        self.browser.run("arguments[0].focus({preventScroll: true})", self.plot)
-        self.browser.press(*keys)
-
-    def pixels(self):
-        """Return the colors of the picture, [height, width], as 0xAABBGGRR; 0 where nothing is drawn."""
-        script = """
-        const c = arguments[0].querySelector('canvas'), parts = [];
-        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
-        for (let at = 0; at < d.length; at += 4096) parts.push(String.fromCharCode(...d.subarray(at, at + 4096)));
-        return [c.height, c.width, btoa(parts.join(''))]"""
-        height, width, data = self.browser.run(script, self.plot)
-        return np.frombuffer(base64.b64decode(data), dtype=np.uint32).reshape(height, width)
 
 
 def encode_color(color):
@@ -81,7 +34,7 @@ def choose(browser, select, text):
 
 def test_hovering_over_a_cell_shows_its_numbers(browser, reports, runs):
     browser.open(reports / "one.html")
-    heat = Map(browser, len(TENSORS))
+    heat = HeatMap(browser, len(TENSORS))
     (tip,) = heat.hover(6, 30)
     values = {name: columns[30, 6] for name, columns in runs[0].numerics.statistics.items()}
     assert tip.startswith(f"{TENSORS[6]['layer']} input float8_e4m3fn tensorwise, step 310 ")
@@ -101,7 +54,7 @@ def test_cells_stand_where_their_tensor_and_step_are(browser, reports, runs):
     choose(browser, "maps-statistic", "saturation")
     choose(browser, "maps-kind", "input")
     rows = len(LAYERS)
-    pixels = Map(browser, rows).pixels()
+    pixels = HeatMap(browser, rows).pixels()
     inputs = [at for at, tensor in enumerate(TENSORS) if tensor["operand"] == "input"]
     saturated = runs[0].numerics.statistics["saturated"].T[inputs]
     height, width = pixels.shape
@@ -114,7 +67,7 @@ def test_cells_stand_where_their_tensor_and_step_are(browser, reports, runs):
 @pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.nightly)])
 def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
     browser.open(reports / "large.html", width=width)
-    heat = Map(browser, WIDE)
+    heat = HeatMap(browser, WIDE)
     pixels = heat.pixels()
     rows, columns = np.nonzero(pixels == encode_color(make_palette()[0]))
     assert 1 <= len(rows) <= 4
@@ -128,9 +81,9 @@ def test_one_bad_cell_of_600_000_is_seen(browser, reports, width):
 
 def test_the_worst_cell_stands_out_in_dark_mode(browser, reports):
     browser.open(reports / "large.html", dark=True)
-    assert (Map(browser, WIDE).pixels() == encode_color(make_palette()[-1])).sum() in range(1, 5)
+    assert (HeatMap(browser, WIDE).pixels() == encode_color(make_palette()[-1])).sum() in range(1, 5)
     browser.show(1280, 1000, dark=False)
-    browser.wait(lambda: (Map(browser, WIDE).pixels() == encode_color(make_palette()[0])).sum() in range(1, 5))
+    browser.wait(lambda: (HeatMap(browser, WIDE).pixels() == encode_color(make_palette()[0])).sum() in range(1, 5))
 
 
 def test_a_large_page_redraws_no_cell_on_hover(browser, reports):
@@ -141,7 +94,7 @@ def test_a_large_page_redraws_no_cell_on_hover(browser, reports):
         "CanvasRenderingContext2D.prototype.putImageData ="
         " function (...all) { window.painted += 1; return put.apply(this, all); };"
     )
-    heat = Map(browser, WIDE, samples=1000)
+    heat = HeatMap(browser, WIDE, samples=1000)
     for sample in range(0, 900, 150):
         assert heat.hover(300, sample)
     heat.click(100, 500)
@@ -153,7 +106,7 @@ def test_a_large_page_redraws_no_cell_on_hover(browser, reports):
 
 def test_zooming_by_pointer(browser, reports):
     browser.open(reports / "one.html")
-    heat = Map(browser, len(TENSORS))
+    heat = HeatMap(browser, len(TENSORS))
     assert read_view(browser) == "48 of 48 rows, steps 10 to 400"
     heat.drag((5, 9), (14, 19))
     assert read_view(browser) == "10 of 48 rows, steps 100 to 209"
@@ -175,7 +128,7 @@ def test_zooming_by_pointer(browser, reports):
 
 def test_walking_and_zooming_by_keyboard(browser, reports):
     browser.open(reports / "one.html")
-    heat = Map(browser, len(TENSORS))
+    heat = HeatMap(browser, len(TENSORS))
 
     def read_cell():
         lines = read_choice(browser).splitlines()
@@ -205,7 +158,7 @@ def test_walking_and_zooming_by_keyboard(browser, reports):
 def test_statistics_filters_and_order(browser, reports, runs):
     browser.forget_what_was_logged()
     browser.open(reports / "one.html")
-    heat = Map(browser, len(TENSORS))
+    heat = HeatMap(browser, len(TENSORS))
     choose(browser, "maps-statistic", "underflow")
     assert read_view(browser).startswith("24 of 48 rows")  # results have none
     assert browser.one(".scale strong").text == "underflow"
@@ -271,7 +224,7 @@ def test_curves_show_a_step_by_keyboard_and_choose_it_by_click(browser, reports,
 
 def test_the_distribution_follows_the_chosen_cell(browser, reports, runs):
     browser.open(reports / "one.html")
-    heat = Map(browser, len(TENSORS))
+    heat = HeatMap(browser, len(TENSORS))
     heat.click(8, 18)
     steps = sorted(int(runs[0].numerics.steps[at]) for at in runs[0].numerics.histograms)
     assert browser.one("#distribution-step").get_attribute("value") == str(min(steps, key=lambda step: abs(step - 190)))
@@ -297,14 +250,14 @@ def test_two_runs_side_by_side(browser, reports, runs):
     assert browser.texts(".headline strong") == ["first:", "second:"]
     assert browser.map(".headline", "element.className") == ["headline bad", "headline good"]
     assert browser.texts(".facts thead th") == ["first", "second"]
-    heat = Map(browser, len(TENSORS), at=1)
+    heat = HeatMap(browser, len(TENSORS), at=1)
     heat.click(12, 39)
     assert len([box for box in browser.all(".cell-box:not(.hover)") if box.is_displayed()]) == 2
     lines = dict(line.split(" ", 1) for line in read_choice(browser).splitlines()[3:])
     for shown, run in zip(lines["SQNR"].replace(" dB", "").split(), runs, strict=True):
         assert float(shown) == pytest.approx(run.numerics.statistics["sqnr_db"][39, 12], abs=0.25)
     heat.drag((0, 0), (9, 9))
-    images = [Map(browser, 10, at=at).pixels().shape for at in (0, 1)]
+    images = [HeatMap(browser, 10, at=at).pixels().shape for at in (0, 1)]
     assert images[0] == images[1]  # both maps zoom
     assert len(browser.all("#distribution-place .distribution")) == 2
     assert browser.texts("#beside-table thead th")[-1].startswith("second against first")
@@ -320,7 +273,7 @@ def test_two_recipes_share_rows(browser, reports, runs):
     rows = split_casts(TENSORS)
     assert read_view(browser).startswith(f"{len(rows)} of {len(rows)} rows")
     at = next(at for at, tensor in enumerate(rows) if tensor["layer"] == LAYERS[1] and tensor["cast"] == "column")
-    Map(browser, len(rows), at=1).click(at, 39)
+    HeatMap(browser, len(rows), at=1).click(at, 39)
     assert read_choice(browser).splitlines()[0] == f"{LAYERS[1]} input (column)"
     both, _ = read_choice(browser).partition("SQNR ")[2].split(" dB")[:2]
     assert float(both) == pytest.approx(runs[0].numerics.statistics["sqnr_db"][39, 6], abs=0.25)

@@ -24,7 +24,7 @@ from quaver.lab.data.source import TextSource
 from quaver.lab.data.token_files import SplitWriter
 from quaver.lab.settings import Data, TrainConfig, Training
 from tests.isolated import Forked
-from tests.lab.data.test_data_sources import TEXTS, train_tokenizer, write_jsonl, write_parquet
+from tests.lab.data.texts import TEXTS, train_tokenizer, write_jsonl, write_parquet
 
 
 def load_and_print(text: Path, cache: str) -> None:

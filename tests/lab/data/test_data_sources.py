@@ -1,6 +1,5 @@
 """Tests sources and tokenizers: which text becomes a document, of which split, and what is left out where."""
 
-import gzip
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pytest
 import tokenizers
 from pyarrow import parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 
 from quaver.lab.data import TokenData, records, text_files
 from quaver.lab.data import tokenizer as tokenizer_module
@@ -20,10 +19,8 @@ from quaver.lab.data.documents import VALIDATION, Account, SourceFile, find_file
 from quaver.lab.data.source import choose_split
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, Model
+from tests.lab.data.texts import ENGLISH, TEXTS, train_tokenizer, write_jsonl, write_parquet
 
-TEXTS = [f"document {number}: " + "word " * (number % 7) + "\N{SNOWMAN}" for number in range(200)]
-FOX = "the quick brown fox jumps over the lazy dog"
-ENGLISH = [FOX, "float8 has four bits of exponent\n\n  and a sign", "0123456789"]
 TRICKY = "a </s> <|end_of_text|> don't  \r\n\r\n\tx \N{SNOWMAN}\N{GRINNING FACE} 12345 \u00e9\u0301 "
 
 
@@ -35,34 +32,6 @@ def decode_documents(data: TokenData) -> list[str]:
         assert all(split.tokens[end - 1] == 0 for end in bounds[1:])
         texts += [split.tokens[start : end - 1].tobytes().decode() for start, end in pairwise(bounds)]
     return texts
-
-
-def write_jsonl(path: Path, texts: list[str], field: str = "text") -> None:
-    lines = "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
-    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
-
-
-def write_parquet(
-    path: Path, texts: list[str | None], field: str = "text", kind: pa.DataType | None = None, **options: object
-) -> None:
-    values = pa.array(texts, pa.string()).cast(kind or pa.string())
-    parquet.write_table(pa.table({"id": list(range(len(texts))), field: values}), path, **options)
-
-
-def train_tokenizer(path: Path, special: list[str], vocab_size: int = 400) -> Tokenizer:
-    """Return a small byte-level BPE that adds a first token, cuts and pads, as a file for a model might tell it to."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(ENGLISH * 10, trainer)
-    first = special[0]
-    tokenizer.post_processor = processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, 0)])
-    tokenizer.enable_truncation(8)
-    tokenizer.enable_padding(length=8)
-    tokenizer.save(str(path))
-    return tokenizer
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import torch
 
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder, read_record
 from quaver.lab.trainer.training_run import build_run
-from tests.lab.integration.test_train_distributed import LIMIT_S, TINY
-from tests.lab.integration.train_on_ranks import train_here
+from tests.lab.integration.train_on_ranks import LIMIT_S, TINY, train_here
 from tests.ranks import run
 
 LAYER = "model.layers.0.mlp.up_proj"

@@ -23,18 +23,9 @@ from torch.distributed.run import get_args_parser
 from quaver.lab.cli import main
 from quaver.lab.runs.json_lines import read_metrics
 from tests.isolated import quaver_on_ranks
-from tests.lab.integration.train_on_ranks import Results, train_on_ranks
+from tests.lab.integration.train_on_ranks import LIMIT_S, TINY, Results, train_on_ranks
 
 REPOSITORY = Path(__file__).parents[3]
-LIMIT_S = 240
-
-TINY = [
-    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=64"),
-    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=8"),
-    *("--training.device=cpu", "--training.mixed_precision_param=float32", "--training.steps=3"),
-    *("--lr_scheduler.warmup_steps=1", "--validation.freq=3", "--validation.steps=4", "--metrics.log_freq=1"),
-    "--checkpoint.no-enable",  # test_resume.py saves and loads on ranks
-]
 HP = ["--float8.no-enable_float8_linear"]
 ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
 SELECTIVE = ["--activation_checkpoint.mode=selective"]

@@ -17,6 +17,13 @@ from quaver.lab.trainer.model import Block
 from tests.ranks import run
 
 LIMIT_S = 240
+TINY = [
+    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=64"),
+    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=8"),
+    *("--training.device=cpu", "--training.mixed_precision_param=float32", "--training.steps=3"),
+    *("--lr_scheduler.warmup_steps=1", "--validation.freq=3", "--validation.steps=4", "--metrics.log_freq=1"),
+    "--checkpoint.no-enable",  # test_resume.py saves and loads on ranks
+]
 
 _launches = itertools.count()
 

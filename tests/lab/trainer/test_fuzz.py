@@ -26,7 +26,7 @@ from quaver.lab.runs.manifest import MANIFEST, check_manifest
 from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
 from quaver.lab.settings import Data
 from quaver.lab.settings.config_file import load_config
-from tests.lab.data.test_data_sources import train_tokenizer
+from tests.lab.data.texts import train_tokenizer
 
 EXAMPLES = pytest.mark.parametrize(
     "examples", [30, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]

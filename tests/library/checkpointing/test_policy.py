@@ -29,7 +29,8 @@ from quaver.checkpointing import policy as checkpointing
 from quaver.checkpointing.policy import MATMUL_OPS, apply_activation_checkpointing
 from quaver.kernels import cpu
 from quaver.linear.class_change import get_class_parts
-from tests.models import Block, rope_tables
+from tests.library.checkpointing.nets import Net, build_net
+from tests.models import Block
 from tests.steps import assert_same, draw
 from tests.thinned import at_night, thinned
 
@@ -38,29 +39,6 @@ FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
 MODES = [("full", None), ("selective", "op"), ("selective", "2")]
 AMAXES = 1.001
 """A block's amaxes are a few numbers a row of its largest tensors: under a thousandth of what bfloat16 keeps."""
-
-
-class Net(nn.Module):
-    """Blocks of one width."""
-
-    def __init__(self, width: int, blocks: int = 1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(width, width * 7 // 2) for _ in range(blocks))
-
-    def forward(self, x):
-        cos, sin = rope_tables(x.shape[1], x.shape[2] // 4, x.device)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return x
-
-
-def make(recipe: str | None, mode: str = "none", option: str | None = None, **shape) -> Net:
-    torch.manual_seed(1)
-    net = Net(**shape)
-    if recipe:
-        convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name(recipe))
-    apply_activation_checkpointing(net.layers, mode=mode, selective_ac_option=option)
-    return net
 
 
 def copy_scales(net: nn.Module) -> list[torch.Tensor]:
@@ -228,7 +206,7 @@ def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode():
-            net = make(recipe, mode, width=4096)
+            net = build_net(recipe, mode, width=4096)
             input = torch.randn(4, 4096, 4096, requires_grad=True)
             with Calls() as forward:
                 output = net(input)
@@ -265,7 +243,7 @@ def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
 def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
     """[Note: which matmuls]: the first step keeps q, v, gate and down, later steps keep k, o and up."""
-    net, input = make(recipe, "selective", width=64), torch.randn(4, 64, 64, requires_grad=True)
+    net, input = build_net(recipe, "selective", width=64), torch.randn(4, 64, 64, requires_grad=True)
     kept, gradients = [], []
     for _ in range(3):
         net.zero_grad()
@@ -292,7 +270,7 @@ def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
     """[Note: eager code on a CPU]: it keeps every second matmul, attention, and amaxes that the policy sees."""
     kept = {}
     for mode in ("none", "selective", "full"):
-        net, input = make(recipe, mode, width=64), torch.randn(4, 64, 64, requires_grad=True)
+        net, input = build_net(recipe, mode, width=64), torch.randn(4, 64, 64, requires_grad=True)
         with Calls() as forward:
             output = net(input)
         kept[mode] = forward.count_live_bytes()
@@ -381,7 +359,7 @@ def test_a_memory_budget_reaches_the_compiler(memory_budget_restored):
 
 
 def test_modules_keep_their_names_and_what_they_are():
-    plain, net = make("delayed", width=64, blocks=2), make("delayed", "selective", width=64, blocks=2)
+    plain, net = build_net("delayed", width=64, blocks=2), build_net("delayed", "selective", width=64, blocks=2)
     assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
     assert list(net.state_dict()) == list(plain.state_dict())
     assert list(float8_scaling_state(net).state_dict()) == list(float8_scaling_state(plain).state_dict())
@@ -391,7 +369,7 @@ def test_modules_keep_their_names_and_what_they_are():
 
 
 def test_a_deep_copy_computes_with_its_own_weights():
-    net = make("tensorwise", "selective", width=64)
+    net = build_net("tensorwise", "selective", width=64)
     copied = copy.deepcopy(net)
     with torch.no_grad():
         for parameter in copied.parameters():
@@ -400,7 +378,7 @@ def test_a_deep_copy_computes_with_its_own_weights():
 
 
 def test_every_nth_module_is_checkpointed():
-    chosen = [type(layer) is not Block for layer in make(None, "selective", "3", width=64, blocks=7).layers]
+    chosen = [type(layer) is not Block for layer in build_net(None, "selective", "3", width=64, blocks=7).layers]
     assert chosen == [False, False, True, False, False, True, False]
 
 
@@ -432,7 +410,7 @@ def test_bad_arguments_are_refused(arguments, message):
 def test_a_model_in_place_of_its_blocks_and_a_second_checkpoint_are_refused():
     with pytest.raises(TypeError, match="modules: expected blocks, such as model.layers, got Linear"):
         apply_activation_checkpointing(nn.Linear(2, 2))
-    net = make(None, "full", width=64)
+    net = build_net(None, "full", width=64)
     with pytest.raises(ValueError, match="this Block is checkpointed already"):
         apply_activation_checkpointing(net.layers)
     shared = nn.Linear(2, 2)

@@ -25,7 +25,7 @@ from quaver.checkpointing.codes import MemoryLayout, dequantize_activation, quan
 from quaver.checkpointing.partition import StoringPartitioner
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scaling import dynamic_cast_blocks
-from tests.library.checkpointing.test_policy import Net, make
+from tests.library.checkpointing.nets import Net, build_net
 from tests.models import rope_tables
 from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, draw, results_of
@@ -67,7 +67,7 @@ def differentiate(module, *arguments, x=None):
 
 
 def make_storing(recipe, **shape):
-    net = make(recipe, width=256, **shape)
+    net = build_net(recipe, width=256, **shape)
     store_activations_in_float8(net)
     return net
 
@@ -109,7 +109,7 @@ def saved_bytes(net):
 
 @pytest.fixture(scope="module")
 def bfloat16_bytes():
-    return saved_bytes(make(None, width=256))
+    return saved_bytes(build_net(None, width=256))
 
 
 VIEWS = {
@@ -157,7 +157,7 @@ def test_decoding_is_one_operator_of_a_graph():
     ],
 )
 def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloat16_bytes):
-    exact, net = make(recipe, width=256), make_storing(recipe)
+    exact, net = build_net(recipe, width=256), make_storing(recipe)
     if compiled:
         compile_modules(net.layers)
     grads, approximate = step(exact), step(net)
@@ -177,14 +177,14 @@ def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloa
     ],
 )
 def test_a_checkpoint_recomputes_in_high_precision_and_stores_nothing(recipe, mode):
-    plain, net = make(recipe, mode, width=256), make_storing(recipe)
+    plain, net = build_net(recipe, mode, width=256), make_storing(recipe)
     apply_activation_checkpointing(net.layers, mode=mode)
     assert_same(step(net), step(plain))
     assert saved_bytes(net) == saved_bytes(plain)
 
 
 def test_a_reentrant_checkpoint_recomputes_in_high_precision():
-    exact, layer = step(make("rowwise", width=256)), make_storing("rowwise").layers[0]
+    exact, layer = step(build_net("rowwise", width=256)), make_storing("rowwise").layers[0]
     tables = rope_tables(64, 64, "cpu")
     compute_loss(lambda x: checkpoint(layer, x, *tables, use_reentrant=True), inputs()).backward()
     for name, parameter in layer.named_parameters():
@@ -501,7 +501,7 @@ def test_a_module_around_checkpoints_stores_their_inputs():
     class Around(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = make("rowwise", width=256, blocks=3).layers
+            self.layers = build_net("rowwise", width=256, blocks=3).layers
             apply_activation_checkpointing(self.layers, mode="full")
 
         forward = Net.forward
@@ -517,7 +517,9 @@ def test_a_module_around_checkpoints_stores_their_inputs():
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 def test_forwards_without_gradients_are_as_before(without_gradients):
     with without_gradients():
-        assert torch.equal(make_storing("rowwise")(inputs().detach()), make("rowwise", width=256)(inputs().detach()))
+        assert torch.equal(
+            make_storing("rowwise")(inputs().detach()), build_net("rowwise", width=256)(inputs().detach())
+        )
 
 
 def test_classes_keep_their_names_and_signatures_and_exported_programs_store_nothing():
@@ -572,7 +574,7 @@ def test_habits_of_users_have_the_gradients_of_a_plain_step():
     ],
 )
 def test_bad_input_is_refused_in_one_line_and_changes_nothing(prepare, options, message):
-    net = make("rowwise", width=256)
+    net = build_net("rowwise", width=256)
     if prepare:
         prepare(net)
     classes = list_classes(net)
@@ -585,6 +587,6 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(prepare, options, 
 def test_models_without_a_module_that_stores_are_refused_in_one_line():
     with pytest.raises(ValueError, match=r"\A.*in Linear, got none.*\Z"):
         store_activations_in_float8(nn.Linear(4, 4))
-    net = make("rowwise", width=256)
+    net = build_net("rowwise", width=256)
     with pytest.raises(ValueError, match=r"\A.*no module that stores saved anything.*\Z"):
         activation_report(net, lambda: step(net))

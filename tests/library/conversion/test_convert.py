@@ -22,31 +22,10 @@ from quaver.conversion import convert
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.recipes.config import resolve_config
+from tests.library.conversion.models import Model, Scaled
 from tests.mixture import GroupedExperts, make_mixture
 
 GATHERING = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
-
-
-class Scaled(nn.Linear):
-    def forward(self, input):
-        return 2 * super().forward(input)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(48, 32)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2)])
-        self.scaled = Scaled(32, 32)
-        self.attention = nn.MultiheadAttention(32, 2)
-        self.head = nn.Linear(32, 48, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.scaled(x))
 
 
 def test_conversion_keeps_everything_about_a_module():

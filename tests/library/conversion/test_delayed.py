@@ -29,44 +29,24 @@ from quaver.kernels import cpu
 from quaver.linear import scale_state
 from quaver.linear.scale_state import ScaleState
 from tests.counting import CollectiveCounter, saved_bytes
+from tests.library.conversion.delayed import (
+    INF,
+    NAN,
+    Ffn,
+    Net,
+    config_of,
+    copy_scales,
+    find_report,
+    make_linear,
+    read_scale,
+    step,
+)
 from tests.reference import MAX, PERSISTENT_RECIPES
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 
 E4M3 = torch.float8_e4m3fn
-NAN, INF = math.nan, math.inf
 RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
-
-
-def config_of(recipe="delayed", *, enable=None, **delayed):
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    return replace(config, delayed_scaling_config=DelayedScalingConfig(**delayed), **(enable or {}))
-
-
-def make(k=64, n=32, *, recipe="delayed", bias=False, dtype=torch.float32, enable=None, **delayed):
-    module = nn.Linear(k, n, bias=bias, dtype=dtype)
-    return convert_to_float8_training(module, config=config_of(recipe, enable=enable, **delayed))
-
-
-def step(model, input, grad_output=None, *, sync=True, autocast=False):
-    """Run forward, backward and sync, and return the output and the gradients."""
-
-    def call(input):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(input)
-
-    results = results_of(model, input, grad_output=1.0 if grad_output is None else grad_output, call=call)
-    if sync:
-        sync_float8_amax_and_scale_history(model)
-    return results
-
-
-def scale_of(model, name):
-    return float8_scaling_state(model).state_dict()[f"{name}.quant_scale"].item()
-
-
-def fared(model, name):
-    return next(tensor for tensor in float8_scaling_state(model).report() if tensor.name == name)
 
 
 def compute_transformer_engine_scales(amaxes, config, largest):
@@ -142,7 +122,7 @@ def test_headroom_and_powers_of_2():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype, autocast):
     """Microbatches of the first step have the bits of dynamic scaling; the sync records the largest amax."""
-    module = make(recipe=recipe, dtype=hp_dtype, bias=True)
+    module = make_linear(recipe=recipe, dtype=hp_dtype, bias=True)
     dynamic = convert_to_float8_training(nn.Linear(64, 32, dtype=hp_dtype))
     dynamic.load_state_dict(module.state_dict())
     for factor in (1.0, 0.01, 100.0):
@@ -151,8 +131,8 @@ def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype, autocast):
         assert results[0].dtype is (torch.bfloat16 if autocast else hp_dtype)
         assert_same(results, step(dynamic, input, grad_output, autocast=autocast))
     sync_float8_amax_and_scale_history(module)
-    assert fared(module, "input").amax == input.abs().max().item()
-    assert scale_of(module, "input") == pytest.approx(448 / fared(module, "input").amax)
+    assert find_report(module, "input").amax == input.abs().max().item()
+    assert read_scale(module, "input") == pytest.approx(448 / find_report(module, "input").amax)
     dynamic_operands = [tensor.is_dynamic for tensor in float8_scaling_state(module).report()]
     assert dynamic_operands == [True] * (3 - (recipe != "delayed"))
 
@@ -168,10 +148,10 @@ def test_the_first_step_is_that_of_dynamic_scaling(recipe, hp_dtype, autocast):
     ],
 )
 def test_scales_follow_the_amaxes_one_step_late(options, factors, used_over_ideal):
-    module, clean = make(**options), torch.randn(64, 64)
+    module, clean = make_linear(**options), torch.randn(64, 64)
     for factor, expected in zip(factors, used_over_ideal, strict=True):
         step(module, clean * factor)
-        tensor = fared(module, "input")
+        tensor = find_report(module, "input")
         assert tensor.used_over_ideal == pytest.approx(expected)
         assert tensor.saturated == int((clean.abs() * factor * tensor.quant_scale > 464).sum())
         assert (tensor.saturated > 0) == (expected > 464 / 448)
@@ -179,52 +159,20 @@ def test_scales_follow_the_amaxes_one_step_late(options, factors, used_over_idea
 
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_a_non_finite_input_reaches_the_output_and_not_the_scale(bad):
-    module, clean = make(), torch.randn(8, 64)
+    module, clean = make_linear(), torch.randn(8, 64)
     step(module, clean)
-    before = states(module)
+    before = copy_scales(module)
     broken = clean.clone()
     broken[3, 5] = bad
     output, grad_input, grad_weight = step(module, broken)
     assert output[3].isnan().all()
     assert output[:3].isfinite().all()
     assert grad_weight[:, 5].isnan().all()
-    assert fared(module, "input").used_over_ideal == pytest.approx(bad, nan_ok=True)
-    assert fared(module, "input").saturated == 0
+    assert find_report(module, "input").used_over_ideal == pytest.approx(bad, nan_ok=True)
+    assert find_report(module, "input").saturated == 0
     for name in ("input.quant_scale", "input.amax_history"):
-        assert torch.equal(states(module)[name], before[name])
+        assert torch.equal(copy_scales(module)[name], before[name])
     assert step(module, clean)[0].isfinite().all()
-
-
-def states(model):
-    return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
-
-
-class Ffn(nn.Module):
-    def __init__(self, names=("w1", "w3", "w2")):
-        super().__init__()
-        self.names = names
-        for name, (k, n) in zip(names, ((64, 96), (64, 96), (96, 64)), strict=True):
-            setattr(self, name, nn.Linear(k, n, bias=False))
-
-    def forward(self, x):
-        gate, up, down = (getattr(self, name) for name in self.names)
-        return down(nn.functional.silu(gate(x)) * up(x))
-
-
-class Net(nn.Module):
-    """Two FFNs, each recomputed in the backward or not."""
-
-    def __init__(self, how=None):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(Ffn() for _ in range(2))
-        self.how = how
-
-    def forward(self, x):
-        for layer in self.layers:
-            h = nn.functional.normalize(x, dim=-1)
-            x = x + (checkpoint(layer, h, use_reentrant=self.how == "reentrant") if self.how else layer(h))
-        return x
 
 
 @RECIPE
@@ -235,28 +183,28 @@ def test_recomputation_is_bitwise_what_it_repeats_and_records_nothing_new(recipe
         torch.manual_seed(seed)
         input = torch.randn(32, 64) * 2**seed
         assert_same(step(recomputed, input), step(plain, input))
-        assert_same(states(recomputed), states(plain))
+        assert_same(copy_scales(recomputed), copy_scales(plain))
         assert float8_scaling_state(plain).report() == float8_scaling_state(recomputed).report()
 
 
 def test_microbatches_and_repeated_calls_record_their_maximum():
-    module = make()
+    module = make_linear()
     inputs = [torch.randn(8, 64) * factor for factor in (1.0, 5.0, 0.1)]
     for order in itertools.permutations(inputs):
         for input in order:
             step(module, input, sync=False)
         sync_float8_amax_and_scale_history(module)
-        assert fared(module, "input").amax == max(input.abs().max().item() for input in inputs)
-    twice, input = make(64, 64), torch.randn(8, 64)
+        assert find_report(module, "input").amax == max(input.abs().max().item() for input in inputs)
+    twice, input = make_linear(64, 64), torch.randn(8, 64)
     middle = twice(input)
     twice(middle).sum().backward()
     sync_float8_amax_and_scale_history(twice)
-    assert fared(twice, "input").amax == max(input.abs().max().item(), middle.abs().max().item())
+    assert find_report(twice, "input").amax == max(input.abs().max().item(), middle.abs().max().item())
 
 
 @RECIPE
 def test_code_without_gradients_uses_the_scales_and_records_nothing(recipe):
-    module, input = make(recipe=recipe), torch.randn(8, 64)
+    module, input = make_linear(recipe=recipe), torch.randn(8, 64)
     step(module, input)
     observed = module.scaling.state.amax_buffer.clone()
     trained = module(input)
@@ -273,7 +221,7 @@ def test_code_without_gradients_uses_the_scales_and_records_nothing(recipe):
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_scales_follow_a_module_in_eval_mode_that_takes_gradients(reentrant):
     """Covers a forgotten `train()`, a frozen layer in eval, and `eval()` between forward and recomputation."""
-    trained, other = (make(recipe="delayed") for _ in range(2))
+    trained, other = (make_linear(recipe="delayed") for _ in range(2))
     other.load_state_dict(trained.state_dict())
     other.requires_grad_(False)
     for factor in (1.0, 10.0, 100.0):
@@ -285,7 +233,7 @@ def test_scales_follow_a_module_in_eval_mode_that_takes_gradients(reentrant):
         output.square().sum().backward()
         for module in (trained, other):
             sync_float8_amax_and_scale_history(module)
-    assert_same(states(other), states(trained))
+    assert_same(copy_scales(other), copy_scales(trained))
 
 
 def test_a_module_that_did_not_run_keeps_its_history():
@@ -294,17 +242,17 @@ def test_a_module_that_did_not_run_keeps_its_history():
         for index in (0, 1) if number == 1 else (0,):
             model[index](torch.randn(4, 32) * (number + 1)).sum().backward()
         if number == 2:
-            before = states(model)
+            before = copy_scales(model)
         sync_float8_amax_and_scale_history(model)
-    after = states(model)
+    after = copy_scales(model)
     for name in after:
         if name.startswith("1."):
             assert torch.equal(before[name], after[name])
         elif name.endswith("history"):
             assert before[name][-1] == after[name][-3]
-    assert fared(model, "1.input").amax == -1
-    assert math.isnan(fared(model, "1.input").used_over_ideal)
-    assert fared(model, "1.input").saturated == 0
+    assert find_report(model, "1.input").amax == -1
+    assert math.isnan(find_report(model, "1.input").used_over_ideal)
+    assert find_report(model, "1.input").saturated == 0
 
 
 INPUT, WEIGHT, OUTPUT = 16 * 64, 32 * 64, 16 * 32
@@ -329,21 +277,21 @@ def count_reads(module, steps=1, **options):
     ],
 )
 def test_each_cast_reads_its_tensor_once_its_scale_is_known(options, weight_reads):
-    module = make(64, 32, **options)
+    module = make_linear(64, 32, **options)
     assert count_reads(module) == 2 * INPUT + (2 if weight_reads == 1 else 3) * WEIGHT + 2 * OUTPUT
     assert count_reads(module) == INPUT + weight_reads * WEIGHT + OUTPUT
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
 def test_cast_weights_once_reads_a_weight_once():
-    module = make(64, 32)
+    module = make_linear(64, 32)
     count_reads(module)
     before = cpu.elements_read()
     with cast_weights_once(module):
         count_reads(module, steps=3, sync=False)
     assert cpu.elements_read() - before == WEIGHT + 3 * (INPUT + OUTPUT)
     sync_float8_amax_and_scale_history(module)
-    assert fared(module, "weight").amax == module.weight.abs().max().item()
+    assert find_report(module, "weight").amax == module.weight.abs().max().item()
 
 
 ENTRIES = {
@@ -365,7 +313,7 @@ ENTRIES = {
 def test_a_scope_records_what_trains_in_it_whatever_the_mode_at_its_entry(entry, compiled):
     """After an evaluation transformers' Trainer begins a step in eval mode."""
     torch.compiler.reset()
-    module, input = make(64, 32), torch.randn(16, 64)
+    module, input = make_linear(64, 32), torch.randn(16, 64)
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
     for factor, trains in ((1.0, True), (3.0, True), (5.0, False)):
         with torch.no_grad():
@@ -380,9 +328,9 @@ def test_a_scope_records_what_trains_in_it_whatever_the_mode_at_its_entry(entry,
                 if mode:
                     output.sum().backward()
         sync_float8_amax_and_scale_history(module)
-        history = states(module)["weight.amax_history"]
-        assert (fared(module, "weight").amax == module.weight.abs().max().item()) == trains
-        assert (fared(module, "weight").amax == -1) != trains
+        history = copy_scales(module)["weight.amax_history"]
+        assert (find_report(module, "weight").amax == module.weight.abs().max().item()) == trains
+        assert (find_report(module, "weight").amax == -1) != trains
     assert (history > 0).sum() == 2
 
 
@@ -430,7 +378,7 @@ def few_forwards(monkeypatch):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_forgotten_sync_warns_once(several, few_forwards):
-    model = copy.deepcopy(convert_to_float8_training(Net(), config=config_of())) if several else make()
+    model = copy.deepcopy(convert_to_float8_training(Net(), config=config_of())) if several else make_linear()
     for _ in range(2):
         for number in range(1, 4 * few_forwards):
             with warnings.catch_warnings(record=True) as caught:
@@ -443,7 +391,7 @@ def test_a_forgotten_sync_warns_once(several, few_forwards):
 
 def test_steps_without_need_of_a_sync_do_not_warn(few_forwards):
     """Steps with a sync, compiled or not, evaluation, and models whose scales no sync changes do not warn."""
-    module = make()
+    module = make_linear()
     syncs = sync_float8_amax_and_scale_history, torch.compile(sync_float8_amax_and_scale_history, backend="aot_eager")
     static = replace(CastConfig(), scaling_type=ScalingType.STATIC, static_quant_scale=2.0)
     never = convert_to_float8_training(nn.Linear(64, 64), config=Float8LinearConfig(cast_config_input=static))

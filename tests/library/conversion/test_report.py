@@ -21,7 +21,7 @@ from quaver import (
 from quaver.linear.last_run import note_run
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import warn_once
-from tests.library.conversion.test_convert import Model
+from tests.library.conversion.models import Model
 
 
 def get_layers(report):

@@ -1,6 +1,8 @@
-"""Spreads linears and blocks over ranks by tensor and sequence parallelism, for the tests of both."""
+"""Spreads linears and blocks over ranks by tensor and sequence parallelism, and compares them with one device."""
 
+import copy
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.linear.module import Float8Linear
-from tests.steps import full
+from tests.library.distributed.models import config_of, world_mesh
+from tests.reference import BLOCK_RECIPES
+from tests.steps import draw, full
 
 
 def part(whole, dim):
@@ -192,3 +196,92 @@ def spread_by_torch(model, mesh):
 def spread(model, mesh, use_local_output=False):
     rowwise = Float8RowwiseParallel(output_layouts=Shard(1))
     return spread_by(model, mesh, Float8ColwiseParallel(), rowwise, prepare(use_local_output))
+
+
+STEPS = 2
+DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
+"""Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
+
+
+def batches_of(recipe):
+    return [draw(4, 16, DIMS.get(recipe, 32), seed=step) for step in range(STEPS)]
+
+
+def sharing(recipe, **options):
+    """Return a config in which gate and up share an input scale, as PrepareFloat8ModuleInput casts their input once."""
+    return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
+
+
+def assert_same_losses(losses, expected):
+    """Assert that losses are near: within 1e-5 after the first step, and within 5e-4 later.
+
+    A float32 sum in another order moves a result by about 2^-24 of it, and the losses by 2e-7 in most cases here. At
+    times such a difference moves a code of a later cast by one step, 2^-3 of an element, and the losses by up to 3e-4
+    (blockwise_with_gw_hp on CPUs without AMX).
+    With each rank's own scales in place of the whole matrix's, losses are off by 8e-4 to 2e-2.
+    """
+    torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=5e-4, atol=0)
+
+
+def assert_close(actual, expected, size, what, terms=64):
+    """Assert that tensors differ by the rounding of sums in another order.
+
+    Args:
+        size: the sums over the absolute values of what is added.
+        terms: how many are added, at most.
+
+    The codes are those of one device, so only sums differ. float32: a sum of n terms, each order of which is within
+    n * 2^-24 * size of the exact one. bfloat16: the sums of a rank, those over ranks and those over linears that share
+    an input are each rounded to 8 bits, independently; a rounding has a norm of at most 2^-9 of its result's, and at
+    most 8 of them meet here. The factor 4: a subnormal code can stand for twice its value, in both operands.
+    """
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    error = (actual.double() - expected.double()).abs()
+    if actual.dtype is torch.float32:
+        excess = (error - 4 * 2 * terms * 2.0**-24 * size).max()
+        assert excess <= 0, f"{what}: {excess:.3g} over the bound"
+    else:
+        relative = error.norm() / expected.double().norm()
+        assert relative < 2**-7, f"{what}: off by {relative:.3g}"
+
+
+def check_results(name, recipe, hp_dtype, compiled, input_grad=True):
+    arrangement = arrangements()[name]
+    config = config_of(recipe)
+    k, n, tokens = (256, 512, 256) if recipe in BLOCK_RECIPES else (64, 48, 32)
+    close = functools.partial(assert_close, terms=max(k, n, 2 * tokens))
+    reference = arrangement.module(k, n, hp_dtype, config)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * torch.logspace(-1, 0, parameter.shape[-1]))
+    module = copy.deepcopy(reference)
+    parallelize_module(module, world_mesh(), arrangement.styles)
+    input = (torch.randn(2, tokens, k) * torch.logspace(-1, 0, k)).to(hp_dtype)
+    linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
+    grad_outputs = [(torch.randn(2, tokens, n) * torch.logspace(0, -1, n)).to(hp_dtype) for _ in linears]
+    whole_results = step(reference, input.clone().requires_grad_(input_grad), grad_outputs)
+    expected_outputs, expected_grad_input, expected = select_parts(arrangement, whole_results)
+    # A hook of the compiled module itself would be a graph of its own, and a Float8Tensor cannot leave a graph.
+    call = torch.compile(nn.Sequential(module), fullgraph=True, backend=compiled) if compiled else module
+    outputs, grad_input, gradients = step_on_parts(arrangement, call, input, grad_outputs, input_grad)
+    gradients = {name.removeprefix("_orig_mod.0."): gradient for name, gradient in gradients.items()}
+
+    sizes = [input.double().abs() @ linear.weight.double().abs().t() for linear in linears]
+    if linears[0].bias is not None:
+        sizes[0] = sizes[0] + linears[0].bias.double().abs()
+    for output, expected_output, size in zip(outputs, expected_outputs, sizes, strict=True):
+        close(output, expected_output, part_or_whole(size, arrangement.output_dim), "output")
+    pairs = list(zip(grad_outputs, linears, strict=True))
+    size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
+    if input_grad:
+        close(grad_input, expected_grad_input, part_or_whole(size, arrangement.input_dim), "grad_input")
+    else:
+        assert grad_input is expected_grad_input is None
+    assert gradients.keys() == expected.keys()
+    rows = input.double().abs().flatten(0, 1)
+    for key, grad_output in zip("ab", grad_outputs, strict=False):
+        columns = grad_output.double().abs().flatten(0, 1)
+        for parameter, size in ((f"{key}.weight", columns.t() @ rows), (f"{key}.bias", columns.sum(0))):
+            if parameter in expected:
+                close(gradients[parameter], expected[parameter], size, f"gradient of {parameter}")

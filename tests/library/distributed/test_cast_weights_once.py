@@ -12,22 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from quaver import cast_weights_once, convert_to_float8_training, set_high_precision_matmuls
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp import gathered
-from tests import steps
 from tests.counting import CollectiveCounter
+from tests.library.distributed.delayed_training import train
+from tests.library.distributed.fsdp_models import MICROBATCHES, change_weights, gathering, model_by, run_step
 from tests.library.distributed.models import batches, loss_of, make_model, part_of, shard_model, world_mesh
-from tests.library.distributed.test_delayed_fsdp import train
-from tests.library.distributed.test_fsdp_features import change_weights, gathering, model_by
 from tests.ranks import on_ranks
 from tests.thinned import at_night
 
-MICROBATCHES = 2
 LINEARS = 5
-
-
-def run_step(model, batch, microbatches=MICROBATCHES, **options):
-    """Run this rank's parts of the microbatches of `batch`, and return the losses."""
-    parts = torch.cat([part_of(microbatch) for microbatch in batch.chunk(microbatches)])
-    return steps.train(model, None, [parts], microbatches=microbatches, **options)
 
 
 SCOPES = (contextlib.nullcontext, cast_weights_once)

@@ -9,8 +9,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from quaver import cast_weights_once, convert_to_float8_training
+from tests.library.distributed.delayed_training import STEPS, check_against_one_process, check_exchanges, train
 from tests.library.distributed.models import Block, config_of, make_model, single_process
-from tests.library.distributed.test_delayed_fsdp import STEPS, check_against_one_process, check_exchanges, train
 from tests.ranks import on_ranks, refusal
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.thinned import at_night, first

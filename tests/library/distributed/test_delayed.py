@@ -34,8 +34,7 @@ from tests.library.distributed.models import (
     shard_model,
     world_mesh,
 )
-from tests.library.distributed.parallel_models import model_of, part, spread
-from tests.library.distributed.test_tensor_parallel_steps import sharing
+from tests.library.distributed.parallel_models import model_of, part, sharing, spread
 from tests.ranks import on_ranks, refusal
 from tests.steps import assert_same
 

@@ -26,6 +26,7 @@ from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp import gathered
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
+from tests.library.distributed.fsdp_models import gathering, model_by
 from tests.library.distributed.models import (
     LEARNING_RATE,
     batches,
@@ -36,7 +37,6 @@ from tests.library.distributed.models import (
     train_in_parts,
     train_step,
 )
-from tests.library.distributed.test_fsdp_features import gathering, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
 from tests.steps import assert_same, full

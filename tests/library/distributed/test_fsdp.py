@@ -7,21 +7,19 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from quaver import CastConfig, Float8Linear, ScalingGranularity, convert_to_float8_training
+from quaver import CastConfig, ScalingGranularity, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
+from tests.library.distributed.fsdp_models import STEPS, find_different_operands, train_cases
 from tests.library.distributed.models import (
-    LEARNING_RATE,
     batches,
     config_of,
     loss_of,
     make_model,
     part_of,
-    quantize,
     shard_model,
     single_process_losses,
     train_step,
@@ -33,27 +31,6 @@ from tests.thinned import at_night, first
 
 ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8_with_gw_hp")
 TWO_PAYLOADS = ("rowwise", "rowwise_with_gw_hp")
-STEPS = 3
-
-
-def operands_that_differ(model, whole, config):
-    """Return names and directions of the weights whose gathered codes or scales are not those of the whole weights."""
-    wrong = []
-    for block in model:
-        block.unshard()
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            gathered, expected = module.weight, quantize(whole.get_submodule(name).weight, config)
-            assert isinstance(gathered, Float8Tensor)
-            for direction, operand, whole_operand in zip(
-                expected._fields, gathered.get_operands(), expected, strict=True
-            ):
-                same = torch.equal(operand.data.view(torch.uint8), whole_operand.data.view(torch.uint8))
-                if not same or not torch.equal(operand.dequant_scale, whole_operand.dequant_scale):
-                    wrong.append((name, direction))
-    for block in model:
-        block.reshard()
-    return wrong
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
@@ -64,29 +41,11 @@ def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
         config = config_of(recipe, enable_fsdp_float8_all_gather=True)
         model = shard_model(config, model=make_model().to(dtype))
         precompute_float8_dynamic_scale_for_fsdp(model)
-        assert operands_that_differ(model, whole, config) == [], (recipe, "precomputed")
+        assert find_different_operands(model, whole, config) == [], (recipe, "precomputed")
         with torch.no_grad():  # drops the scales
             for parameter in model.parameters():
                 parameter.mul_(1.0)
-        assert operands_that_differ(model, whole, config) == [], recipe
-
-
-def _losses(cases, steps):
-    result = []
-    for recipe, gather, precompute, compiled, param_dtype in cases:
-        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        torch.compiler.reset()
-        model = shard_model(config, compiled=compiled, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        losses = []
-        for step, batch in enumerate(batches(steps, dist.get_world_size())):
-            if precompute and step != 1:  # one graph serves steps with and without scales computed before
-                precompute_float8_dynamic_scale_for_fsdp(model)
-            with torch._dynamo.config.patch(error_on_recompile=step > 0):
-                losses.append(train_step(model, optimizer, batch))
-        result.append(losses)
-    return result
+        assert find_different_operands(model, whole, config) == [], recipe
 
 
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
@@ -129,7 +88,7 @@ def test_adam_steps_equal_one_process(ranks, cases):
     float32 rounding (2e-7 seen), which Adam and the steps of the float8 grid may amplify: 1e-5. Step 1 has no history:
     one float32 sum, 1e-6.
     """
-    for case, losses in zip(cases, run(ranks, _losses, cases, STEPS)[0], strict=True):
+    for case, losses in zip(cases, run(ranks, train_cases, cases, STEPS)[0], strict=True):
         recipe, gather, _, compiled, param_dtype = case
         options = {"param_dtype": param_dtype, "float8_gather": gather}
         options["compiled"] = compiled if compiled == "inductor" else None
@@ -170,7 +129,7 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
             model = shard_model(gathering, model=build())
             if precompute:
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            assert operands_that_differ(model, build(), gathering) == [], (gathering, precompute)
+            assert find_different_operands(model, build(), gathering) == [], (gathering, precompute)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +144,7 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
 )
 @on_ranks(2)
 def test_gathering_in_float8_changes_no_bit_of_float32_training(recipe):
-    without, with_float8 = _losses([(recipe, gather, False, False, None) for gather in (False, True)], 3)
+    without, with_float8 = train_cases([(recipe, gather, False, False, None) for gather in (False, True)], 3)
     assert without == with_float8
 
 

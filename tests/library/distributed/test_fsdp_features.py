@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -25,6 +25,15 @@ from quaver import (
 from quaver.checkpointing import MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
+from tests.library.distributed.fsdp_models import (
+    CHANGES,
+    MATMULS,
+    SAVE_MATMULS,
+    change_weights,
+    find_different_operands,
+    gathering,
+    model_by,
+)
 from tests.library.distributed.models import (
     DIM,
     LEARNING_RATE,
@@ -39,17 +48,12 @@ from tests.library.distributed.models import (
     single_process_losses,
     train_step,
 )
-from tests.library.distributed.test_fsdp import operands_that_differ
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
 from tests.reference import RECIPES
 from tests.steps import assert_same, by_torch_save, full, results_of
 from tests.thinned import at_night
 
 STEPS = 2
-
-
-def gathering(recipe):
-    return config_of(recipe, enable_fsdp_float8_all_gather=True)
 
 
 def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
@@ -60,35 +64,6 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
     return losses
-
-
-def model_by(how, config, make=make_model):
-    """Return the model of `make`, with FSDP2 used in one particular way."""
-    options, model = {}, make()
-    if how in ("keep gathered", "always reshard"):
-        options["reshard_after_forward"] = how == "always reshard"
-    elif how == "hsdp":
-        shape = (2, dist.get_world_size() // 2)
-        options["mesh"] = mesh_of(shape, ("replicate", "shard"))
-    elif how == "cpu offload":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    elif how == "mixed precision":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    elif how == "meta":
-        with torch.device("meta"):
-            model = make()
-    elif how.startswith("checkpointed"):
-        convert_to_float8_training(model, config=config)
-        config = None
-        kind = CheckpointImpl.REENTRANT if "reentrant" in how else CheckpointImpl.NO_REENTRANT
-        policy = {"context_fn": SAVE_MATMULS} if "by op" in how else {}
-        for index, block in enumerate(model[:-1]):
-            model[index] = checkpoint_wrapper(block, kind, **policy)
-    model = shard_model(config, model=model, **options)
-    if how == "meta":
-        model.to_empty(device="cpu")
-        model.load_state_dict(_sharded_like(model, make().state_dict()))
-    return model
 
 
 def _losses_with(how, recipe):
@@ -127,20 +102,11 @@ def _after_exceptions(model, optimizer, batch):
 
 
 ODD_STEPS = {"two forwards": _two_forwards, "retained graph": _retained_graph, "after exceptions": _after_exceptions}
-MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
-SAVE_MATMULS = functools.partial(create_selective_checkpoint_contexts, MATMULS)
 
 
 def _shard_columns(parameter):
     even = parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
     return torch.distributed.tensor.Shard(1 if even else 0)
-
-
-def _sharded_like(model, state_dict):
-    return {
-        name: torch.distributed.tensor.distribute_tensor(state_dict[name], like.device_mesh, like.placements)
-        for name, like in model.state_dict().items()
-    }
 
 
 WAYS = ["plain", "hsdp", "cpu offload", "meta"]
@@ -199,7 +165,7 @@ def test_a_policy_sees_no_operation_of_groups_inside_a_block():
 @on_ranks()
 def test_shards_of_the_other_dim(ranks):
     model = shard_model(gathering("rowwise"), model=make_model(hidden=40), shard_placement_fn=_shard_columns)
-    assert operands_that_differ(model, make_model(hidden=40), gathering("rowwise")) == []
+    assert find_different_operands(model, make_model(hidden=40), gathering("rowwise")) == []
 
 
 @on_ranks(4)
@@ -224,27 +190,6 @@ def test_scales_of_frozen_weights_are_computed_once():
     assert torch.equal(frozen.to_local().get_plain(), before)
     assert frozen._local_tensor.get_scales(frozen) is not None
     assert trained._local_tensor.get_scales(trained) is None
-
-
-def change_weights(how, model, optimizer, state_dict):
-    """Change the first block's up.weight, and maybe others, by one of the `CHANGES`."""
-    with torch.no_grad():
-        CHANGES[how](model, optimizer, state_dict)
-
-
-CHANGES = {
-    "step": lambda model, optimizer, state_dict: optimizer.step(),
-    "load": lambda model, optimizer, state_dict: model.load_state_dict(state_dict),
-    "assign": lambda model, optimizer, state_dict: model.load_state_dict(state_dict, assign=True),
-    "in place": lambda model, *_: model[0].up.weight.mul_(2),
-    "data": lambda model, *_: model[0].up.weight.data.mul_(2),
-    "to_local": lambda model, *_: model[0].up.weight.to_local().mul_(2),
-    "transposed": lambda model, *_: model[0].up.weight.to_local().t().mul_(2),
-    "each row": lambda model, *_: [row.mul_(2) for row in model[0].up.weight.to_local()],
-    "foreach multiply": lambda model, *_: torch._foreach_mul_(list(model.parameters()), 2.0),
-    "to dtype": lambda model, *_: model.to(torch.bfloat16),
-    "around": lambda model, *_: model.state_dict()["0.up.weight"].to_local().mul_(2),
-}
 
 
 def _is_scale_stale(how, afterwards, optimizer_options):
@@ -493,4 +438,4 @@ def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
             precompute_float8_dynamic_scale_for_fsdp(model)
     assert moved == [True, "GradScaler" not in how and dist.get_rank() == 1]
     whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
-    assert operands_that_differ(model, whole, config) == []
+    assert find_different_operands(model, whole, config) == []

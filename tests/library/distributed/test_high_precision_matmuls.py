@@ -35,8 +35,15 @@ from tests.library.distributed.models import (
     shard_model,
     world_mesh,
 )
-from tests.library.distributed.parallel_models import model_of, part, spread
-from tests.library.distributed.test_tensor_parallel_steps import STEPS, assert_same_losses, batches_of, sharing
+from tests.library.distributed.parallel_models import (
+    STEPS,
+    assert_same_losses,
+    batches_of,
+    model_of,
+    part,
+    sharing,
+    spread,
+)
 from tests.mixture import GroupedExperts
 from tests.ranks import on_ranks, run
 from tests.steps import assert_same, results_of

@@ -18,8 +18,8 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.ranks import gather_slots
 from quaver.numerics.watch import AlarmSink
 from quaver.runtime.agreement import find_collective_device
+from tests.library.distributed.expert_models import concatenate, convert, parallelize, step, tokens_of
 from tests.library.distributed.models import config_of, part_of, world_mesh
-from tests.library.distributed.test_experts_dispatch import concatenate, convert, parallelize, step, tokens_of
 from tests.ranks import on_ranks, refusal, run
 
 EXACT = ("numel", "amax", "smallest", "underflow", "saturated", "scale_min", "scale_median", "scale_max", "nonfinite")

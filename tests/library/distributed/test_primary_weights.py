@@ -19,6 +19,7 @@ from quaver.fsdp.siblings import get_all_gather_state
 from quaver.linear import quantize
 from quaver.recipes.config import ScalingGranularity
 from quaver.weights.primary_weight import Float8PrimaryWeight
+from tests.library.distributed.fsdp_models import MICROBATCHES, run_step
 from tests.library.distributed.models import (
     DIM,
     HIDDEN,
@@ -30,7 +31,6 @@ from tests.library.distributed.models import (
     part_of,
     shard_model,
 )
-from tests.library.distributed.test_cast_weights_once import MICROBATCHES, run_step
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import on_ranks, run

@@ -1,7 +1,6 @@
 """Tests tensor and sequence parallelism: operands of sharded matrices, and results of one device."""
 
 import copy
-import functools
 import itertools
 
 import pytest
@@ -21,7 +20,15 @@ from quaver.parallel.gathered_input import AllGatherInput, is_all_gathered_in_fl
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.library.distributed import parallel_models
 from tests.library.distributed.models import config_of, quantize, world_mesh
-from tests.library.distributed.parallel_models import Arrangement, One, Pair, arrangements, part, part_or_whole
+from tests.library.distributed.parallel_models import (
+    Arrangement,
+    One,
+    Pair,
+    arrangements,
+    check_results,
+    part,
+    part_or_whole,
+)
 from tests.ranks import on_ranks, run
 from tests.reference import BLOCK_RECIPES, RECIPES, assert_same_bits
 from tests.steps import assert_same, full
@@ -150,69 +157,6 @@ def _check_all_gathered_input(config, input, expected):
                 assert_part_of(operand, whole_operand, None)
 
 
-def assert_close(actual, expected, size, what, terms=64):
-    """Assert that tensors differ by the rounding of sums in another order.
-
-    Args:
-        size: the sums over the absolute values of what is added.
-        terms: how many are added, at most.
-
-    The codes are those of one device, so only sums differ. float32: a sum of n terms, each order of which is within
-    n * 2^-24 * size of the exact one. bfloat16: the sums of a rank, those over ranks and those over linears that share
-    an input are each rounded to 8 bits, independently; a rounding has a norm of at most 2^-9 of its result's, and at
-    most 8 of them meet here. The factor 4: a subnormal code can stand for twice its value, in both operands.
-    """
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
-    error = (actual.double() - expected.double()).abs()
-    if actual.dtype is torch.float32:
-        excess = (error - 4 * 2 * terms * 2.0**-24 * size).max()
-        assert excess <= 0, f"{what}: {excess:.3g} over the bound"
-    else:
-        relative = error.norm() / expected.double().norm()
-        assert relative < 2**-7, f"{what}: off by {relative:.3g}"
-
-
-def _check_results(name, recipe, hp_dtype, compiled, input_grad=True):
-    arrangement = arrangements()[name]
-    config = config_of(recipe)
-    k, n, tokens = (256, 512, 256) if recipe in BLOCK_RECIPES else (64, 48, 32)
-    close = functools.partial(assert_close, terms=max(k, n, 2 * tokens))
-    reference = arrangement.module(k, n, hp_dtype, config)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * torch.logspace(-1, 0, parameter.shape[-1]))
-    module = copy.deepcopy(reference)
-    parallelize_module(module, world_mesh(), arrangement.styles)
-    input = (torch.randn(2, tokens, k) * torch.logspace(-1, 0, k)).to(hp_dtype)
-    linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
-    grad_outputs = [(torch.randn(2, tokens, n) * torch.logspace(0, -1, n)).to(hp_dtype) for _ in linears]
-    whole_results = parallel_models.step(reference, input.clone().requires_grad_(input_grad), grad_outputs)
-    expected_outputs, expected_grad_input, expected = parallel_models.select_parts(arrangement, whole_results)
-    # A hook of the compiled module itself would be a graph of its own, and a Float8Tensor cannot leave a graph.
-    call = torch.compile(nn.Sequential(module), fullgraph=True, backend=compiled) if compiled else module
-    outputs, grad_input, gradients = parallel_models.step_on_parts(arrangement, call, input, grad_outputs, input_grad)
-    gradients = {name.removeprefix("_orig_mod.0."): gradient for name, gradient in gradients.items()}
-
-    sizes = [input.double().abs() @ linear.weight.double().abs().t() for linear in linears]
-    if linears[0].bias is not None:
-        sizes[0] = sizes[0] + linears[0].bias.double().abs()
-    for output, expected_output, size in zip(outputs, expected_outputs, sizes, strict=True):
-        close(output, expected_output, part_or_whole(size, arrangement.output_dim), "output")
-    pairs = list(zip(grad_outputs, linears, strict=True))
-    size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
-    if input_grad:
-        close(grad_input, expected_grad_input, part_or_whole(size, arrangement.input_dim), "grad_input")
-    else:
-        assert grad_input is expected_grad_input is None
-    assert gradients.keys() == expected.keys()
-    rows = input.double().abs().flatten(0, 1)
-    for key, grad_output in zip("ab", grad_outputs, strict=False):
-        columns = grad_output.double().abs().flatten(0, 1)
-        for parameter, size in ((f"{key}.weight", columns.t() @ rows), (f"{key}.bias", columns.sum(0))):
-            if parameter in expected:
-                close(gradients[parameter], expected[parameter], size, f"gradient of {parameter}")
-
-
 KINDS = [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
 """dtype, and whether the input needs a gradient, which that of a model's first linear does not."""
 
@@ -229,7 +173,7 @@ def test_equals_one_device(name, every):
         if not every and index % 4:
             continue
         for hp_dtype, input_grad in KINDS if every else [KINDS[index % len(KINDS)]]:
-            _check_results(name, recipe, hp_dtype, None, input_grad)
+            check_results(name, recipe, hp_dtype, None, input_grad)
 
 
 @pytest.mark.parametrize("weight", [Shard(0), Shard(1), Replicate()])
@@ -274,7 +218,7 @@ with prepared inputs, and test_train_distributed.py the tensorwise blocks of the
 @pytest.mark.parametrize(("name", "recipe", "hp_dtype", "backend"), at_night(COMPILED))
 def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
     """There is one graph; aot_eager traces as Inductor does and generates no code."""
-    run(2, _check_results, name, recipe, hp_dtype, backend)
+    run(2, check_results, name, recipe, hp_dtype, backend)
 
 
 @RECIPE

@@ -22,20 +22,22 @@ from tests.library.distributed.models import (
     train_in_parts,
     world_mesh,
 )
-from tests.library.distributed.parallel_models import model_of, part, spread, spread_by_torch
+from tests.library.distributed.parallel_models import (
+    DIMS,
+    STEPS,
+    assert_same_losses,
+    batches_of,
+    model_of,
+    part,
+    sharing,
+    spread,
+    spread_by_torch,
+)
 from tests.ranks import mesh_of, on_ranks, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
-from tests.steps import draw
 from tests.thinned import at_night
 
-STEPS = 2
-DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
-"""Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
 BACKWARDS = ("rowwise:dequantized", "tensorwise:dequantized", "rowwise:high_precision")
-
-
-def batches_of(recipe):
-    return [draw(4, 16, DIMS.get(recipe, 32), seed=step) for step in range(STEPS)]
 
 
 @functools.cache
@@ -104,11 +106,6 @@ def count_amax_exchanges(counter):
     return sum(dtype is torch.int32 for dtype, _ in counter.of("all_reduce"))
 
 
-def sharing(recipe, **options):
-    """Return a config in which gate and up share an input scale, as PrepareFloat8ModuleInput casts their input once."""
-    return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
-
-
 def _train_tp(recipe, compiled=None, use_local_output=False, by_torch=False):
     batches = batches_of(recipe)
     model = model_of(sharing(recipe), batches[0].shape[-1], attends=compiled is None)
@@ -132,18 +129,6 @@ def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spr
     assert isinstance(model[0].mlp.down.weight.to_local(), Float8Tensor) == gather_float8
     model[0].reshard()
     return results
-
-
-def assert_same_losses(losses, expected):
-    """Assert that losses are near: within 1e-5 after the first step, and within 5e-4 later.
-
-    A float32 sum in another order moves a result by about 2^-24 of it, and the losses by 2e-7 in most cases here. At
-    times such a difference moves a code of a later cast by one step, 2^-3 of an element, and the losses by up to 3e-4
-    (blockwise_with_gw_hp on CPUs without AMX).
-    With each rank's own scales in place of the whole matrix's, losses are off by 8e-4 to 2e-2.
-    """
-    torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-5, atol=0)
-    torch.testing.assert_close(losses, expected, rtol=5e-4, atol=0)
 
 
 def check_against_one_process(result, recipe, what, *, in_2d=False, compiled=None):

@@ -1,6 +1,5 @@
 """Tests float8_grouped_mm: every expert is bit-identical to a float8 linear on its tokens, on every path."""
 
-import functools
 import itertools
 from dataclasses import replace
 from unittest import mock
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear, serving_config
+from quaver import Float8LinearConfig, float8_grouped_mm, float8_linear, serving_config
 from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import cast_groups
 from quaver.experts.gemm import ExpertMatmul
@@ -19,29 +18,14 @@ from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ROWWISE
 from quaver.runtime.devices import simulate_gpu
+from tests.library.experts.operands import ENDS, RECIPES, make_operands, step
 from tests.reference import assert_same_bits
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 from tests.virtual_gpu import grouped_matmuls, virtual_gpu
 
-RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
 BACKWARDS = ["tensorwise:dequantized", "rowwise:dequantized", "mxfp8:dequantized", "rowwise:high_precision"]
 SERVINGS = ["vllm-per-token-kernel", "vllm-per-tensor", "vllm-block", "compressed-tensors"]
-ENDS = [37, 37, 200, 300]
-"""Of 310 rows: one group is empty, blocks of 32 and of 128 are cut, and the last ten rows belong to no group."""
-
-
-def operands(*, k=96, n=160, rows=310, experts=4, dtype=torch.bfloat16, transposed=False):
-    a = torch.randn(rows, k, dtype=dtype) * torch.logspace(-3, 0, rows).view(-1, 1).to(dtype)
-    b_t = torch.randn(experts, k, n, dtype=dtype) * torch.logspace(-1, 1, experts).view(-1, 1, 1).to(dtype)
-    b_t = b_t if transposed else b_t.transpose(1, 2).contiguous().transpose(1, 2)
-    return a.requires_grad_(), b_t.requires_grad_(), torch.tensor(ENDS, dtype=torch.int32)
-
-
-def step(a, b_t, ends, grad_output, config, function=float8_grouped_mm):
-    """Return the output and both gradients."""
-    call = functools.partial(function, offs=ends, config=config)
-    return results_of(torch.nn.Module(), a, b_t, grad_output=grad_output, call=call)
 
 
 def step_each_expert(a, b_t, ends, grad_output, config):
@@ -67,7 +51,7 @@ def step_each_expert(a, b_t, ends, grad_output, config):
 )
 def test_each_expert_is_a_float8_linear(recipe, dtype, sizes, transposed):
     k, n = sizes
-    a, b_t, ends = operands(k=k, n=n, dtype=dtype, transposed=transposed)
+    a, b_t, ends = make_operands(k=k, n=n, dtype=dtype, transposed=transposed)
     grad_output = torch.randn(310, n, dtype=dtype)
     assert_same(step(a, b_t, ends, grad_output, recipe), step_each_expert(a, b_t, ends, grad_output, recipe))
 
@@ -89,14 +73,14 @@ CONFIGS = {
     ids=str,
 )
 def test_each_expert_is_a_float8_linear_with_options_and_empty_groups(name, ends):
-    (a, b_t, _), config = operands(k=70, n=33), CONFIGS.get(name, name)
+    (a, b_t, _), config = make_operands(k=70, n=33), CONFIGS.get(name, name)
     ends, grad_output = torch.tensor(ends, dtype=torch.int32), torch.randn(310, 33, dtype=a.dtype)
     assert_same(step(a, b_t, ends, grad_output, config), step_each_expert(a, b_t, ends, grad_output, config))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise"])
 def test_rows_past_the_last_group_are_ignored(recipe):
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
     expected = step(a, b_t, ends, grad_output, recipe)
     with torch.no_grad():
@@ -108,7 +92,7 @@ def test_rows_past_the_last_group_are_ignored(recipe):
 
 
 def test_no_tokens_give_empty_results_and_zero_weight_gradients():
-    a, b_t, ends = operands(rows=0)
+    a, b_t, ends = make_operands(rows=0)
     output, grad_a, grad_b_t = step(a, b_t, ends * 0, torch.empty(0, 160, dtype=a.dtype), "rowwise")
     assert output.shape == (0, 160)
     assert grad_a.shape == (0, 96)
@@ -116,7 +100,7 @@ def test_no_tokens_give_empty_results_and_zero_weight_gradients():
 
 
 def test_expanded_and_missing_gradients():
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     _, grad_a, grad_b_t = step(a, b_t, ends, torch.ones(310, 160, dtype=a.dtype), "rowwise")
     for inputs, expected in (
         ((a, b_t), (grad_a, grad_b_t)),
@@ -129,7 +113,7 @@ def test_expanded_and_missing_gradients():
 
 
 def test_without_gradients_and_under_autocast():
-    a, b_t, ends = operands(dtype=torch.float32)
+    a, b_t, ends = make_operands(dtype=torch.float32)
     recorded = float8_grouped_mm(a, b_t, ends, config="blockwise")
     with torch.no_grad():
         assert_same_bits(float8_grouped_mm(a, b_t, ends, config="blockwise"), recorded.detach())
@@ -138,7 +122,7 @@ def test_without_gradients_and_under_autocast():
 
 
 def test_a_backward_in_two_halves_makes_two_matmuls():
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     grad_output = torch.randn(310, 160, dtype=torch.bfloat16)
     expected = step(a, b_t, ends, grad_output, "rowwise")[1:]
     output = float8_grouped_mm(a, b_t, ends, config="rowwise")
@@ -149,7 +133,7 @@ def test_a_backward_in_two_halves_makes_two_matmuls():
 
 
 def test_second_derivatives_are_refused():
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     (grad,) = torch.autograd.grad(float8_grouped_mm(a, b_t, ends).sum(), a, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
@@ -168,7 +152,7 @@ def test_second_derivatives_are_refused():
     ],
 )
 def test_compiled_without_breaks_for_any_ends(recipe, backend):
-    a, b_t, _ = operands()
+    a, b_t, _ = make_operands()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
     compiled = torch.compile(float8_grouped_mm, fullgraph=True, backend=backend)
     for stops in (ENDS, [5, 100, 100, 310]):
@@ -179,7 +163,7 @@ def test_compiled_without_breaks_for_any_ends(recipe, backend):
 
 
 def test_operations_have_fake_kernels_and_flops():
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     cast = Float8LinearConfig.from_recipe_name("blockwise").casts.input.column
     args = a.detach(), cast.float8_dtype, ends, 4, True, True, True, "blockwise", 1, 128, ""
     torch.library.opcheck(torch.ops.quaver.cast_groups, args, test_utils="test_faketensor")
@@ -240,8 +224,8 @@ def test_the_reference_takes_no_rows(recipe):
 
 
 def cast_operands(form, recipe, transposed):
-    """Return both operands of one of the three matmuls, and the ends of the groups."""
-    a, b_t, ends = operands(k=70, n=33)
+    """Return both make_operands of one of the three matmuls, and the ends of the groups."""
+    a, b_t, ends = make_operands(k=70, n=33)
     grad_output = torch.randn(310, 33, dtype=a.dtype)
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
 
@@ -359,7 +343,7 @@ def test_scales_of_groups_do_not_overlap():
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_bad_input_is_refused(change, message):
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     with pytest.raises(ValueError, match=message):
         float8_grouped_mm(**{"a": a, "b_t": b_t, "offs": ends, "config": "rowwise"} | change)
 

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from quaver import Float8Linear, convert_to_float8_training, float8_scaling_state
@@ -119,3 +120,22 @@ def train_by_hand(
             after(model)
         losses.append(loss.item())
     return losses
+
+
+def sharded(model, mesh=None):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+
+def build_adapted(recipe, order="convert, then adapt"):
+    """Return a Llama with adapters, converted before or after they are added; these and the head are not converted."""
+    import peft  # some tests run without it
+
+    torch.manual_seed(1)
+    if order == "convert, then adapt":
+        return peft.get_peft_model(llama(recipe), peft.LoraConfig(**LORA))
+    return convert(peft.get_peft_model(llama(), peft.LoraConfig(**LORA)), recipe)

@@ -1,11 +1,9 @@
 """Tests what users do between the batches of a trainer: evaluate, swap in averaged weights, fail, save, load elsewhere.
 
-A driver, `train_by_...`, trains a model with two batches a step, in one library's loop. It calls `between(model,
-ends_step)` after each batch, saves into a folder, and returns the model and a function that loads the folder into
-another Llama.
+Each `train_by_...` is a driver of tests/library/foreign/between.py.
 """
 
-import itertools
+from functools import partial
 
 import peft
 import pytest
@@ -15,13 +13,13 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from quaver.integrations.transformers import Float8Callback
-from tests.library.foreign import hf_trainer, test_lightning, test_trl
-from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, weights_of
+from tests.library.foreign import hf_trainer, lightning_trainer
+from tests.library.foreign.between import EVERY, check_a_failed_run, check_evaluations, load_llama, run_loop
+from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of
+from tests.library.foreign.sft_trainer import sft
 from tests.library.foreign.table import proves
-from tests.steps import assert_same
 from tests.thinned import at_night
 
-EVERY = 2
 TRAINER_OPTIONS = {"gradient_accumulation_steps": EVERY, "max_steps": BATCHES // EVERY, "max_grad_norm": 0.0}
 
 
@@ -44,21 +42,10 @@ def train_by_transformers(model, between, folder):
 
 
 def train_by_trl(model, between, folder):
-    run = test_trl.sft(folder, model, [Callback(between)], **TRAINER_OPTIONS)
+    run = sft(folder, model, [Callback(between)], **TRAINER_OPTIONS)
     run.train()
     run.save_model(folder / "saved")
     return run.model, lambda: LlamaForCausalLM.from_pretrained(folder / "saved")
-
-
-def run_loop(model, optimizer, backward, between):
-    optimizer.zero_grad()
-    for index, batch in enumerate(batches()):
-        ends_step = (index + 1) % EVERY == 0
-        backward(model(**batch).loss / EVERY)
-        if ends_step:
-            optimizer.step()
-            optimizer.zero_grad()
-        between(model, ends_step)
 
 
 def train_by_peft(model, between, folder):
@@ -75,31 +62,25 @@ def train_by_accelerate(model, between, folder):
 
 
 def train_by_fabric(model, between, folder):
-    fabric, wrapped, optimizer = test_lightning.with_fabric(model, "rowwise")
+    fabric, wrapped, optimizer = lightning_trainer.set_up_fabric(model, "rowwise")
     run_loop(wrapped, optimizer, fabric.backward, between)
     fabric.save(folder / "state", {"model": wrapped})
     return wrapped, lambda: load_llama(torch.load(folder / "state")["model"])
 
 
 def train_by_lightning(model, between, folder):
-    class Between(test_lightning.lightning.Callback):
+    class Between(lightning_trainer.lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
             between(module.model, (index + 1) % EVERY == 0)
 
-    module = test_lightning.Module("rowwise", False)
+    module = lightning_trainer.Module("rowwise", False)
     module.model = model
     options = {"accumulate_grad_batches": EVERY, "callbacks": [Between()], "enable_checkpointing": False}
-    run = test_lightning.trainer(folder, BATCHES // EVERY, **options)
+    run = lightning_trainer.make_trainer(folder, BATCHES // EVERY, **options)
     run.fit(module, batches())
     run.save_checkpoint(folder / "last.ckpt")
     state = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
     return model, lambda: load_llama({name.removeprefix("model."): tensor for name, tensor in state.items()})
-
-
-def load_llama(state):
-    model = llama()
-    model.load_state_dict(state)
-    return model
 
 
 LIBRARIES = {"transformers": train_by_transformers, "TRL": train_by_trl, "PEFT": train_by_peft}
@@ -119,40 +100,6 @@ def build_model(library):
     return peft.get_peft_model(llama("rowwise"), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
 
 
-def train(library, folder, between=lambda model, ends_step: None, model=None):
-    folder.mkdir(parents=True)
-    return LIBRARIES[library](model or build_model(library), between, folder)
-
-
-def evaluate(model):
-    *_, last = batches()
-    training = model.training
-    with torch.no_grad():
-        loss = model.eval()(**last).loss.item()
-    model.train(training)
-    return loss
-
-
-class EvaluateWithAverage:
-    """Evaluates after each batch; after each step it averages the weights, and evaluates with the average."""
-
-    def __init__(self):
-        self.average, self.losses = None, []
-
-    @torch.no_grad()
-    def __call__(self, model, ends_step):
-        if not ends_step:
-            self.losses.append(evaluate(model))
-            return
-        weights = weights_of(model)
-        self.average = self.average or weights_of(model)
-        for name, parameter in model.named_parameters():
-            parameter.copy_(self.average[name].lerp_(parameter, 0.5))
-        self.losses.append(evaluate(model))
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-
-
 @proves("transformers' Trainer", "evaluate in a step", "EMA swap", "reload")
 @proves("TRL", "evaluate in a step", "EMA swap", "reload")
 @proves("PEFT", "evaluate in a step", "EMA swap", "reload")
@@ -161,22 +108,7 @@ class EvaluateWithAverage:
 @proves("Lightning's Trainer", "evaluate in a step", "EMA swap", "reload")
 @by_library("TRL", "PEFT")
 def test_evaluations_of_the_weights_and_of_their_average_change_nothing(library, tmp_path):
-    check_evaluations(library, tmp_path)
-
-
-def check_evaluations(library, folder):
-    evaluations = EvaluateWithAverage()
-    model, reload = train(library, folder / "evaluated", evaluations)
-    alone, _ = train(library, folder / "alone")
-    assert_same(weights_of(model), weights_of(alone))
-    last = evaluate(model)
-    reloaded = convert(reload(), "rowwise")
-    assert evaluate(reloaded) == last
-    with torch.no_grad():
-        for parameter, average in zip(reloaded.parameters(), evaluations.average.values(), strict=True):
-            parameter.copy_(average)
-    assert evaluate(reloaded) == evaluations.losses[-1] != last
-    assert len(evaluations.losses) == BATCHES
+    check_evaluations(LIBRARIES[library], partial(build_model, library), tmp_path)
 
 
 @proves("TRL", "after a failed run")
@@ -186,20 +118,4 @@ def check_evaluations(library, folder):
 @proves("Lightning's Trainer", "after a failed run")
 @by_library("TRL", "PEFT", without=["transformers"])  # test_float8_callback.py has it
 def test_a_run_after_one_that_failed_within_a_step_is_a_fresh_run(library, tmp_path):
-    check_a_failed_run(library, tmp_path)
-
-
-def check_a_failed_run(library, folder):
-    calls = itertools.count()
-
-    def fail(model, ends_step):
-        if next(calls) == EVERY:
-            raise OSError("no batch")
-
-    model = build_model(library)
-    with pytest.raises(OSError, match="no batch"):
-        train(library, folder / "failed", fail, model)
-    model.load_state_dict(build_model(library).state_dict())
-    again, _ = train(library, folder / "again", model=model)
-    fresh, _ = train(library, folder / "fresh")
-    assert_same(weights_of(again), weights_of(fresh))
+    check_a_failed_run(LIBRARIES[library], partial(build_model, library), tmp_path)

@@ -8,41 +8,35 @@ from torch import nn
 
 from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.compat.delayed_buffers import load_delayed_buffers
-from tests.library.conversion.test_delayed import config_of, fared, make, scale_of, states, step
+from tests.library.conversion.delayed import (
+    config_of,
+    copy_scales,
+    find_report,
+    make_linear,
+    make_old_checkpoint,
+    read_scale,
+    step,
+)
 from tests.steps import assert_same
 
-OLD_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
 AMAXES = {"input": [3.0, 7.0, 2.0], "weight": [0.25], "grad_output": [1.0, 0.5]}
-
-
-def old_checkpoint(module, amaxes, *, prefix="", short=False, shape=(1,)):
-    """A state dict with the buffers of torchao 0.9: the newest amax first, a scale of 1 for what was never cast."""
-    entries = {f"{prefix}{name}": value.clone() for name, value in module.state_dict().items()}
-    largest = 448.0  # torchao's default format of every operand; quaver's grad_output is e5m2
-    for operand, short_name in OLD_NAMES.items():
-        name, seen = short_name if short else operand, amaxes.get(operand)
-        history = torch.zeros(4) if seen is None else torch.tensor((seen + [0.0] * 4)[:4])
-        entries[f"{prefix}fp8_amax_{name}"] = torch.full(shape, largest if seen is None else seen[0])
-        entries[f"{prefix}fp8_amax_history_{name}"] = history
-        entries[f"{prefix}fp8_scale_{name}"] = torch.full(shape, 1.0 if seen is None else largest / max(seen))
-    return entries
 
 
 @pytest.mark.parametrize("options", [{}, {"short": True, "shape": ()}], ids=["torchao", "float8_experimental"])
 def test_buffers_become_the_scales_of_the_model(options):
-    module = make(bias=True)
-    old = old_checkpoint(module, AMAXES, **options)
+    module = make_linear(bias=True)
+    old = make_old_checkpoint(module, AMAXES, **options)
     keys = list(old)
     assert not any(module.load_state_dict(load_delayed_buffers(module, old), strict=True))
     assert list(old) == keys
-    assert scale_of(module, "input") == 448 / 7
-    assert scale_of(module, "weight") == 448 / 0.25
-    assert scale_of(module, "grad_output") == 57344
-    assert states(module)["input.amax_history"].tolist() == [0.0] * 13 + [2.0, 7.0, 3.0]
+    assert read_scale(module, "input") == 448 / 7
+    assert read_scale(module, "weight") == 448 / 0.25
+    assert read_scale(module, "grad_output") == 57344
+    assert copy_scales(module)["input.amax_history"].tolist() == [0.0] * 13 + [2.0, 7.0, 3.0]
     step(module, torch.full((4, 64), 0.1))
-    assert fared(module, "input").quant_scale == 448 / 7
-    assert not fared(module, "weight").is_dynamic
-    assert states(module)["input.amax_history"].tolist()[-4:] == pytest.approx([2.0, 7.0, 3.0, 0.1])
+    assert find_report(module, "input").quant_scale == 448 / 7
+    assert not find_report(module, "weight").is_dynamic
+    assert copy_scales(module)["input.amax_history"].tolist()[-4:] == pytest.approx([2.0, 7.0, 3.0, 0.1])
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
@@ -51,19 +45,19 @@ def test_buffers_of_several_linears(prefix, caplog):
     model = convert_to_float8_training(copy.deepcopy(source), config=config_of(history_len=2))
     old = {}
     for index, linear in enumerate(source):
-        old |= old_checkpoint(linear, AMAXES if index else {"weight": [float("nan")]}, prefix=f"{prefix}{index}.")
+        old |= make_old_checkpoint(linear, AMAXES if index else {"weight": [float("nan")]}, prefix=f"{prefix}{index}.")
     target = torch.compile(model) if prefix else model
     target.load_state_dict(load_delayed_buffers(target, old))
     assert caplog.messages == []
-    assert states(model)["1.input.amax_history"].tolist() == [7.0, 3.0]
-    assert not any(value.any() for name, value in states(model).items() if name.startswith("0."))  # never cast
+    assert copy_scales(model)["1.input.amax_history"].tolist() == [7.0, 3.0]
+    assert not any(value.any() for name, value in copy_scales(model).items() if name.startswith("0."))  # never cast
 
 
 def test_a_model_that_scales_dynamically_drops_the_buffers_and_says_so(caplog):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)))
     old = {"0.fp8_other": torch.zeros(1)}
     for index, linear in enumerate(model):
-        old |= old_checkpoint(linear, AMAXES, prefix=f"{index}.")
+        old |= make_old_checkpoint(linear, AMAXES, prefix=f"{index}.")
     rest = load_delayed_buffers(model, old)
     assert rest.keys() == model.state_dict().keys() | {"0.fp8_other"}
     assert [record.message for record in caplog.records] == [
@@ -72,15 +66,15 @@ def test_a_model_that_scales_dynamically_drops_the_buffers_and_says_so(caplog):
 
 
 def test_a_checkpoint_without_buffers_changes_no_scale():
-    module = make()
+    module = make_linear()
     step(module, torch.randn(4, 64))
-    before = states(module)
+    before = copy_scales(module)
     assert load_delayed_buffers(module, module.state_dict()).keys() == module.state_dict().keys()
-    assert_same(before, states(module))
+    assert_same(before, copy_scales(module))
 
 
 def test_buffers_that_nobody_took_are_unexpected_keys():
-    module = make()
+    module = make_linear()
     with pytest.raises(RuntimeError, match="Unexpected key.*fp8_amax_input"):
-        module.load_state_dict(old_checkpoint(module, AMAXES))
+        module.load_state_dict(make_old_checkpoint(module, AMAXES))
     assert not any(value.any() for value in float8_scaling_state(module).state_dict().values())

@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-from types import SimpleNamespace
 from unittest import mock
 
 import peft
@@ -24,37 +23,14 @@ import quaver
 from quaver import assert_float8_training, conversion_report, convert_to_float8_training, float8_linear
 from quaver.experts.module import Float8Experts, is_experts
 from quaver.integrations.transformers import prepare_model_for_float8
+from tests.library.foreign.experts import build_experts, route_tokens
 from tests.library.foreign.zoo import MODELS, loss_of, make
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
-CONFIG = SimpleNamespace(
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict(hidden_size=64, moe_hidden_size=64, intermediate_size=96, moe_intermediate_size=96, moe_latent_size=None),
-    **dict(hidden_act="silu", mlp_hidden_act="relu2", swiglu_alpha=1.702, swiglu_limit=7.0, mlp_bias=False),
-    **dict(rms_norm_eps=1e-6, post_norm_eps=1e-6, _experts_implementation="eager"),
-)
 ONE_MATMUL_DB = {"tensorwise": 24.6, "rowwise": 28.4, "blockwise": 27.0, "mxfp8": 27.0}
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4")
-
-
-def experts_of(cls, dtype=torch.float32):
-    torch.manual_seed(0)
-    experts = cls(CONFIG)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.normal_(std=0.1)
-    return experts.to(dtype)
-
-
-def routed(dtype=torch.float32, tokens=50):
-    """Return tokens, their two experts, and the weights of these; expert 2 gets no token."""
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(tokens, 64, generator=generator).to(dtype)
-    index = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(tokens)])
-    index[index == 2] = 3
-    return hidden, index, torch.rand(tokens, 2, generator=generator).to(dtype)
 
 
 def multiply_one_by_one(recipe):
@@ -83,19 +59,21 @@ OTHER_CLASSES = MixtralExperts, Qwen3MoeExperts, DeepseekV3Experts, NemotronHExp
     [*((GptOssExperts, recipe) for recipe in EACH_RECIPE), *thinned(OTHER_CLASSES, EACH_RECIPE, together=1)],
 )
 def test_each_expert_is_a_float8_linear(cls, recipe):
-    experts = experts_of(cls)
+    experts = build_experts(cls)
     stable = mock.patch.object(torch, "sort", functools.partial(torch.sort, stable=True))
     with stable, mock.patch.object(moe, "_grouped_linear", multiply_one_by_one(recipe)):
-        expected = results_of(experts, *routed(), call=lambda *args: moe.grouped_mm_experts_forward(experts, *args))
+        expected = results_of(
+            experts, *route_tokens(), call=lambda *args: moe.grouped_mm_experts_forward(experts, *args)
+        )
     convert_to_float8_training(experts, config=recipe)
     assert isinstance(experts, Float8Experts)
-    assert_same(results_of(experts, *routed()), expected)
+    assert_same(results_of(experts, *route_tokens()), expected)
 
 
 @pytest.mark.parametrize("recipe", ONE_MATMUL_DB)
 def test_gradients_of_llama_4_against_float32(recipe):
     """The floor: a gradient has the error of at most five of the six matmuls, and activations may double it."""
-    experts, hidden = experts_of(Llama4TextExperts), torch.randn(200, 64)
+    experts, hidden = build_experts(Llama4TextExperts), torch.randn(200, 64)
     expected = results_of(experts, hidden)
     convert_to_float8_training(experts, config=recipe)
     for result, exact in zip(results_of(experts, hidden), expected, strict=True):
@@ -103,7 +81,7 @@ def test_gradients_of_llama_4_against_float32(recipe):
 
 
 def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
-    experts = convert_to_float8_training(experts_of(Llama4TextExperts), config="rowwise")
+    experts = convert_to_float8_training(build_experts(Llama4TextExperts), config="rowwise")
     with pytest.raises(ValueError, match="the same number of tokens for each of .* experts.*got 7 rows"):
         experts(torch.randn(7, 64))
 
@@ -111,9 +89,9 @@ def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
 @pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts], ids=lambda cls: cls.__name__)
 def test_experts_of_other_ranks_add_nothing(cls):
     """transformers' expert parallelism gives them the index E and the weight 0; here with NaN in their tokens."""
-    experts = convert_to_float8_training(experts_of(cls), config="rowwise")
+    experts = convert_to_float8_training(build_experts(cls), config="rowwise")
     experts._is_expert_parallel = True
-    hidden, index, weights = routed()
+    hidden, index, weights = route_tokens()
     elsewhere = torch.rand(index.shape) < 0.4
     index[elsewhere], weights[elsewhere] = 4, 0
     index[7], weights[7] = 4, 0
@@ -129,19 +107,19 @@ def test_experts_of_other_ranks_add_nothing(cls):
 
 
 def test_copies():
-    experts = convert_to_float8_training(experts_of(MixtralExperts), config="rowwise")
+    experts = convert_to_float8_training(build_experts(MixtralExperts), config="rowwise")
     for again in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert type(again) is type(experts)
         assert again.backend == "not run yet"
-        assert_same_bits(again(*routed()).detach(), experts(*routed()).detach())
+        assert_same_bits(again(*route_tokens()).detach(), experts(*route_tokens()).detach())
 
 
 @BACKEND
 def test_compiled_as_eager(backend):
-    experts = convert_to_float8_training(experts_of(GptOssExperts), config="rowwise")
-    eager = results_of(experts, *routed())
+    experts = convert_to_float8_training(build_experts(GptOssExperts), config="rowwise")
+    eager = results_of(experts, *route_tokens())
     compiled = torch.compile(experts, fullgraph=True, backend=backend)
-    torch.testing.assert_close(results_of(experts, *routed(), call=compiled), eager, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results_of(experts, *route_tokens(), call=compiled), eager, rtol=1e-5, atol=1e-5)
 
 
 def mixture(name):

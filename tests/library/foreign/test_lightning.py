@@ -9,7 +9,8 @@ import torch
 from quaver import conversion_report, sync_float8_amax_and_scale_history
 from tests.library.foreign import llama as models
 from tests.library.foreign.installed import run_with_packages
-from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, scales_of, train_by_hand
+from tests.library.foreign.lightning_trainer import Module, make_plugin, make_trainer, set_up_fabric
+from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of, scales_of, train_by_hand
 from tests.library.foreign.table import proves, refuses
 from tests.mixture import DIM, make_mixture
 from tests.steps import assert_same
@@ -23,41 +24,6 @@ from quaver.integrations.lightning import Float8FabricPrecision, Float8Monitor, 
 from quaver.numerics.record import Record  # noqa: E402
 
 
-class Module(lightning.LightningModule):  # type: ignore[name-defined]
-    """Converts when it is made, or when Lightning configures the model."""
-
-    def __init__(self, recipe, in_hook):
-        super().__init__()
-        self.recipe, self.in_hook, self.losses = recipe, in_hook, []
-        self.model = llama(None if in_hook else recipe)
-
-    def configure_model(self):
-        if self.in_hook:
-            models.convert(self.model, self.recipe)
-
-    def training_step(self, batch, index):
-        return self.model(**batch).loss
-
-    def on_train_batch_end(self, outputs, batch, index):
-        self.losses.append(outputs["loss"].item() * self.trainer.accumulate_grad_batches)
-
-    def validation_step(self, batch, index):
-        self.log("validation", self.model(**batch).loss)
-
-    def configure_optimizers(self):
-        return optimizer_of(self)
-
-
-def plugin(recipe, autocast_dtype=None):
-    return Float8Precision(recipe, module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
-
-
-def trainer(folder, steps, **options):
-    silent = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"accelerator": "cpu", "val_check_interval": 2, **silent, **options}
-    return lightning.Trainer(max_steps=steps, default_root_dir=folder, **options)
-
-
 @proves("Lightning's Trainer", "train", "accumulate", "checkpointing", "evaluate")
 @pytest.mark.parametrize(
     ("recipe", "in_hook", "every", "checkpoints"), [("tensorwise", False, 2, False), ("rowwise", True, 1, True)]
@@ -67,20 +33,20 @@ def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, in_hook, every, 
     module = Module(recipe, in_hook)
     if checkpoints:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
-    trainer(tmp_path, BATCHES // every, accumulate_grad_batches=every).fit(module, batches(), batches())
+    make_trainer(tmp_path, BATCHES // every, accumulate_grad_batches=every).fit(module, batches(), batches())
     assert module.losses == train_by_hand(llama(recipe), every=every)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_precisions_and_checkpoints(tmp_path, precision):
     module = Module("rowwise", False)
-    run = trainer(tmp_path, 2, precision=precision, limit_train_batches=2)
+    run = make_trainer(tmp_path, 2, precision=precision, limit_train_batches=2)
     run.fit(module, batches(), batches())
     path = run.checkpoint_callback.best_model_path
     saved = torch.load(path, weights_only=False)["state_dict"]
     assert set(saved) == {f"model.{name}" for name in llama().state_dict()}
     resumed = Module("rowwise", False)
-    again = trainer(tmp_path / "again", 3, precision=precision, limit_train_batches=2)
+    again = make_trainer(tmp_path / "again", 3, precision=precision, limit_train_batches=2)
     again.fit(resumed, batches(), batches(), ckpt_path=path)
     assert again.global_step == 3
     assert resumed.losses[0] < module.losses[0]
@@ -92,7 +58,7 @@ def test_precisions_and_checkpoints(tmp_path, precision):
 def test_a_compiled_module_trains_as_before(tmp_path):
     module = Module(None, False)
     compiled = torch.compile(module, backend="aot_eager")
-    trainer(tmp_path, BATCHES, plugins=[plugin("rowwise")]).fit(compiled, batches())
+    make_trainer(tmp_path, BATCHES, plugins=[make_plugin("rowwise")]).fit(compiled, batches())
     assert len(models.float8_names(module)) == 14
     assert module.losses == pytest.approx(train_by_hand(llama("rowwise")), rel=1e-4)
 
@@ -103,8 +69,8 @@ def test_validation_within_and_between_accumulated_steps_changes_no_scale(tmp_pa
     runs = []
     for validates in ({"val_check_interval": 1}, {"limit_val_batches": 0}):
         module, options = Module(None, False), {"accumulate_grad_batches": 2, **validates}
-        autocasts = plugin("delayed", autocast_dtype=torch.bfloat16)
-        trainer(tmp_path, BATCHES // 2, plugins=[autocasts], **options).fit(module, batches(), batches())
+        autocasts = make_plugin("delayed", autocast_dtype=torch.bfloat16)
+        make_trainer(tmp_path, BATCHES // 2, plugins=[autocasts], **options).fit(module, batches(), batches())
         runs.append((module.losses, scales_of(module.model)))
     assert_same(*runs)
 
@@ -119,7 +85,7 @@ def test_the_best_checkpoint_comes_with_its_scales(tmp_path):
 
     module = Ascending(None, False)
     best = lightning.callbacks.ModelCheckpoint(monitor="validation", save_on_train_epoch_end=False)
-    run = trainer(tmp_path, 2, plugins=[plugin("delayed")], callbacks=[best], val_check_interval=1)
+    run = make_trainer(tmp_path, 2, plugins=[make_plugin("delayed")], callbacks=[best], val_check_interval=1)
     run.fit(module, batches(), batches())
     (metrics,) = run.validate(module, batches(), ckpt_path="best")
     assert best.best_model_path.endswith("step=1.ckpt")
@@ -130,20 +96,20 @@ def test_the_best_checkpoint_comes_with_its_scales(tmp_path):
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([("rowwise",)])])
 def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     module, model = Module(None, False), llama(recipe)
-    run = trainer(tmp_path, BATCHES, plugins=[plugin(recipe)])
+    run = make_trainer(tmp_path, BATCHES, plugins=[make_plugin(recipe)])
     run.fit(module, batches(), batches())
     by_hand = partial(train_by_hand, model, optimizer_of(model), after=sync_float8_amax_and_scale_history)
     assert module.losses == by_hand()
     assert_same(scales_of(module.model), scales_of(model))
-    resumed, again = Module(None, False), trainer(tmp_path / "again", BATCHES + 1, plugins=[plugin(recipe)])
+    resumed, again = Module(None, False), make_trainer(tmp_path / "again", BATCHES + 1, plugins=[make_plugin(recipe)])
     again.fit(resumed, batches(), batches(), ckpt_path=run.checkpoint_callback.best_model_path)
     assert resumed.losses == by_hand(only=[0])
 
 
 def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
-    run = trainer(tmp_path, 2, limit_train_batches=2)
+    run = make_trainer(tmp_path, 2, limit_train_batches=2)
     run.fit(Module(None, False), batches())
-    again = trainer(tmp_path / "again", 3, limit_train_batches=2, plugins=[plugin("delayed")])
+    again = make_trainer(tmp_path / "again", 3, limit_train_batches=2, plugins=[make_plugin("delayed")])
     again.fit(Module(None, False), batches(), ckpt_path=run.checkpoint_callback.best_model_path)
     assert again.global_step == 3
     assert "float8: the checkpoint has no persistent scales" in caplog.text
@@ -152,17 +118,13 @@ def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
 def test_a_monitor_samples_optimizer_steps(tmp_path):
     module, options = Module("rowwise", False), {"accumulate_grad_batches": 2, "val_check_interval": 1}
     module.model = llama("rowwise", layers=1)
-    trainer(tmp_path, BATCHES // 2, callbacks=[Float8Monitor(every=1)], **options).fit(module, batches(), batches())
+    make_trainer(tmp_path, BATCHES // 2, callbacks=[Float8Monitor(every=1)], **options).fit(
+        module, batches(), batches()
+    )
     assert module.losses == train_by_hand(llama("rowwise", layers=1), every=2)
     record = Record.read(tmp_path)
     assert record.steps.tolist() == list(range(1, BATCHES // 2 + 1))
     assert record.tensors[0]["layer"].startswith("model.model.layers.0.")
-
-
-def with_fabric(model, recipe="tensorwise", autocast_dtype=None):
-    plugin = Float8FabricPrecision(recipe, module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
-    fabric = Fabric(accelerator="cpu", plugins=[plugin])
-    return fabric, *fabric.setup(model, optimizer_of(model))
 
 
 def loop(model, optimizer, backward, every=1, only=range(BATCHES)):
@@ -181,7 +143,7 @@ def loop_by_hand(every=1):
 @proves("Fabric", "train", "accumulate", "checkpointing", "evaluate")
 @pytest.mark.parametrize(("every", "checkpointing"), [(2, False), (1, True)])
 def test_the_losses_of_fabric_are_those_of_a_loop_written_by_hand(every, checkpointing):
-    fabric, model, optimizer = with_fabric(llama())
+    fabric, model, optimizer = set_up_fabric(llama())
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     assert loop(model, optimizer, fabric.backward, every) == loop_by_hand(every)
@@ -193,14 +155,14 @@ def test_the_losses_of_fabric_are_those_of_a_loop_written_by_hand(every, checkpo
 def test_a_model_compiled_before_or_after_fabric_trains_as_before():
     for compiles_first in (True, False):
         compiled = partial(torch.compile, backend="aot_eager")
-        fabric, model, optimizer = with_fabric(compiled(llama()) if compiles_first else llama())
+        fabric, model, optimizer = set_up_fabric(compiled(llama()) if compiles_first else llama())
         model = model if compiles_first else compiled(model)
         assert conversion_report(model).float8_flops_fraction > 0.5
         assert loop(model, optimizer, fabric.backward) == pytest.approx(loop_by_hand(), rel=1e-4)
 
 
 def test_fabric_with_autocast_differs_by_its_rounding():
-    fabric, model, optimizer = with_fabric(llama(), autocast_dtype=torch.bfloat16)
+    fabric, model, optimizer = set_up_fabric(llama(), autocast_dtype=torch.bfloat16)
     losses, by_hand = loop(model, optimizer, fabric.backward), loop_by_hand()
     assert losses == pytest.approx(by_hand, rel=0.01)
     assert losses != by_hand
@@ -222,12 +184,12 @@ def test_each_optimizer_of_fabric_updates_the_scales_of_its_own_modules():
 
 @proves("Fabric", "save, resume", "resume elsewhere")
 def test_a_resumed_fabric_run_goes_on_as_before(tmp_path):
-    fabric, model, optimizer = with_fabric(llama())
+    fabric, model, optimizer = set_up_fabric(llama())
     whole = loop(model, optimizer, fabric.backward, only=range(2))[:2]
     fabric.save(tmp_path / "state", {"model": model, "optimizer": optimizer})
     whole += loop(model.train(), optimizer, fabric.backward, only=range(2, BATCHES))
     assert whole == loop_by_hand()
-    fabric, model, optimizer = with_fabric(llama())
+    fabric, model, optimizer = set_up_fabric(llama())
     (tmp_path / "state").rename(tmp_path / "moved")
     fabric.load(tmp_path / "moved", {"model": model, "optimizer": optimizer})
     assert loop(model, optimizer, fabric.backward, only=range(2, BATCHES)) == whole[2:]

@@ -11,9 +11,9 @@ from quaver import use_float8_primary_weights
 from quaver.integrations.transformers import Float8Callback
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, float32_embeddings
 from quaver.weights.primary_weight import Float8PrimaryWeight
+from tests.library.foreign.accelerated import save_and_resume, train_as_documented
 from tests.library.foreign.hf_trainer import losses_of, trained
 from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of
-from tests.library.foreign.test_accelerate import save_and_resume, train_as_documented
 from tests.ranks import run as run_on_ranks
 from tests.steps import assert_same
 from tests.thinned import at_night

@@ -8,25 +8,15 @@ import torch
 
 from quaver import convert_to_float8_training, freeze_to_float8
 from tests.library.foreign.checkpoints import logits_of
-from tests.library.foreign.llama import convert, float8_names, llama, not_the_head, train_by_hand
+from tests.library.foreign.llama import LORA, build_adapted, float8_names, llama, not_the_head, train_by_hand
 from tests.library.foreign.table import proves
 from tests.thinned import at_night, thinned
-
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-
-
-def adapted(recipe, order="convert, then adapt"):
-    """Return a Llama with adapters, converted before or after they are added; these and the head are not converted."""
-    torch.manual_seed(1)
-    if order == "convert, then adapt":
-        return peft.get_peft_model(llama(recipe), peft.LoraConfig(**LORA))
-    return convert(peft.get_peft_model(llama(), peft.LoraConfig(**LORA)), recipe)
 
 
 @proves("PEFT", "adapters before", "adapters after")
 @pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("rowwise",), ("rowwise_with_gw_hp",)])])
 def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
-    first, second = (adapted(recipe, order) for order in ("convert, then adapt", "adapt, then convert"))
+    first, second = (build_adapted(recipe, order) for order in ("convert, then adapt", "adapt, then convert"))
     for wrapped, converted in zip(first.parameters(), second.parameters(), strict=True):
         converted.data.copy_(wrapped)
     assert float8_names(first) == float8_names(second)
@@ -37,7 +27,7 @@ def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
 
 @proves("PEFT", "merge")
 def test_merging_gives_the_float8_model_of_the_merged_weights():
-    model = adapted("tensorwise")
+    model = build_adapted("tensorwise")
     train_by_hand(model)
     merged, expected = model.merge_and_unload(), llama("tensorwise")
     expected.load_state_dict(merged.state_dict())
@@ -88,6 +78,6 @@ def test_other_adapters_train_and_load(kind, is_frozen, tmp_path):
 @proves("PEFT", "compile")
 @pytest.mark.nightly
 def test_compilation_changes_no_loss():
-    eager, compiled = adapted("rowwise"), adapted("rowwise")
+    eager, compiled = build_adapted("rowwise"), build_adapted("rowwise")
     losses = train_by_hand(torch.compile(compiled, backend="aot_eager", fullgraph=True))
     assert losses == pytest.approx(train_by_hand(eager), rel=1e-4)

@@ -18,7 +18,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.foreign.checkpoints import write_folder
 from tests.library.foreign.hf_trainer import losses_of, settings, trainer
 from tests.library.foreign.llama import BATCHES, float8_names, llama, mixture, optimizer_of, train_by_hand, values_of
-from tests.library.foreign.test_trl import tokenizer, tokens
+from tests.library.foreign.sft_trainer import make_dataset, make_tokenizer
 from tests.steps import assert_same
 from tests.thinned import thinned
 
@@ -43,7 +43,7 @@ def folders(tmp_path_factory):
             model = prepare_model_for_float8(load_high_precision(root / name), recipe)
             save_float8(model, root / f"{name}-{format}", format=format)
     for name in ("llama", "llama-compressed-tensors"):
-        tokenizer().save_pretrained(root / name)
+        make_tokenizer().save_pretrained(root / name)
     return root
 
 
@@ -157,7 +157,7 @@ def test_adapters_train_on_frozen_weights_in_the_trainer(folders, tmp_path, name
 def test_trl_loads_the_model_with_no_other_line(folders, tmp_path):
     loading = {"quantization_config": QuaverConfig(frozen=True), "dtype": "float32"}
     config = SFTConfig(**settings(tmp_path, max_steps=2), model_init_kwargs=loading)
-    options = {"train_dataset": tokens(), "processing_class": tokenizer()}
+    options = {"train_dataset": make_dataset(), "processing_class": make_tokenizer()}
     adapters = LoraConfig(target_modules="all-linear")
     run = SFTTrainer(str(folders / "llama-compressed-tensors"), config, peft_config=adapters, **options)
     adapters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]

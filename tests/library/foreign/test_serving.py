@@ -15,8 +15,7 @@ from quaver import calibrate_float8_static_scales, convert_to_float8_training
 from quaver.export import load_frozen, matches_serving, save_float8
 from quaver.recipes import scaling
 from tests.library.foreign.llama import convert, llama, mixture
-from tests.library.recipes.test_scale_rules import samples
-from tests.reference import assert_same_bits
+from tests.reference import assert_same_bits, draw_samples
 
 E4M3 = torch.float8_e4m3fn
 HP = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -27,7 +26,7 @@ TOKENS = torch.arange(48).view(2, 24)
 @pytest.mark.parametrize("strategy", ["token", "tensor"])
 def test_compressed_tensors(strategy, dtype):
     args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, dynamic=True)
-    for hp in samples(dtype):
+    for hp in draw_samples(dtype):
         hp = hp if strategy == "token" else hp.nan_to_num(0, 1, 1)
         scale, zero = compute_dynamic_scales_and_zp(hp[None], args, None)
         dim = 1 if strategy == "token" else None
@@ -41,7 +40,7 @@ def test_compressed_tensors(strategy, dtype):
 def test_transformers(scale_fmt, dtype):
     """But blocks with an inf or a NaN, which it casts with a scale of 1."""
     config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=scale_fmt)
-    hp = next(samples(dtype)).repeat(2, 1)[:256, :256].contiguous()
+    hp = next(draw_samples(dtype)).repeat(2, 1)[:256, :256].contiguous()
     expected = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": hp})
     rule = "transformers" if scale_fmt == "float" else "transformers-ue8m0"
     codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, rule=rule)

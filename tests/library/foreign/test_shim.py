@@ -14,9 +14,9 @@ from torch import nn
 from quaver import Float8Linear, Float8LinearConfig, assert_float8_training, convert_to_float8_training
 from quaver.integrations.torchao import main
 from tests.isolated import Forked, isolated
+from tests.library.foreign.accelerated import accelerator_on, find_changed, train_as_documented
 from tests.library.foreign.llama import BATCHES, batches, float8_names, llama, optimizer_of, weights_of
 from tests.library.foreign.table import proves
-from tests.library.foreign.test_accelerate import accelerator_on, find_changed, train_as_documented
 from tests.ranks import run
 from tests.steps import assert_same
 from tests.thinned import first
@@ -215,7 +215,7 @@ def check_between_batches(folder):
     from safetensors.torch import load_file
 
     from quaver.integrations import torchao as shim
-    from tests.library.foreign import test_between
+    from tests.library.foreign.between import check_a_failed_run, check_evaluations, load_llama, run_loop
 
     shim.install()
 
@@ -227,15 +227,12 @@ def check_between_batches(folder):
     def by_accelerate(model, between, folder):
         accelerator, model, optimizer = prepared(model)
         assert len(float8_names(model)) == 13
-        test_between.run_loop(model, optimizer, accelerator.backward, between)
+        run_loop(model, optimizer, accelerator.backward, between)
         accelerator.save_model(model, folder)
-        return model, lambda: prepared(test_between.load_llama(load_file(folder / "model.safetensors")))[1]
+        return model, lambda: prepared(load_llama(load_file(folder / "model.safetensors")))[1]
 
-    test_between.LIBRARIES["fp8"] = by_accelerate
-    test_between.build_model = lambda library: llama()
-    test_between.convert = lambda model, recipe: model
-    for test in (test_between.check_evaluations, test_between.check_a_failed_run):
-        test("fp8", folder / test.__name__)
+    check_evaluations(by_accelerate, llama, folder / "evaluations", convert=lambda model, recipe: model)
+    check_a_failed_run(by_accelerate, llama, folder / "failed")
 
     *_, batch = batches()
     states = []

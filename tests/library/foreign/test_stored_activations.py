@@ -10,9 +10,8 @@ import torch.distributed as dist
 import transformers
 
 from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
-from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, train_by_hand
-from tests.library.foreign.test_accelerate import save_and_resume, train_by_accelerate_and_by_hand
-from tests.library.foreign.test_two_ranks import sharded
+from tests.library.foreign.accelerated import save_and_resume, train_by_accelerate_and_by_hand
+from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, sharded, train_by_hand
 from tests.ranks import run as run_on_ranks
 from tests.thinned import at_night
 
@@ -98,12 +97,12 @@ def test_fsdp2(checkpointing):
 
 def test_lightning(tmp_path):
     """A run accumulates gradients, validates in between, saves in mid-epoch, and is resumed."""
-    from tests.library.foreign import test_lightning
+    from tests.library.foreign import lightning_trainer
 
     def fit(steps, **options):
-        with mock.patch.object(test_lightning, "llama", storing_llama):
-            module = test_lightning.Module("rowwise", False)
-        run = test_lightning.trainer(tmp_path / str(steps), steps, accumulate_grad_batches=2)
+        with mock.patch.object(lightning_trainer, "llama", storing_llama):
+            module = lightning_trainer.Module("rowwise", False)
+        run = lightning_trainer.make_trainer(tmp_path / str(steps), steps, accumulate_grad_batches=2)
         run.fit(module, batches(), batches(), **options)
         return module, run.checkpoint_callback.best_model_path
 

@@ -8,51 +8,23 @@ import pytest
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from quaver import serving_config
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from tests.library.foreign.accelerated import find_changed
 from tests.library.foreign.hf_trainer import losses_of, settings, trained
-from tests.library.foreign.llama import BATCHES, Tokens, clip, float8_names, llama, scales_of, train_by_hand, weights_of
+from tests.library.foreign.llama import BATCHES, clip, float8_names, llama, scales_of, train_by_hand, weights_of
+from tests.library.foreign.sft_trainer import WORDS, make_dataset, make_tokenizer, sft
 from tests.library.foreign.table import proves
-from tests.library.foreign.test_accelerate import find_changed
 from tests.steps import assert_same
 from tests.thinned import at_night
-
-WORDS = [f"w{number}" for number in range(126)]
-
-
-def tokenizer():
-    model = WordLevel({word: number for number, word in enumerate([*WORDS, "<pad>", "<eos>"])}, unk_token="<pad>")
-    words = Tokenizer(model)
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
-def tokens():
-    samples = map(Tokens().__getitem__, range(len(Tokens())))
-    return Dataset.from_list([{key: tensor.tolist() for key, tensor in sample.items()} for sample in samples])
 
 
 def options_of_a_trainer(dataset):
     """Return what every trainer gets. A list of samples may stand for the dataset."""
     dataset = Dataset.from_list(dataset) if isinstance(dataset, list) else dataset
-    return {"train_dataset": dataset, "processing_class": tokenizer(), "callbacks": [Float8Callback()]}
-
-
-class InOrder(trl.SFTTrainer):
-    def _get_train_sampler(self, *args):
-        return None
-
-
-def sft(folder, model, callbacks=(), **options):
-    """Return an SFTTrainer as hf_trainer.py makes a Trainer."""
-    arguments = trl.SFTConfig(**settings(folder, **options), loss_type="nll", max_length=None)
-    data = {"train_dataset": tokens(), "eval_dataset": tokens(), "processing_class": tokenizer()}
-    return InOrder(model, arguments, callbacks=[Float8Callback(), *callbacks], **data)
+    return {"train_dataset": dataset, "processing_class": make_tokenizer(), "callbacks": [Float8Callback()]}
 
 
 @proves("TRL", "train", "checkpointing")
@@ -111,7 +83,7 @@ def test_the_best_model_of_sft_comes_with_its_scales(tmp_path):
 def test_sft_adds_adapters_to_a_converted_model(tmp_path):
     model = prepare_model_for_float8(llama(), "rowwise")
     adapters = LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
-    options = options_of_a_trainer(tokens())
+    options = options_of_a_trainer(make_dataset())
     run = trl.SFTTrainer(model, trl.SFTConfig(**settings(tmp_path)), peft_config=adapters, **options)
     before = weights_of(run.model)
     run.train()

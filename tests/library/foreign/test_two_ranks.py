@@ -10,21 +10,25 @@ from quaver import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from tests.library.distributed.models import config_of
 from tests.library.foreign import llama as models
-from tests.library.foreign.llama import batches, clip, convert, llama, mixture, optimizer_of, train_by_hand
+from tests.library.foreign.accelerated import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
+from tests.library.foreign.llama import (
+    batches,
+    build_adapted,
+    clip,
+    convert,
+    llama,
+    mixture,
+    optimizer_of,
+    sharded,
+    train_by_hand,
+)
 from tests.library.foreign.table import proves
-from tests.library.foreign.test_accelerate import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
 from tests.ranks import run
 from tests.thinned import at_night
 
 DDP, FSDP2, GATHER = ("DDP", False), ("FSDP2", False), ("FSDP2", True)
 """Strategy, and whether weights are gathered in float8."""
 STEPS = 2
-
-
-def sharded(model, mesh=None):
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def rowwise(float8_all_gather):
@@ -57,7 +61,7 @@ def transformers_trainer(folder, model, **options):
 
 
 def trl_trainer(folder, model, **options):
-    from tests.library.foreign.test_trl import sft
+    from tests.library.foreign.sft_trainer import sft
 
     return sft(folder, model, **options)
 
@@ -95,11 +99,9 @@ def test_a_trainer(tmp_path, make_trainer, make, strategy, float8_all_gather):
 
 def train_adapters(folder, strategy, float8_all_gather):
     """Return the losses of this rank with Accelerate and by hand."""
-    from tests.library.foreign.test_peft import adapted
-
     accelerator = accelerator_on(strategy, "no")
     rank = accelerator.process_index
-    model, plain = (adapted(rowwise(float8_all_gather)) for _ in range(2))
+    model, plain = (build_adapted(rowwise(float8_all_gather)) for _ in range(2))
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     options = {"rank": rank, "after": precompute_float8_dynamic_scale_for_fsdp, "only": range(STEPS)}
     losses = train_by_hand(model, optimizer, accelerator.backward, **options)
@@ -144,7 +146,7 @@ def train_by_lightning(folder, make, strategy, float8_all_gather):
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
     from pytorch_lightning.strategies import ModelParallelStrategy
 
-    from tests.library.foreign.test_lightning import Module, trainer
+    from tests.library.foreign.lightning_trainer import Module, make_trainer
 
     class ShardedModule(Module):
         def configure_model(self):
@@ -163,7 +165,7 @@ def train_by_lightning(folder, make, strategy, float8_all_gather):
         how = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if strategy == "FSDP2" else "ddp"
         options = {"devices": 2, "strategy": how, "use_distributed_sampler": False}
         loader = torch.utils.data.DataLoader(batches(rank), batch_size=None)
-        trainer(folder, STEPS, plugins=[TorchElasticEnvironment()], **options).fit(module, loader, [])
+        make_trainer(folder, STEPS, plugins=[TorchElasticEnvironment()], **options).fit(module, loader, [])
     assert is_distributed_as(strategy, float8_all_gather, module)
     return module.losses, by_hand(converted(float8_all_gather, make), rank, strategy)
 

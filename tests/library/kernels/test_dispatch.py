@@ -3,9 +3,7 @@
 The tensors are a CPU's that take a GPU's code (`simulate_gpu`), and the kernels run in Triton's interpreter.
 """
 
-import contextlib
 import itertools
-from collections import Counter
 from unittest import mock
 
 import numpy as np
@@ -18,13 +16,12 @@ pytest.importorskip("triton")
 from quaver.experts import gpu_gemm
 from quaver.experts.cast import group_amax
 from quaver.experts.groups import ExpertMatmul
-from quaver.kernels import cast, persistent_cast, triton_amax, triton_blocks, triton_cast, triton_copy
-from quaver.kernels import triton_cast_blocks as cast_blocks
+from quaver.kernels import cast, persistent_cast, triton_blocks, triton_cast
 from quaver.kernels.operands import Operand
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.devices import simulate_gpu
-from tests.library.kernels.triton_kernels import E4M3, E5M2, varied
+from tests.library.kernels.triton_kernels import E4M3, E5M2, counting_launches, varied
 from tests.reference import assert_same_bits
 
 HP_DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -97,25 +94,6 @@ def run_table(capability, cases):
         if matrix.dim() == 2:
             assert describe(faked) == describe(result), (name, dtype, layout)
     return launched
-
-
-@contextlib.contextmanager
-def counting_launches():
-    """Count the launches of each kernel by name, and assert the tiles that [Note: transposing a tile] describes."""
-    names = Counter()
-
-    def launch(kernel, matrix, tile, *args, **constants):
-        names[kernel.fn.__name__] += 1
-        elements_of_load = 1 if tile[:2] == (64, 32) else 16 // matrix.itemsize
-        if tile.rows_of_thread > 1:
-            elements = 32 * tile.warps * elements_of_load * tile.rows_of_thread
-            assert tile.rows * tile.columns == elements, (names, tile)
-        return triton_blocks.launch(kernel, matrix, tile, *args, **constants)
-
-    with contextlib.ExitStack() as stack:
-        for module in (triton_amax, triton_cast, cast_blocks, triton_copy):
-            stack.enter_context(mock.patch.object(module, "launch", launch))
-        yield names
 
 
 def call_or_error(call, matrix):

@@ -3,6 +3,7 @@
 TRITON_INTERPRET must be set before triton is first imported, so the interpreter runs in a process of its own.
 """
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -18,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from quaver.kernels import triton_cast
+from quaver.kernels import triton_amax, triton_blocks, triton_cast, triton_copy
+from quaver.kernels import triton_cast_blocks as cast_blocks
 from quaver.recipes import scaling
 from tests.reference import assert_same_bits
 
@@ -182,3 +184,22 @@ def counting_bytes() -> Iterator[Counter[str]]:
         for name, (pointers_at, mask_at) in positions.items():
             patch.setattr(builder, name, counted(name, pointers_at, mask_at))
         yield moved
+
+
+@contextmanager
+def counting_launches():
+    """Count the launches of each kernel by name, and assert the tiles that [Note: transposing a tile] describes."""
+    names = Counter()
+
+    def launch(kernel, matrix, tile, *args, **constants):
+        names[kernel.fn.__name__] += 1
+        elements_of_load = 1 if tile[:2] == (64, 32) else 16 // matrix.itemsize
+        if tile.rows_of_thread > 1:
+            elements = 32 * tile.warps * elements_of_load * tile.rows_of_thread
+            assert tile.rows * tile.columns == elements, (names, tile)
+        return triton_blocks.launch(kernel, matrix, tile, *args, **constants)
+
+    with contextlib.ExitStack() as stack:
+        for module in (triton_amax, triton_cast, cast_blocks, triton_copy):
+            stack.enter_context(mock.patch.object(module, "launch", launch))
+        yield names

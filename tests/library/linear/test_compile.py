@@ -11,9 +11,9 @@ from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_trai
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from quaver.recipes.scaling import compute_scales
 from tests.counting import saved_bytes
-from tests.library.conversion.test_delayed import Net, config_of, states
+from tests.library.conversion.delayed import Net, config_of, copy_scales
 from tests.library.distributed.models import DIM, Block
-from tests.library.linear.test_module import make
+from tests.library.linear.linears import make_linear
 from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
 from tests.steps import assert_same, results_of, train
 from tests.thinned import at_night, thinned
@@ -70,8 +70,8 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
         compiled += [train_step(model, forward, *step) for step in steps]
     eager = [train_step(reference, reference, seed) for seed in range(4) for _ in scopes]
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-2, atol=0)
-    for name, scale in states(model).items():
-        torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
+    for name, scale in copy_scales(model).items():
+        torch.testing.assert_close(scale, copy_scales(reference)[name], rtol=0.3, atol=0)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([("tensorwise",)])])
@@ -116,7 +116,7 @@ def test_qkv_share_one_float8_input_in_compiled_code():
     ],
 )
 def test_dynamic_shapes_compile_once(recipe, backend):
-    linear = make(recipe, 200, 150)
+    linear = make_linear(recipe, 200, 150)
     compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (300, 130, 511):  # up to 128 there is one block of tokens, and sizes of 1 are compiled anew

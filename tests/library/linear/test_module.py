@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, float8_linear
-from quaver.kernels import cpu
+from quaver import convert_to_float8_training, convert_to_high_precision, float8_linear
 from quaver.linear import function
 from tests.counting import saved_bytes
 from tests.library.distributed.models import config_of
+from tests.library.linear.linears import Qkv, count_reads, make_linear, needs_counts
 from tests.reference import RECIPES, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
@@ -24,25 +24,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def make(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):
-    return Float8Linear(k, n, bias=bias, dtype=dtype, config=config_of(recipe, **options))
-
-
-class Qkv(nn.Module):
-    """Three linears that read one input."""
-
-    def __init__(self, k, n, dtype):
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(k, n, bias=False, dtype=dtype) for _ in range(3))
-
-    def forward(self, input):
-        return [linear(input) for linear in self.linears]
-
-
 @RECIPE
 def test_bytes_kept_for_backward(recipe):
     m, k, n = 256, 64, 32
-    module, plain = make(recipe, k, n), nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+    module, plain = make_linear(recipe, k, n), nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
     input = torch.randn(m, k).bfloat16().requires_grad_()
     weight_bytes = 2 * k * n
     kept = saved_bytes(lambda: module(input))
@@ -75,7 +60,7 @@ def test_qkv_save_their_shared_input_once(recipe, autocast):
 
 @RECIPE
 def test_nothing_is_saved_for_a_gradient_that_is_not_needed(recipe):
-    module = make(recipe)
+    module = make_linear(recipe)
     input = torch.randn(256, 64).bfloat16()
     module.weight.requires_grad_(False)
     frozen = saved_bytes(lambda: module(input.requires_grad_()))
@@ -94,7 +79,7 @@ def count_matmuls():
     ("recipe", "needs_input_grad", "needs_weight_grad"), thinned(RECIPES, (False, True), (False, True))
 )
 def test_no_matmul_for_a_gradient_that_is_not_needed(recipe, needs_input_grad, needs_weight_grad):
-    module = make(recipe, bias=True)
+    module = make_linear(recipe, bias=True)
     module.weight.requires_grad_(needs_weight_grad)
     input = torch.randn(16, 64).bfloat16().requires_grad_(needs_input_grad)
     with count_matmuls() as matmul:
@@ -108,7 +93,7 @@ def test_no_matmul_for_a_gradient_that_is_not_needed(recipe, needs_input_grad, n
 @pytest.mark.parametrize(("recipe", "bias", "checkpointed"), thinned(RECIPES, (False, True), (False, True)))
 def test_a_backward_in_two_halves_makes_two_matmuls(recipe, bias, checkpointed):
     """As torch.distributed.pipelining does in its zero-bubble schedules, to leaves and to tensors within the graph."""
-    module = make(recipe, bias=bias)
+    module = make_linear(recipe, bias=bias)
     grad_output = torch.randn(16, 32).bfloat16()
     leaf = torch.randn(16, 64).bfloat16().requires_grad_()
     parameters = list(module.parameters())
@@ -132,14 +117,6 @@ def test_a_backward_in_two_halves_makes_two_matmuls(recipe, bias, checkpointed):
     assert_same([tensor.grad for tensor in (leaf, *parameters)], whole)
 
 
-def reads(step):
-    """Return how many elements the casts of `step()` read."""
-    before = cpu.elements_read()
-    step()
-    return cpu.elements_read() - before
-
-
-needs_counts = pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension counts what is read")
 M, K, N = 48, 32, 16
 
 
@@ -160,12 +137,12 @@ def test_a_step_reads_each_operand_as_often_as_expected(recipe, options, input_w
     def elements(times):
         return np.dot(times, (M * K, N * K, M * N))
 
-    module = make(recipe, K, N, **options)
+    module = make_linear(recipe, K, N, **options)
     input, grad_output = torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()
-    assert reads(lambda: results_of(module, input, grad_output=grad_output)) == elements(input_weight_grad_output)
+    assert count_reads(lambda: results_of(module, input, grad_output=grad_output)) == elements(input_weight_grad_output)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert reads(lambda: module(input.clone())) == elements(without_gradients)
+            assert count_reads(lambda: module(input.clone())) == elements(without_gradients)
 
 
 def test_shared_operands_are_freed_when_backward_ends():
@@ -179,7 +156,7 @@ def test_shared_operands_are_freed_when_backward_ends():
     def count_new_tensors():
         return sum(id(tensor) not in ids for tensor in float8_tensors())
 
-    module = make("rowwise")
+    module = make_linear("rowwise")
     input = torch.randn(64, 64).bfloat16()
     output = module(input)
     assert count_new_tensors() == 1  # the operand that backward reads
@@ -197,7 +174,7 @@ def test_shared_operands_are_freed_when_backward_ends():
 
 
 def test_a_weight_changed_before_backward_is_an_error():
-    module = make("tensorwise")
+    module = make_linear("tensorwise")
     output = module(torch.randn(16, 64).bfloat16().requires_grad_())
     with torch.no_grad():
         module.weight.mul_(2)
@@ -210,7 +187,7 @@ def test_a_weight_changed_before_backward_is_an_error():
     thinned(RECIPES, [(64,), (1, 64), (3, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], (False, True)),
 )
 def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
-    module = make(recipe, bias=bias)
+    module = make_linear(recipe, bias=bias)
     input = torch.randn(shape).bfloat16().requires_grad_()
     output = module(input)
     assert output.shape == (*shape[:-1], 32)
@@ -225,7 +202,7 @@ def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
 
 @RECIPE
 def test_non_contiguous_and_expanded_inputs(recipe):
-    module = make(recipe)
+    module = make_linear(recipe)
     base = torch.randn(64, 96).bfloat16()
     strided = base[:, ::2].t()[:, :64]
     for input in (base.t(), strided, base[:1, :64].expand(20, 64), torch.randn(4, 64, 3).bfloat16().mT):
@@ -242,7 +219,7 @@ def test_non_contiguous_and_expanded_inputs(recipe):
     thinned(RECIPES, (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)),
 )
 def test_results_under_autocast_have_its_dtype_and_are_near(recipe, autocast_dtype, input_dtype):
-    module = make(recipe, dtype=torch.float32, bias=True)
+    module = make_linear(recipe, dtype=torch.float32, bias=True)
     input, autocast = torch.randn(48, 64).to(input_dtype), torch.autocast("cpu", dtype=autocast_dtype)
     results = results_of(module, input, call=autocast(module))
     assert [tensor.dtype for tensor in results] == [autocast_dtype, input_dtype, torch.float32, torch.float32]
@@ -253,7 +230,7 @@ def test_results_under_autocast_have_its_dtype_and_are_near(recipe, autocast_dty
 
 
 def test_state_dict_is_that_of_nn_linear():
-    module, plain = make("rowwise", bias=True), nn.Linear(64, 32, dtype=torch.bfloat16)
+    module, plain = make_linear("rowwise", bias=True), nn.Linear(64, 32, dtype=torch.bfloat16)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert all(type(t) is torch.Tensor for t in module.state_dict().values())
     plain.load_state_dict(module.state_dict())
@@ -263,7 +240,7 @@ def test_state_dict_is_that_of_nn_linear():
 
 @RECIPE
 def test_functional_call_runs_with_the_given_weight(recipe):
-    module = make(recipe, dtype=torch.float32)
+    module = make_linear(recipe, dtype=torch.float32)
     weight = torch.randn(32, 64, requires_grad=True)
     input = torch.randn(16, 64)
     output = torch.func.functional_call(module, {"weight": weight}, (input,))
@@ -285,14 +262,14 @@ def test_functional_call_runs_with_the_given_weight(recipe):
 )
 def test_bad_inputs_say_what_was_expected(input, message):
     with pytest.raises(ValueError, match=message):
-        make("tensorwise", dtype=torch.float32)(input())
+        make_linear("tensorwise", dtype=torch.float32)(input())
 
 
 @RECIPE
 @pytest.mark.parametrize("absent", ["weight", "bias", "input"])
 def test_tensors_without_memory_are_refused(recipe, absent):
     """nn.Linear's matmul raises. Casts run on each tensor's own device, and would multiply uninitialized memory."""
-    linear, input = make(recipe, bias=True), torch.randn(3, 64)
+    linear, input = make_linear(recipe, bias=True), torch.randn(3, 64)
     if absent == "input":
         input = input.to("meta")
     else:
@@ -303,7 +280,7 @@ def test_tensors_without_memory_are_refused(recipe, absent):
 
 
 def test_batched_gradients_are_refused():
-    linear, input = make("rowwise"), torch.randn(3, 64, requires_grad=True)
+    linear, input = make_linear("rowwise"), torch.randn(3, 64, requires_grad=True)
     with pytest.raises(RuntimeError, match="no batched gradients"):
         torch.autograd.grad(linear(input), input, torch.randn(2, 3, 32), is_grads_batched=True)
     with pytest.raises(RuntimeError, match="no batched gradients"):
@@ -312,7 +289,7 @@ def test_batched_gradients_are_refused():
 
 
 def test_a_config_may_be_set_by_the_name_of_its_recipe():
-    linear = make("tensorwise")
+    linear = make_linear("tensorwise")
     linear.config = "rowwise"
     assert linear.config is linear.float8_config
     assert linear.config == config_of("rowwise")

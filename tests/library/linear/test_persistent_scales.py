@@ -27,8 +27,19 @@ from quaver.compat.delayed_buffers import load_delayed_buffers
 from quaver.fsdp.shard import find_mesh_device
 from quaver.linear.scale_state import ScaleState
 from quaver.runtime.devices import simulate_gpu
-from tests.library.conversion.test_delayed import INF, NAN, Ffn, Net, config_of, fared, make, scale_of, states, step
-from tests.library.foreign.test_delayed_buffers import old_checkpoint
+from tests.library.conversion.delayed import (
+    INF,
+    NAN,
+    Ffn,
+    Net,
+    config_of,
+    copy_scales,
+    find_report,
+    make_linear,
+    make_old_checkpoint,
+    read_scale,
+    step,
+)
 from tests.reference import lowest_sqnr_db, reference_linear, sqnr_db
 from tests.steps import assert_same, by_torch_save, results_of
 from tests.thinned import thinned
@@ -56,10 +67,10 @@ def test_a_copy_has_a_separate_state_which_its_linears_share(copy_model):
     model = convert_to_float8_training(Net(), config=config_of())
     step(model, torch.randn(8, 64))
     copied = copy_model(model)
-    before = states(model)
-    assert_same(states(copied), before)
+    before = copy_scales(model)
+    assert_same(copy_scales(copied), before)
     assert_same(step(copied, torch.ones(8, 64)), step(copy.deepcopy(model), torch.ones(8, 64)))
-    assert_same(before, states(model))
+    assert_same(before, copy_scales(model))
     (state,) = {module.scaling.state for module in copied.modules() if isinstance(module, Float8Linear)}
     assert state is not model.layers[0].w1.scaling.state
     assert copied.layers[0].w1.scaling.recorded.input is copied.layers[0].w3.scaling.recorded.input
@@ -97,9 +108,9 @@ def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
 def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
     model = convert_to_float8_training(Net(), config=config_of(), module_filter_fn=lambda _, name: "layers.0" in name)
     step(model, torch.randn(8, 64))
-    before = states(model)
+    before = copy_scales(model)
     convert_to_float8_training(model, config=config_of())
-    assert_same({name: value for name, value in states(model).items() if name in before}, before)
+    assert_same({name: value for name, value in copy_scales(model).items() if name in before}, before)
     assert len(float8_scaling_state(model)) == 16
     step(model, torch.randn(8, 64))
     assert all(t.amax > 0 for t in float8_scaling_state(model).report())
@@ -110,29 +121,29 @@ def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
     dynamic = convert_to_float8_training(Net())
     step(model, torch.randn(8, 64))
     state = float8_scaling_state(model)
-    state.load_state_dict({name: value for name, value in states(model).items() if name.startswith("layers.0.w1")})
+    state.load_state_dict({name: value for name, value in copy_scales(model).items() if name.startswith("layers.0.w1")})
     assert caplog.messages == [
         "26 of 32 entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically until "
         "the first sync (static scales must be calibrated)"
     ]
-    assert scale_of(model, "layers.0.w1.input") > 0
-    assert scale_of(model, "layers.1.w2.weight") == 0
+    assert read_scale(model, "layers.0.w1.input") > 0
+    assert read_scale(model, "layers.1.w2.weight") == 0
     assert not knows_all_scales(model)
     state.load_state_dict({})
     assert_same(step(model, torch.ones(8, 64)), step(dynamic, torch.ones(8, 64)))
     caplog.clear()
-    state.load_state_dict(states(model) | {"of another model": torch.zeros(3)})
+    state.load_state_dict(copy_scales(model) | {"of another model": torch.zeros(3)})
     assert caplog.messages == []
 
 
 def test_a_history_of_another_length_keeps_its_newest_entries():
-    short, long = make(history_len=3), make(history_len=5)
+    short, long = make_linear(history_len=3), make_linear(history_len=5)
     for factor in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
         step(long, torch.full((2, 64), factor))
-    float8_scaling_state(short).load_state_dict(states(long))
-    assert states(short)["input.amax_history"].tolist() == [4.0, 5.0, 6.0]
-    float8_scaling_state(long).load_state_dict(states(short))
-    assert states(long)["input.amax_history"].tolist() == [0.0, 0.0, 4.0, 5.0, 6.0]
+    float8_scaling_state(short).load_state_dict(copy_scales(long))
+    assert copy_scales(short)["input.amax_history"].tolist() == [4.0, 5.0, 6.0]
+    float8_scaling_state(long).load_state_dict(copy_scales(short))
+    assert copy_scales(long)["input.amax_history"].tolist() == [0.0, 0.0, 4.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize(
@@ -144,15 +155,15 @@ def test_a_history_of_another_length_keeps_its_newest_entries():
     ids=str,
 )
 def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad, expected):
-    module = make()
+    module = make_linear()
     step(module, torch.randn(2, 64))
-    before = states(module)
+    before = copy_scales(module)
     entries = {name: value * 2 for name, value in before.items()} | {"grad_output.quant_scale": bad}
     with pytest.raises(ValueError, match=f"grad_output.quant_scale: expected {expected}, got"):
         float8_scaling_state(module).load_state_dict(entries)
     with pytest.raises(ValueError, match="input.amax_history: expected amaxes, got NaN"):
         float8_scaling_state(module).load_state_dict(before | {"input.amax_history": torch.tensor([1.0, NAN])})
-    assert_same(before, states(module))
+    assert_same(before, copy_scales(module))
 
 
 def test_wrappers_do_not_change_names():
@@ -171,20 +182,20 @@ CHANGES = {
     "sync after growth": lambda module, input: step(module, input * 8),
     "compiled sync": compiled_sync,
     "load": lambda module, input: float8_scaling_state(module).load_state_dict(
-        {name: value / 3 for name, value in states(module).items()}
+        {name: value / 3 for name, value in copy_scales(module).items()}
     ),
     # What torch.distributed.checkpoint does.
     "copy into the views": lambda module, input: float8_scaling_state(module).state_dict()["input.quant_scale"].div_(3),
     "reset": lambda module, input: float8_scaling_state(module).reset(),
     "load of torchao's": lambda module, input: load_delayed_buffers(
-        module, old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]})
+        module, make_old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]})
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_reused_tensor_is_cast_with_the_current_scale(change):
-    module, input = make(), torch.randn(16, 64)
+    module, input = make_linear(), torch.randn(16, 64)
     step(module, input * 1.7)
     before = module(input)
     change(module, input)
@@ -217,14 +228,14 @@ def test_scales_of_unused_slots_are_read_on_the_host_rarely(monkeypatch):
     assert counts == [1, 2, 2, 3, 3, 3, 3, 4, 4, 4]
     assert knows_all_scales(model.layers[0])
     assert not knows_all_scales(model)
-    float8_scaling_state(model).load_state_dict(states(model))
+    float8_scaling_state(model).load_state_dict(copy_scales(model))
     step(model, torch.randn(8, 64))
     assert read.call_count == counts[-1] + 2  # the load, and the first sync after it
     assert knows_all_scales(model)
 
 
 def test_gpu_code_compiles_twice_and_shows_a_wrongly_known_scale():
-    model = make()
+    model = make_linear()
     twin, state = copy.deepcopy(model), float8_scaling_state(model)
     torch._dynamo.utils.counters.clear()
     with simulate_gpu((8, 0)):  # casts and multiplies in PyTorch
@@ -235,7 +246,7 @@ def test_gpu_code_compiles_twice_and_shows_a_wrongly_known_scale():
                 results = results_of(model, input, grad_output=1.0, call=compiled)
                 sync_float8_amax_and_scale_history(model)
                 assert_same(results, step(twin, input))
-                assert_same(states(model), states(twin))
+                assert_same(copy_scales(model), copy_scales(twin))
             state.reset()
             float8_scaling_state(twin).reset()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
@@ -263,13 +274,13 @@ def test_a_compiled_sync_is_one_graph_with_the_bits_of_eager(options, given_laye
         step(model, input)
         step(twin, input, sync=False)
         sync(twin, *layers)
-        torch.testing.assert_close(states(model), states(twin), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(copy_scales(model), copy_scales(twin), rtol=0, atol=0, equal_nan=True)
         assert repr(float8_scaling_state(model).report()) == repr(float8_scaling_state(twin).report())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
-    module = make()
+    module = make_linear()
     module.scaling.let_host_decide()
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
@@ -284,24 +295,24 @@ def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
 
 def test_a_negative_scale_of_an_earlier_version_is_unknown():
     """It meant: scale this tensor dynamically for one step, and then by its history."""
-    module, twin, input = make(), make(), torch.randn(8, 64)
+    module, twin, input = make_linear(), make_linear(), torch.randn(8, 64)
     twin.load_state_dict(module.state_dict())
     step(module, input)
     step(twin, input)
-    saved = states(module)
+    saved = copy_scales(module)
     float8_scaling_state(module).load_state_dict(saved | {"input.quant_scale": -saved["input.quant_scale"]})
-    assert scale_of(module, "input") == 0
+    assert read_scale(module, "input") == 0
     step(module, input * 3)
     step(twin, input * 3)
-    assert fared(module, "input").is_dynamic
-    assert fared(module, "input").saturated == 0 < fared(twin, "input").saturated
-    assert_same(states(module), states(twin))
+    assert find_report(module, "input").is_dynamic
+    assert find_report(module, "input").saturated == 0 < find_report(twin, "input").saturated
+    assert_same(copy_scales(module), copy_scales(twin))
     for view in float8_scaling_state(module).state_dict().values():  # torch.distributed.checkpoint loads into these
         if view.dim() == 0:
             view.neg_()
     step(module, input * 3)
-    assert fared(module, "input").is_dynamic
-    assert scale_of(module, "input") > 0
+    assert find_report(module, "input").is_dynamic
+    assert read_scale(module, "input") > 0
 
 
 def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
@@ -311,7 +322,7 @@ def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
         module.scaling.state.to(torch.device("cpu"))
     step(module, torch.randn(4, 64))
     step(module, torch.randn(4, 64))
-    assert scale_of(module, "input") > 0
+    assert read_scale(module, "input") > 0
 
 
 def test_the_state_follows_the_linears_to_their_device():
@@ -324,7 +335,7 @@ def test_the_state_follows_the_linears_to_their_device():
     nn.init.ones_(module.weight)
     nn.init.ones_(module.bias)
     step(module, torch.ones(2, 8))
-    assert scale_of(module, "input") == 448
+    assert read_scale(module, "input") == 448
     moved = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(state), "to", lambda self, device: moved.append(device))
@@ -344,7 +355,7 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
     moved = []
     monkeypatch.setattr(ScaleState, "device", torch.device("cuda", 0))
     monkeypatch.setattr(ScaleState, "to", lambda self, device: moved.append(device))
-    module = make()
+    module = make_linear()
     for device in (torch.device("cuda"), mesh_device):
         module.scaling.scales(recording=False, device=device)
     assert moved == ([mesh_device] * 2 if current else [])
@@ -366,7 +377,7 @@ def test_training_on_two_devices_is_refused(monkeypatch):
 
 
 def test_views_follow_a_move():
-    module = make()
+    module = make_linear()
     before = module.scaling.recorded.input
     module.scaling.state.to(torch.device("meta"))
     moved = module.scaling.recorded.input
@@ -377,9 +388,9 @@ def test_views_follow_a_move():
 
 
 def test_a_dtype_change_of_the_model_leaves_the_scales_in_float32():
-    module = make().to(torch.bfloat16)
+    module = make_linear().to(torch.bfloat16)
     step(module, torch.randn(4, 64).bfloat16())
-    assert {value.dtype for value in states(module).values()} == {torch.float32}
+    assert {value.dtype for value in copy_scales(module).values()} == {torch.float32}
 
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -399,8 +410,8 @@ def test_given_static_scales_are_used_and_stay():
     for _ in range(2):
         step(module, input)
     assert {t.quant_scale for t in float8_scaling_state(module).report()} == {100.0, 2000.0, 5000.0}
-    assert fared(module, "input").used_over_ideal == pytest.approx(100 * input.abs().max().item() / 448)
-    assert states(module) == {}  # a checkpoint cannot overrule the config
+    assert find_report(module, "input").used_over_ideal == pytest.approx(100 * input.abs().max().item() / 448)
+    assert copy_scales(module) == {}  # a checkpoint cannot overrule the config
     float8_scaling_state(module).load_state_dict({"input.quant_scale": torch.tensor(1.0)})
     float8_scaling_state(module).reset()
     assert module.scaling.state.quant_scale.tolist() == [100.0, 2000.0, 5000.0]
@@ -416,12 +427,12 @@ def test_calibration_measures_the_largest_amax_of_its_batches():
             model.eval()(batch).sum().backward()
     model.train()
     amax = max(nn.functional.normalize(batch, dim=-1).abs().max().item() for batch in batches)
-    assert scale_of(model, "layers.0.w1.input") == pytest.approx(448 / amax)
-    assert scale_of(model, "layers.1.w2.weight") == pytest.approx(448 / model.layers[1].w2.weight.abs().max().item())
-    before = states(model)
+    assert read_scale(model, "layers.0.w1.input") == pytest.approx(448 / amax)
+    assert read_scale(model, "layers.1.w2.weight") == pytest.approx(448 / model.layers[1].w2.weight.abs().max().item())
+    before = copy_scales(model)
     outputs = [step(model, batches[1])[0] for _ in range(2)]
     assert torch.equal(*outputs)
-    assert_same(before, states(model))
+    assert_same(before, copy_scales(model))
     dynamic = convert_to_float8_training(Net())
     casts = 2 * 2 * sum(isinstance(module, nn.Linear) for module in model.modules())  # two operands, by two scales
     assert sqnr_db(step(dynamic, batches[1])[0], outputs[0]) > lowest_sqnr_db(*[3] * casts)
@@ -447,7 +458,7 @@ def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
         module(torch.randn(2, 8))
     with pytest.raises(ZeroDivisionError):
         calibrate(lambda: 1 / 0)
-    with pytest.raises(ValueError, match="nothing to calibrate"), calibrate_float8_static_scales(make()):
+    with pytest.raises(ValueError, match="nothing to calibrate"), calibrate_float8_static_scales(make_linear()):
         pass
 
 
@@ -456,11 +467,11 @@ def test_calibration_leaves_delayed_scales_unchanged():
     module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
     with calibrate_float8_static_scales(module):
         step(module, torch.randn(4, 64), sync=False)
-    assert scale_of(module, "weight") == pytest.approx(448 / 2 / module.weight.abs().max().item())
-    assert scale_of(module, "input") == 0
+    assert read_scale(module, "weight") == pytest.approx(448 / 2 / module.weight.abs().max().item())
+    assert read_scale(module, "input") == 0
     step(module, torch.full((4, 64), 3.0))
-    assert scale_of(module, "input") == pytest.approx(448 / 6)
-    assert "weight.amax_history" not in states(module)
+    assert read_scale(module, "input") == pytest.approx(448 / 6)
+    assert "weight.amax_history" not in copy_scales(module)
 
 
 SCALING = {"dynamic": CastConfig(), "delayed": CastConfig(ScalingType.DELAYED), "static": STATIC}
@@ -492,4 +503,4 @@ def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output, 
         for result, reference, floor in zip(results, expected, decibels, strict=True):
             assert sqnr_db(reference, result) > floor
     assert len(float8_scaling_state(module)) == 3 - kinds.count("dynamic")
-    assert sum(name.endswith("history") for name in states(module)) == kinds.count("delayed")
+    assert sum(name.endswith("history") for name in copy_scales(module)) == kinds.count("delayed")

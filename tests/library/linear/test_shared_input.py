@@ -23,7 +23,7 @@ from quaver.checkpointing.policy import apply_activation_checkpointing, make_sel
 from quaver.linear import shared_input
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.scaling import Scales
-from tests.library.linear.test_module import Qkv, needs_counts, reads
+from tests.library.linear.linears import Qkv, count_reads, needs_counts
 from tests.steps import assert_same, results_of
 
 RECIPES = ("tensorwise", "rowwise")
@@ -169,11 +169,11 @@ def test_one_forward_that_trains_casts_its_input_once(recipe, times, trains):
     attention = convert_to_float8_training(Attention(), config=recipe)
     x = torch.randn(32, 64)
     weights, once = 3 * times * 64 * 64, trains * x.numel()
-    assert reads(lambda: attention(x)) == weights + once
+    assert count_reads(lambda: attention(x)) == weights + once
     with torch.no_grad():
-        assert reads(lambda: attention(x)) == weights + 3 * times * x.numel()
-    assert reads(lambda: (attention.v(x), attention.v(x))) == 2 * (weights // 3 + once)
-    assert reads(lambda: (attention.q(x), attention.k(x), attention.v(x))) == weights + 3 * once
+        assert count_reads(lambda: attention(x)) == weights + 3 * times * x.numel()
+    assert count_reads(lambda: (attention.v(x), attention.v(x))) == 2 * (weights // 3 + once)
+    assert count_reads(lambda: (attention.q(x), attention.k(x), attention.v(x))) == weights + 3 * once
 
 
 @needs_counts
@@ -185,7 +185,7 @@ def test_a_parent_that_is_checkpointed_itself_casts_its_input_once_again(recipe)
         module = wrap(convert_to_float8_training(Attention(), config=recipe))
         apply_activation_checkpointing([module], mode="full")
         x = torch.randn(32, 64, requires_grad=True)
-        counts.append(reads(lambda module=module, x=x: module(x).sum().backward()))
+        counts.append(count_reads(lambda module=module, x=x: module(x).sum().backward()))
     assert counts[0] == counts[1]
 
 
@@ -195,7 +195,7 @@ def test_a_forward_that_raised_leaves_nothing_open():
     with pytest.raises(ValueError, match="expected an input of shape"):
         attention(torch.randn(32, 7))
     x = torch.randn(32, 64)
-    assert reads(lambda: (attention.q(x), attention.k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
+    assert count_reads(lambda: (attention.q(x), attention.k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
 
 
 @needs_counts
@@ -208,7 +208,7 @@ def test_a_forward_after_one_that_ctrl_c_ended_closes_the_cache():
         model(x)
     handle.remove()
     model(x)
-    assert reads(lambda: (model[0].q(x), model[0].k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
+    assert count_reads(lambda: (model[0].q(x), model[0].k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
 
 
 def test_the_hooks_are_copied_pickled_and_removed():

@@ -1,10 +1,15 @@
-"""Makes headers and samples of a healthy run of two blocks, in the form of numerics.jsonl, with a test's changes."""
+"""Makes headers and samples of a healthy run of two blocks, as numerics.jsonl has them, and the sums of a linear."""
 
 from __future__ import annotations
 
 import math
 import random
 from typing import Any
+
+from quaver import Float8LinearConfig
+from quaver.linear.quantize import Quantizer
+from quaver.numerics.accumulation import HOPPER
+from quaver.numerics.matmul_sums import Sums, observe_sums, sample_rows
 
 LAYERS = tuple(f"layers.{index}.mlp.{name}" for index in range(2) for name in ("up_proj", "down_proj"))
 OPERANDS = (
@@ -63,3 +68,13 @@ def _draw_healthy_values(operand: str, dtype: str | None, step: int, noise: rand
         "nonfinite": 0.0,
         "zeros": 0.0,
     }
+
+
+def compare_sums(recipe, input, weight):
+    """Return the SQNRs of the output of a linear."""
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts
+    rows = []
+    for operand_casts, hp in ((casts.input, input), (casts.weight, weight)):
+        operand = Quantizer(operand_casts, hp.dtype)(hp, row=True, column=False).row
+        rows.append(sample_rows(hp, operand, "row"))
+    return Sums.from_values(observe_sums(*rows, HOPPER).tolist())

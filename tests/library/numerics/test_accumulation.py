@@ -6,10 +6,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from quaver import Float8LinearConfig
-from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import HOPPER, Accumulation, accumulate
-from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums, observe_sums, sample_rows
+from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums
+from tests.library.numerics.samples import compare_sums
 from tests.reference import assert_same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -91,16 +90,6 @@ def test_values_that_are_not_finite_and_empty_operands():
     assert accumulate(a.to(E5M2), b.to(E4M3), HOPPER, use_fast_accum=True)[0].tolist() == [-math.inf] * 3
     assert accumulate(a.to(E4M3)[:, :0], b.to(E4M3)[:, :0], HOPPER, use_fast_accum=False).tolist() == [[0.0] * 3] * 2
     assert accumulate(a.to(E4M3)[:0], b.to(E4M3), HOPPER, use_fast_accum=True).shape == (0, 3)
-
-
-def compare_sums(recipe, input, weight):
-    """Return the SQNRs of the output of a linear."""
-    casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    rows = []
-    for operand_casts, hp in ((casts.input, input), (casts.weight, weight)):
-        operand = Quantizer(operand_casts, hp.dtype)(hp, row=True, column=False).row
-        rows.append(sample_rows(hp, operand, "row"))
-    return Sums.from_values(observe_sums(*rows, HOPPER).tolist())
 
 
 @pytest.mark.parametrize(

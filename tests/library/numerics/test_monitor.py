@@ -28,7 +28,7 @@ from quaver.numerics.step_ends import StepEnds
 from quaver.optim import CombinedOptimizer
 from quaver.runtime.devices import simulate_capture, simulate_gpu
 from tests import steps
-from tests.library.numerics.test_accumulation import compare_sums
+from tests.library.numerics.samples import compare_sums
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
 

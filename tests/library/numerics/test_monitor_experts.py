@@ -16,7 +16,7 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe, list_sites
 from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, merge_slots, observe_matrix, summarize_slots
-from tests.library.experts.test_grouped_mm import ENDS, RECIPES, operands
+from tests.library.experts.operands import ENDS, RECIPES, make_operands
 from tests.mixture import make_mixture
 from tests.steps import assert_same, train
 
@@ -44,7 +44,7 @@ def summarize_casts(site, casts, matrices):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
     config = Float8LinearConfig.from_recipe_name(recipe)
-    a, b_t, ends = operands(transposed=transposed)
+    a, b_t, ends = make_operands(transposed=transposed)
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
     probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
@@ -69,7 +69,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed):
     config = Float8LinearConfig.from_recipe_name(recipe)
-    a, b_t, ends = operands(transposed=transposed)
+    a, b_t, ends = make_operands(transposed=transposed)
     grad_output = torch.randn(310, 160, dtype=a.dtype)
     samplings = [Sampling(get_accumulation("h100"), is_on=True) for _ in range(2)]
     probes = []
@@ -104,7 +104,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe, sampling):
     config = Float8LinearConfig.from_recipe_name(recipe)
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     with torch.no_grad():
         a[250] = 1e-7  # of the last group, rows 200 to 300
         a[250, 3] = 1e7
@@ -117,7 +117,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
 
 def test_results_are_those_of_rows_with_an_expert(sampling):
     config = Float8LinearConfig()
-    a, b_t, ends = operands()
+    a, b_t, ends = make_operands()
     weight = b_t.detach().transpose(1, 2).contiguous().requires_grad_()
     probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
     output = multiply_by_weight(a, weight, ends, config, False, probe=probe)

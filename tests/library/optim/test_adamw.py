@@ -26,46 +26,22 @@ from quaver.recipes.formats import E4M3
 from quaver.runtime.slow_paths import error_on_slow_path
 from tests import steps
 from tests.counting import CollectiveCounter
+from tests.library.optim.training import (
+    MUON,
+    SHAPES,
+    assert_same_states,
+    build_parameters,
+    count_state_bytes,
+    give_gradients,
+    make_steps,
+    train,
+)
 from tests.steps import assert_same, by_torch_save
 from tests.thinned import at_night
 
-SHAPES = [(64, 512), (100, 300), (300,), (4, 50, 100), (16, 32, 3, 3), (70, 1000), ()]
 ROUNDING = 2**-E4M3.mantissa_bits / math.sqrt(6)
 """The relative error of a stochastic rounding, root mean square: a part p of an ulp is off by ulp^2 * p * (1 - p)."""
 STORAGES = [{}, {"exp_avg": "bfloat16", "exp_avg_sq": "float32", "masters": "float32"}, {"exp_avg": "bfloat16"}]
-
-
-def build(optimizer=Float8AdamW, shapes=SHAPES, dtype=torch.float32, **options):
-    """Return parameters and their optimizer."""
-    torch.manual_seed(0)
-    parameters = [nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in shapes]
-    return parameters, optimizer(parameters, **{"lr": 1e-2, **options})
-
-
-def give_gradients(parameters, seed):
-    """Set gradients whose magnitudes differ within a block."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters:
-        values = torch.randn(2, *parameter.shape, generator=generator)
-        parameter.grad = (values[0] * 10 ** values[1]).to(parameter.dtype)
-
-
-def make_steps(parameters, optimizer, seeds):
-    """Make one step for each seed of gradients, and return the parameters and the optimizer."""
-    for seed in seeds:
-        give_gradients(parameters, seed)
-        optimizer.step()
-    return parameters, optimizer
-
-
-def train(optimizer=Float8AdamW, steps=3, **options):
-    return make_steps(*build(optimizer, **options), seeds=range(steps))
-
-
-def assert_same_states(ours, theirs):
-    """Assert that the parameters and states of two (parameters, optimizer) have equal bits."""
-    ours, theirs = ([(p, optimizer.state[p]) for p in parameters] for parameters, optimizer in (ours, theirs))
-    assert_same(ours, theirs)
 
 
 @pytest.fixture
@@ -128,14 +104,14 @@ def test_float8_adamw_follows_torch_adamw(storage):
     """float32 moments are torch's up to rounding; float8 ones move parameters as far, within the codes' error."""
     options = {"steps": 20, "lr": 1e-3, "weight_decay": 0.1}
     (ours, _), (theirs, _) = train(**options, **storage), train(torch.optim.AdamW, **options)
-    for mine, other, start in zip(ours, theirs, build()[0], strict=True):
+    for mine, other, start in zip(ours, theirs, build_parameters()[0], strict=True):
         error = (mine - other).norm() / (other - start).norm()
         assert error < (1e-5 if storage or mine.numel() < 4096 else 0.06)
 
 
 @pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
 def test_bfloat16_parameters_follow_their_float32_masters(optimizer):
-    parameters, its_optimizer = build(optimizer, SHAPES[:2], torch.bfloat16, masters="float32")
+    parameters, its_optimizer = build_parameters(optimizer, SHAPES[:2], torch.bfloat16, masters="float32")
     start = copy.deepcopy(parameters)
     for step in range(3):
         make_steps(parameters, its_optimizer, [step])
@@ -172,7 +148,7 @@ def test_a_storage_that_changes_after_a_step_is_refused_before_the_step_is_count
 
 def test_a_parameter_of_other_strides_is_updated_in_place():
     (expected,), _ = train(shapes=[(100, 300)])
-    transposed = nn.Parameter(build(shapes=[(100, 300)])[0][0].detach().t().contiguous().t())
+    transposed = nn.Parameter(build_parameters(shapes=[(100, 300)])[0][0].detach().t().contiguous().t())
     address = transposed.data_ptr()
     make_steps([transposed], Float8AdamW([transposed], lr=1e-2), range(3))
     assert torch.equal(transposed, expected)
@@ -329,11 +305,6 @@ def test_operations_do_not_grow_with_parameters(use_pytorch):
     assert counts[1] - counts[0] <= 2 * (80 - 8)  # a parameter is detached and its steps are counted
 
 
-def count_state_bytes(optimizer, parameter):
-    """Return the bytes of the state per element of the parameter."""
-    return sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if tensor.dim()) / parameter.numel()
-
-
 def test_bytes_and_which_parameters_stay_in_float32():
     model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(512, 512), nn.LayerNorm(8192), nn.Linear(8, 8))
     optimizer = Float8AdamW(float32_embeddings(model, weight_decay=0.1))
@@ -404,9 +375,6 @@ def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
         assert moment in names["optimizer"].state[names["model"][1].weight]
 
 
-MUON = {"shapes": [(16, 300), (300, 16), (16, 512), (30, 40)], "masters": "float32"}
-
-
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
@@ -463,7 +431,7 @@ def test_states_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="or of torch.optim.AdamW, got one without .*betas"):
         optimizer.load_state_dict(momentum.state_dict())
     assert_same(optimizer.state_dict(), before)
-    _, other = build(shapes=[(64, 256), *SHAPES[1:]])
+    _, other = build_parameters(shapes=[(64, 256), *SHAPES[1:]])
     message = r"expected exp_avg_fp8 in torch.uint8 \[64, 256\], got torch.uint8 \[64, 512\]"
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(saved)

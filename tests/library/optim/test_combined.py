@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, load_states_of
-from tests.library.optim.test_adamw import assert_same_states, give_gradients, make_steps
+from tests.library.optim.training import assert_same_states, give_gradients, make_steps
 from tests.steps import assert_same, by_torch_save
 
 SHAPES = [(16, 300), (300,), (16, 512)]

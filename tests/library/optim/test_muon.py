@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from quaver.optim import Float8AdamW, Float8Muon, buckets
-from tests.library.optim import test_adamw
-from tests.library.optim.test_adamw import assert_same_states, count_state_bytes, give_gradients
+from tests.library.optim import training
+from tests.library.optim.training import assert_same_states, count_state_bytes, give_gradients
 from tests.steps import assert_same
 from tests.thinned import thinned
 
-SHAPES = test_adamw.MUON["shapes"]
-build = partial(test_adamw.build, optimizer=Float8Muon, shapes=SHAPES)
-train = partial(test_adamw.train, optimizer=Float8Muon, shapes=SHAPES)
+SHAPES = training.MUON["shapes"]
+build = partial(training.build_parameters, optimizer=Float8Muon, shapes=SHAPES)
+train = partial(training.train, optimizer=Float8Muon, shapes=SHAPES)
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.02, "float8": 0.08}
 OPTIONS = [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8}]
 

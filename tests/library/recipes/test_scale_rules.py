@@ -13,7 +13,7 @@ import torch
 from quaver import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
 from quaver.kernels.cast import CASTS, MATERIALIZED_CASTS
 from quaver.recipes.scale_rules import RULES
-from tests.reference import assert_same_bits
+from tests.reference import assert_same_bits, draw_samples
 
 E4M3 = torch.float8_e4m3fn
 F = np.float32
@@ -118,18 +118,6 @@ def compute_amaxes(x, layout):
     return amaxes
 
 
-def samples(dtype):
-    """Yield rows of different magnitudes, of zeros, of the smallest numbers; then with an inf and a NaN."""
-    torch.manual_seed(0)
-    hp = (torch.randn(140, 260) * torch.exp2(torch.randint(-20, 12, (140, 1)).float())).to(dtype)
-    hp[3], hp[130:] = 0, 0
-    hp[7] = torch.randn(260).mul(torch.finfo(dtype).smallest_normal / 64).to(dtype)
-    yield hp
-    hp = hp.clone()
-    hp[20, 5], hp[21, 200] = torch.inf, torch.nan
-    yield hp
-
-
 @np.errstate(all="ignore")
 def cast_by_equation(rule, hp, layout):
     """Return the codes, and the dequant_scale of each element."""
@@ -150,7 +138,7 @@ def test_every_rule_has_its_equation():
 @pytest.mark.parametrize("dtype", HP, ids=str)
 def test_casts_are_the_equations(rule, dtype):
     """Casts in C, and by the operation that compiled code calls; PyTorch is the oracle of the Triton kernels."""
-    for hp, layout in itertools.product(samples(dtype), LAYOUTS):
+    for hp, layout in itertools.product(draw_samples(dtype), LAYOUTS):
         cast = make_cast(rule, layout)
         codes, scales = cast_by_equation(rule, hp, layout)
         for table in (CASTS, MATERIALIZED_CASTS):

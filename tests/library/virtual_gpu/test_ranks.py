@@ -8,10 +8,9 @@ import itertools
 import pytest
 import torch
 
+from tests.library.distributed.fsdp_models import STEPS, train_cases
 from tests.library.distributed.models import config_of, single_process_losses
-from tests.library.distributed.parallel_models import ARRANGEMENTS
-from tests.library.distributed.test_fsdp import STEPS, _losses
-from tests.library.distributed.test_tensor_parallel import _check_results
+from tests.library.distributed.parallel_models import ARRANGEMENTS, check_results
 from tests.ranks import run
 from tests.reference import RECIPES
 from tests.thinned import at_night
@@ -39,7 +38,7 @@ def test_fsdp_computes_what_one_card_does(case):
     recipe, gather, _, _, param_dtype = case
     options = {"param_dtype": param_dtype, "float8_gather": gather, "compiled": None}
     expected, _ = _on_card(lambda: single_process_losses(config_of(recipe), STEPS, 2, **options))
-    for losses, calls in run(2, _on_card, _losses, [case], STEPS):
+    for losses, calls in run(2, _on_card, train_cases, [case], STEPS):
         assert calls > 3 * 3 * STEPS
         assert losses[0] == pytest.approx(expected, rel=1e-5)
 
@@ -54,5 +53,5 @@ TP = [
 def test_tensor_parallel_computes_what_one_card_does(case):
     """As test_tensor_parallel.py of tests/library/distributed, with its bounds."""
     name, recipe, backend = case
-    for _, calls in run(2, _on_card, _check_results, name, recipe, torch.bfloat16, backend):
+    for _, calls in run(2, _on_card, check_results, name, recipe, torch.bfloat16, backend):
         assert calls >= 2 * 2  # one device's and this rank's

@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from quaver import Float8LinearConfig, convert_to_float8_training, convert_to_high_precision, freeze_to_float8
 from quaver.linear.weight_form import WeightForm
-from tests.library.weights.test_primary import build_bfloat16_pair, build_experts, build_linears, build_pair
+from tests.library.weights.models import build_bfloat16_pair, build_experts, build_linears, build_pair
 from tests.mixture import DIM
 from tests.steps import assert_same, draw, results_of
 from tests.thinned import at_night

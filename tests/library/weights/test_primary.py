@@ -28,6 +28,14 @@ from quaver.optim import CombinedOptimizer, Float8AdamW
 from quaver.weights.primary import round_stochastically
 from quaver.weights.primary_weight import Float8PrimaryWeight
 from tests import steps
+from tests.library.weights.models import (
+    build_bfloat16_pair,
+    build_experts,
+    build_linears,
+    build_ordinary,
+    build_pair,
+    make_adamw,
+)
 from tests.mixture import DIM, make_mixture
 from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.steps import assert_same, by_torch_save, draw
@@ -39,44 +47,12 @@ COMPILED = ("delayed_with_dynamic_weight",)
 """A persistent scaling; a compiled mixture has linears of `tensorwise`. The others are for the night."""
 
 
-def build_linears(recipe="tensorwise", dtype=torch.float32):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 16, bias=False))
-    return convert_to_float8_training(model.to(dtype), config=recipe)
-
-
-def build_experts(recipe="rowwise", is_transposed=False):
-    """Return experts, with weights of three dims, and a linear."""
-    return convert_to_float8_training(make_mixture(layers=1, is_transposed=is_transposed), config=recipe)
-
-
 def build_transposed_experts(recipe):
     return build_experts(recipe, is_transposed=True)
 
 
-def make_adamw(parameters, **options):
-    return torch.optim.AdamW(parameters, lr=1e-2, **options)
-
-
 def make_sgd(parameters, **options):
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, **options)
-
-
-def build_pair(
-    recipe="tensorwise", make_optimizer=make_adamw, master_dtype=torch.float32, make=build_linears, **options
-):
-    """Return a model with primary weights, and its optimizer."""
-    model, optimizer = build_ordinary(recipe, make_optimizer, make, **options)
-    return model, use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
-
-
-def build_bfloat16_pair(**options):
-    return build_pair(master_dtype=torch.bfloat16, **options)
-
-
-def build_ordinary(recipe="tensorwise", make_optimizer=make_adamw, make=build_linears, **options):
-    model = make(recipe)
-    return model, make_optimizer(model.parameters(), **options)
 
 
 def train(model, optimizer, seeds=range(3), *, microbatches=2, **options):
