@@ -153,14 +153,14 @@ class Monitor:
                 options = f"{every=}, {extras_every=}, {completed_steps=}, {hardware=}, {steps_by_hand=}"
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
+            self._plan_next()
+            self._ends = StepEnds(model, self._on_any_rank)
+            if not steps_by_hand:
+                self._in_hook.append(self)
+                self._hook = register_optimizer_step_post_hook(partial(_call_monitors, self._in_hook))
         except BaseException:  # also KeyboardInterrupt: no probe may stay
             self.close()
             raise
-        self._plan_next()
-        self._ends = StepEnds(model, self._on_any_rank)
-        if not steps_by_hand:
-            self._in_hook.append(self)
-            self._hook = register_optimizer_step_post_hook(partial(_call_monitors, self._in_hook))
 
     @staticmethod
     def find(model: nn.Module) -> Monitor | None:

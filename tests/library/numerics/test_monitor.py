@@ -441,6 +441,14 @@ def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
     assert [message.partition(": ")[2] for message in caplog.messages] == ["the sample could not be made"]
 
 
+def test_ctrl_c_while_a_monitor_starts_leaves_no_probes(monkeypatch):
+    model = make()
+    monkeypatch.setattr("quaver.numerics.monitoring.StepEnds", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        monitor(model)
+    assert "probes" not in vars(model.up)
+
+
 @pytest.mark.parametrize("sink", ["missing/numerics.jsonl", "damaged.jsonl", Failing(RuntimeError("mine"), lines=0)])
 def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sink):
     (tmp_path / "damaged.jsonl").write_text("hello\n")
