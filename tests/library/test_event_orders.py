@@ -6,6 +6,7 @@ A stale cache, a forgotten hook or a wrong class would show as other bits of the
 import copy
 import pickle
 import random
+import sys
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import quaver
 from quaver import (
     Float8Linear,
     Float8LinearRecipeName,
@@ -72,6 +74,33 @@ def event(is_enabled=lambda user: True):
     return add
 
 
+class Interrupt:
+    """Raises KeyboardInterrupt at the given call of quaver's functions, as Ctrl-C may.
+
+    Python swallows it in what weakrefs call, and in `__enter__` and `__exit__` no scope can close.
+    """
+
+    def __init__(self, call):
+        self.call, self.was_raised = call, False
+
+    def profile(self, frame, kind, _):
+        name = frame.f_code.co_name
+        is_exempt = name.startswith(("_clear", "clear_")) or name in ("__enter__", "__exit__", "close")
+        if kind == "call" and frame.f_code.co_filename.startswith(quaver.__path__[0]) and not is_exempt:
+            self.call -= 1
+            if self.call == 0:
+                self.was_raised = True
+                raise KeyboardInterrupt
+
+    def __enter__(self):
+        sys.setprofile(self.profile)
+        return self
+
+    def __exit__(self, kind, *_):
+        sys.setprofile(None)
+        return kind is KeyboardInterrupt
+
+
 class User:
     """A model and the state of what a user did to it. Each event asserts that it happened."""
 
@@ -81,6 +110,7 @@ class User:
         self.dtype = self.random.choice([torch.float32, torch.bfloat16])
         self.model, self.recipe, self.matmuls = Net().to(self.dtype), None, {}
         self.stores = self.is_primary = False
+        self.compiles = seed % 4 == 0  # it takes seconds
         self.make_optimizer()
 
     def make_optimizer(self):
@@ -175,6 +205,40 @@ class User:
         hook.remove()
         self.optimizer.zero_grad()
 
+    @event(lambda user: user.recipe is not None)
+    def interrupt(self):
+        """Ctrl-C in a forward, a backward, an optimizer's step, a sync, or a monitor of them."""
+        step, call = (
+            self.random.choice([self.step, self.accumulate, self.step_monitored]),
+            self.random.randrange(1, 400),
+        )
+        with Interrupt(call) as interrupt:
+            step()
+        while not interrupt.was_raised:
+            call //= 2
+            with Interrupt(call) as interrupt:
+                step()
+        self.optimizer.zero_grad()
+
+    @event(lambda user: user.recipe is not None)
+    def train_two(self):
+        """Run both forwards on one input before both backwards, of this model and of one with another recipe."""
+        other, input = Net().to(self.dtype), self.draw()
+        convert_to_float8_training(other, config=self.random.choice(list(Float8LinearRecipeName)))
+        alone = [results_of(model.train(), input) for model in (self.model, other)]
+        both = nn.ModuleList([self.model, other])
+        together = results_of(both, input, call=lambda input: torch.stack([self.model(input), other(input)]))
+        assert_same(together[2:], [*alone[0][2:], *alone[1][2:]])
+        self.optimizer.zero_grad()
+
+    @event(lambda user: user.recipe is not None and not user.stores and user.compiles)
+    def compile(self):
+        self.compiles, input = False, self.draw()
+        models = self.model.train(), self.make_fresh()
+        assert_same(*(results_of(model, input, call=torch.compile(model, backend="aot_eager")) for model in models))
+        torch.compiler.reset()
+        self.optimizer.zero_grad()
+
     @event(lambda user: not user.is_primary)
     def copy(self):
         original = self.model
@@ -246,6 +310,9 @@ class User:
             model.zero_grad()
         assert_same(*results)
         assert (get_class_parts(self.model.q).float8 is not None) == (self.recipe is not None)
+        for linear in self.find_linears().values():
+            assert linear.probes is None
+            assert not linear.prepared_weights
 
 
 @pytest.mark.parametrize("seeds", [range(12), *at_night([(range(12, 80),)])], ids=str)
