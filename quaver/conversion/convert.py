@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import typing
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -39,6 +38,7 @@ from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import find_weight_modules, join_names
 from quaver.runtime.slow_paths import list_slow_paths
+from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import has_fsdp_run
 from quaver.weights.cast_once import is_cast_once
 
@@ -386,7 +386,7 @@ def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[s
         layers = "layer stays" if len(names) == 1 else "layers stay"
         logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
     if not has_converted:
-        warnings.warn(report.explain_nothing(), stacklevel=4)
+        warn_user(report.explain_nothing())
 
 
 def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:

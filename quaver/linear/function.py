@@ -31,7 +31,6 @@ reduces the output.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,6 +54,7 @@ from quaver.recipes.scale_layout import ROWWISE
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
 from quaver.runtime.devices import is_cpu
+from quaver.runtime.warnings import warn_user
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 from quaver.torch_private.dispatch import is_batched, transforms
 
@@ -115,7 +115,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     matmuls, cast = args.config.matmuls, args.config.casts.grad_output
     needs_grad_input, needs_grad_weight, needs_grad_bias = wanted_gradients(ctx, 3)
     if ctx.has_gathered_weight and not needs_grad_weight:
-        warnings.warn(_ZERO_BUBBLE_WITH_FSDP2, stacklevel=2)
+        warn_user(_ZERO_BUBBLE_WITH_FSDP2)
     (saved_input, saved_weight), _ = load_saved(ctx)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained

@@ -44,7 +44,6 @@ object with the same `quant_scale._version`.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +59,7 @@ from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.devices import add_device_index, is_capturing, is_cpu
+from quaver.runtime.warnings import warn_user
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
 
@@ -231,11 +231,10 @@ class ScaleState:
             version = get_version(weight)
             self.is_sync_forgotten |= version != self.weight_versions.setdefault(linear, version)
         if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
-            warnings.warn(
+            warn_user(
                 f"{FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
                 "delayed scales do not change until it is called. Call it once a step, after the backward",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def refresh_after_load(self) -> None:

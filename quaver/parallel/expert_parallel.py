@@ -27,7 +27,6 @@ them. So results and gradients are bit-identical to that process, and nothing is
 from __future__ import annotations
 
 import typing
-import warnings
 import zlib
 
 import torch
@@ -53,6 +52,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree
 from quaver.runtime.collectives import all_gather, all_to_all, max_over_ranks
+from quaver.runtime.warnings import warn_user
 
 
 class TokenDispatch:
@@ -173,11 +173,10 @@ class ExpertDispatcher:
         norm = torch.linalg.vector_norm(tokens.detach(), dtype=torch.float32)
         figures = all_gather(torch.stack([norm, norm.new_tensor(len(tokens))]).view(1, 2), 0, group)
         if len(tokens) and figures.equal(figures[:1].expand_as(figures)) and group.rank() == 0:
-            warnings.warn(
+            warn_user(
                 f"all {self.ranks} ranks of expert parallelism have the same tokens, so the gradients of the experts' "
                 f"weights are {self.ranks} times those of one rank's loss. The ranks of tensor parallelism have the "
-                "same tokens: give each rank its part of them (sequence parallelism), or leave the experts whole",
-                stacklevel=2,
+                "same tokens: give each rank its part of them (sequence parallelism), or leave the experts whole"
             )
 
     def exchange_counts(self, ends: Tensor, call: str) -> tuple[Tensor, Tensor]:
