@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from quaver.conversion.delayed import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
@@ -142,7 +143,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     Raises:
         RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
-            DistributedDataParallel holds a weight that was prepared for that, or its class was changed since.
+            DistributedDataParallel holds a weight that was prepared for that, it is parametrized, or its class derives
+            from a float8 class without `replaces`.
     """
     modules = list(module.modules())
     has_ddp = any(isinstance(child, nn.parallel.DistributedDataParallel) for child in modules)
@@ -367,10 +369,14 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
 
 
 def _check_class(module: Float8Module, name: str) -> None:
-    if get_class_parts(module).float8 is None:
+    name = name or "the module"
+    if parametrize.is_parametrized(module):
+        raise RuntimeError(f"{name} cannot be converted back: it is parametrized; remove the parametrizations first")
+    if issubclass(original := get_class_parts(module).original, Float8Module):
+        cls, base = original.__name__, original.__bases__[0].__name__
         raise RuntimeError(
-            f"{name or 'the module'} cannot be converted back: its class was changed to {type(module).__name__} (for "
-            "example by a parametrization); convert back before that"
+            f"{name} cannot be converted back: its class {cls} derives from {base} without saying what it replaces; "
+            f"set {cls}.replaces to the class in high precision, as Float8Linear.replaces is nn.Linear"
         )
     if isinstance(module, Float8Experts):
         check_not_split(module)

@@ -101,10 +101,29 @@ def test_a_class_keeps_its_name_and_pickle_finds_it():
     assert get_class_parts(pickle.loads(pickle.dumps(model))[0]) == get_class_parts(model[0])
 
 
+class UserLinear(Float8Linear):
+    pass
+
+
+class ReplacingLinear(Float8Linear):
+    replaces = nn.Linear
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_subclass_of_a_float8_class_is_converted_back_if_it_names_the_original(is_frozen):
+    linears = [UserLinear(32, 32, config="tensorwise"), ReplacingLinear(32, 32, config="tensorwise")]
+    if is_frozen:
+        freeze_to_float8(nn.Sequential(*linears).requires_grad_(False), config="tensorwise")
+    with pytest.raises(RuntimeError, match="UserLinear derives from Float8Linear .* set UserLinear.replaces"):
+        convert_to_high_precision(linears[0])
+    assert type(convert_to_high_precision(linears[1])) is nn.Linear
+    linears[1](torch.randn(4, 32))
+
+
 def test_a_class_that_was_changed_elsewhere_cannot_be_converted_back():
     model = make_changed([convert])
     model.experts.__class__ = type("Changed", (type(model.experts),), {})
-    with pytest.raises(RuntimeError, match="experts.* cannot be converted back: its class was changed to Changed"):
+    with pytest.raises(RuntimeError, match="experts.* cannot be converted back: its class Changed derives from"):
         convert_to_high_precision(model)
 
 
