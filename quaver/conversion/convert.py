@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import typing
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -23,13 +22,12 @@ from quaver.experts.module import (
     get_expert_weights,
     is_experts,
     is_transposed,
-    to_float8_experts,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
-from quaver.linear.class_change import StandIn, change_class, get_class_parts
-from quaver.linear.float8_module import Float8Module, restore_class
+from quaver.linear.class_change import StandIn, get_class_parts
+from quaver.linear.float8_module import Float8Module, change_to_float8, restore_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
@@ -329,13 +327,13 @@ def _convert(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -> None:
     converted: list[tuple[str, Float8Linear]] = []
     for name, linear in chosen.linears:
         if not isinstance(linear, Float8Linear):
-            linear = to_float8(linear, config)
+            linear = change_to_float8(linear, Float8Linear, config)
             undo.callback(restore_class, linear)
         converted.append((name, linear))
     weights = [(name, ModuleWeight(linear)) for name, linear in converted]
     for name, experts in chosen.experts:
         if not isinstance(experts, Float8Experts):
-            undo.callback(restore_class, to_float8_experts(experts, config))
+            undo.callback(restore_class, change_to_float8(experts, Float8Experts, config))
         weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(experts)]
     stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
     plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
@@ -393,11 +391,3 @@ def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[s
         logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
     if not has_converted:
         warn_user(report.explain_nothing())
-
-
-def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
-    """Make `linear` a Float8Linear in place: same object, parameters, hooks and attributes."""
-    change_class(linear, float8=Float8Linear)
-    float8 = typing.cast(Float8Linear, linear)
-    float8.set_up(config)
-    return float8

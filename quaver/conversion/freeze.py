@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.convert import ModuleFilter, convert_to_float8_training, decide, to_float8
+from quaver.conversion.convert import ModuleFilter, convert_to_float8_training, decide
 from quaver.conversion.report import find_conversion_obstacle
 from quaver.experts.module import (
     Float8Experts,
@@ -25,11 +25,11 @@ from quaver.experts.module import (
     get_expert_weights,
     is_experts,
     is_transposed,
-    to_float8_experts,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.kernels.operands import expect
 from quaver.linear.class_change import change_class
+from quaver.linear.float8_module import change_to_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
@@ -167,7 +167,7 @@ def store_float8_weight(
         )
     frozen.check_numbers(power_of_2=config.weight_scales_are_powers_of_2)
     if not isinstance(module, Float8Linear | Float8Experts):
-        to_float8(module, config) if isinstance(module, nn.Linear) else to_float8_experts(module, config)
+        change_to_float8(module, Float8Linear if isinstance(module, nn.Linear) else Float8Experts, config)
     setattr(module, name, nn.Parameter(frozen, requires_grad=False))
     frozen_class = FrozenFloat8Linear if isinstance(module, nn.Linear) else FrozenFloat8Experts
     change_class(module, float8=frozen_class)

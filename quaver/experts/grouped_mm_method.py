@@ -11,14 +11,14 @@ The arguments differ across versions, so they are matched by name. Unknown names
 from __future__ import annotations
 
 import inspect
-import typing
 from typing import Any
 
 from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
-from quaver.linear.class_change import change_class, get_class_parts
+from quaver.linear.class_change import get_class_parts
+from quaver.linear.float8_module import change_to_float8
 from quaver.linear.last_run import note_run
 from quaver.recipes.config import Float8LinearConfig
 
@@ -68,8 +68,6 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
     arguments = match_arguments(get_class_parts(module).original)
     if obstacle := find_config_obstacle(config):
         raise ValueError(obstacle)
-    change_class(module, float8=Float8GroupedMM)
-    experts = typing.cast(Float8GroupedMM, module)
-    experts.set_up(config)
+    experts = change_to_float8(module, Float8GroupedMM, config)
     experts._arguments = arguments
     return experts

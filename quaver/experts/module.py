@@ -21,7 +21,6 @@ implementation in transformers' config, which is for the whole model: it cannot 
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 
 import torch
@@ -35,7 +34,6 @@ from quaver.experts.grouped_mm import (
     get_quantized_operands,
     multiply_by_weight,
 )
-from quaver.linear.class_change import change_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import note_run
 from quaver.linear.tensor import Float8Tensor
@@ -160,6 +158,10 @@ class Float8Experts(Float8Grouped, RoutedExperts):
 
     _own_attributes = (*Float8Grouped._own_attributes, "dispatcher")
 
+    def _init_float8(self, config: Float8LinearConfig) -> None:
+        super()._init_float8(config)
+        self.dispatcher = self.planned_dispatcher
+
     def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         weight, operands, has_row_codes_only = self._get_local(name), None, False
         config, transposed = self.float8_config, is_transposed(self)
@@ -213,15 +215,6 @@ def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
     if "forward" in vars(module) and not is_planned:
         return "their forward was replaced on the instance, for example by an Accelerate hook: convert before that"
     return find_config_obstacle(config)
-
-
-def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Experts:
-    """Turn `module` itself into Float8Experts: same object, parameters, hooks and attributes."""
-    change_class(module, float8=Float8Experts)
-    experts = typing.cast(Float8Experts, module)
-    experts.set_up(config)
-    experts.dispatcher = experts.planned_dispatcher
-    return experts
 
 
 def check_not_split(module: Float8Experts) -> None:

@@ -57,7 +57,7 @@ class Float8TitanLinear(Float8Linear, Linear):
             emulate=config.emulate,
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         )
-        self.set_up(float8)
+        self._init_float8(float8)
         convert_to_float8_training(self, config=float8)  # prepares the weight for a float8 all-gather
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -42,8 +43,8 @@ class Float8Module(nn.Module):
     """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
     _last_run: LastRun
 
-    def set_up(self, config: Float8LinearConfig) -> None:
-        """Set the attributes of a new Float8Module."""
+    def _init_float8(self, config: Float8LinearConfig) -> None:
+        """Initialize `_own_attributes`, in the constructor of the float8 class or after `change_to_float8`."""
         self.float8_config = config
         self.gathering = None
         self.prepared_weights = {}
@@ -87,9 +88,20 @@ class Float8Module(nn.Module):
         return state
 
 
+Float8 = TypeVar("Float8", bound=Float8Module)
+
+
 def list_taken_attributes(module: nn.Module, float8: type[Float8Module]) -> list[str]:
     """Return the names of attributes of `module` that the class `float8` would replace."""
     return [name for name in float8._own_attributes if hasattr(module, name)]
+
+
+def change_to_float8(module: nn.Module, float8: type[Float8], config: Float8LinearConfig) -> Float8:
+    """Convert `module` in place to the class `float8`: same object, parameters, hooks and attributes."""
+    change_class(module, float8=float8)
+    converted = typing.cast(Float8, module)
+    converted._init_float8(config)
+    return converted
 
 
 def restore_class(module: Float8Module) -> None:

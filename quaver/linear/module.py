@@ -51,7 +51,7 @@ class Float8Linear(Float8Module, nn.Linear):
         config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.set_up(resolve_config(config))
+        self._init_float8(resolve_config(config))
 
     @classmethod
     def from_float(
@@ -67,9 +67,8 @@ class Float8Linear(Float8Module, nn.Linear):
         float8.weight, float8.bias = linear.weight, linear.bias
         return float8.train(linear.training)
 
-    def set_up(self, config: Float8LinearConfig) -> None:
-        """Set the attributes of a new Float8Linear."""
-        super().set_up(config)
+    def _init_float8(self, config: Float8LinearConfig) -> None:
+        super()._init_float8(config)
         self.scaling = None
         self.sharding = None
 
