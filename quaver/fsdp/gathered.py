@@ -44,7 +44,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -67,6 +66,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.parts import select_part_scales
 from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
 from quaver.recipes.scaling import Scales
+from quaver.runtime.collectives import pad_rows
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor
 from quaver.torch_private.fsdp import hide_from_policies
@@ -306,9 +306,8 @@ def _pad_to_chunk(shard: WeightShard, payload: Tensor, layout: ScaleLayout | Non
     """
     chunk = list(shard.size)
     chunk[shard.dim] = -(-shard.size[shard.dim] // shard.fsdp_group.size())
-    missing = (chunk if layout is None else layout.get_codes_shape(chunk))[shard.dim] - payload.shape[shard.dim]
-    payload = payload.contiguous()
-    return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
+    rows = (chunk if layout is None else layout.get_codes_shape(chunk))[0]  # FSDP2 shards other dims evenly
+    return pad_rows(payload.contiguous(), rows)
 
 
 def _quantize_shard(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:

@@ -16,8 +16,9 @@ scales [E], [E, N, 1] or [E, 1, N], or one per block of each matrix.
 
 [Note: parts]
 FSDP2 shards a weight between any two rows, and a stack between matrices. A shard, or part, has the codes of its rows
-and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather sends codes only, and ranks may
-split a block. Only the unsharded weight, and a part in a state_dict, whose first row is known, can be dequantized.
+and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather (frozen_all_gather.py) sends codes
+only, and ranks may split a block. Only the unsharded weight, and a part in a state_dict, whose first row is known, can
+be dequantized.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ import logging
 import math
 import typing
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from quaver.kernels.operands import Operand, expect
+from quaver.linear.frozen_all_gather import FrozenAllGather
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import (
     COLLECTIVES,
@@ -52,11 +53,6 @@ from quaver.recipes.scaling import compute_amax, dequantize, dynamic_cast, dynam
 from quaver.recipes.sqnr import to_decibels
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.dispatch import OpOverload
-from quaver.torch_private.dtensor import get_local_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -65,7 +61,7 @@ LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLO
 """The scale layouts of frozen weights. Only stacks [E, K, N] may be COLUMNWISE."""
 
 
-class FrozenFloat8Weight(WeightForm, Float8Tensor):
+class FrozenFloat8Weight(WeightForm, FrozenAllGather):
     """A frozen weight [N, K], or a stack of matrices, in float8; see the top of the file.
 
     Attributes:
@@ -358,37 +354,6 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         part = "a part of " if self.is_part else ""
         codes, device = self.data_fp8.dtype, self.device
         return f"FrozenFloat8Weight({part}{list(self.shape)}, {self.granularity} {codes} for {self.dtype}, {device})"
-
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], tuple[Operand, torch.Size]]:
-        """Return the codes of this shard as one uint8 tensor, padded to the largest shard."""
-        codes = self.data_fp8.view(torch.uint8)
-        missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
-        padding = (0, 0) * (codes.dim() - 1) + (0, missing)
-        return (F.pad(codes, padding),), (Operand(self.data_fp8, self.dequant_scale, self.scale_layout), outer_size)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[Operand, torch.Size],
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Make the unsharded weight in the memory that FSDP2 all-gathered into."""
-        shard, size = metadata
-        codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(shard.data.dtype)
-        operand = shard._replace(data=codes)
-        if out is None:
-            return FrozenFloat8Weight.from_codes(codes, expect(operand.dequant_scale), param_dtype, operand.layout), ()
-        typing.cast(FrozenFloat8Weight, get_local_tensor(out)).set_operands(operand, operand)
-        return None
 
     def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._foreach_copy_.default:

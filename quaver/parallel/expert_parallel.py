@@ -31,7 +31,6 @@ import zlib
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +50,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree
-from quaver.runtime.collectives import all_gather, all_to_all, max_over_ranks
+from quaver.runtime.collectives import all_gather, all_to_all, max_over_ranks, pad_rows
 from quaver.runtime.warnings import warn_user
 
 
@@ -85,9 +84,7 @@ class TokenDispatch:
         """Send rows back, [local rows, columns] -> [pairs, columns], 0 past the last end."""
         by_rank = torch.empty_like(rows)
         by_rank[self._by_expert] = rows
-        combined = all_to_all(by_rank, self._sent, self._received, self._group)
-        missing = self._pairs - combined.shape[0]
-        return F.pad(combined, (0, 0, 0, missing)) if missing else combined
+        return pad_rows(all_to_all(by_rank, self._sent, self._received, self._group), self._pairs)
 
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
         """Return the operands of `dispatch(hp)`; see [Note: what travels as codes]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -40,6 +41,12 @@ def all_gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         return parts
     # torch's all-gather along other dims joins the parts in a function that torch.compile does not trace (2.11).
     return parts.unflatten(0, (group.size(), local.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Append zeros along dim 0 to a total of `rows`, such as the length that all ranks send."""
+    missing = rows - tensor.shape[0]
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
