@@ -6,11 +6,13 @@ config.py puts the casts of the three operands together. Import these names from
 from __future__ import annotations
 
 import enum
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
+from quaver.recipes.derived_fields import hide_derived_fields
 from quaver.recipes.field_checks import check_field, convert_field
 from quaver.recipes.formats import E2M1, E4M3, FLOAT8_FORMATS, get_format
 from quaver.recipes.scale_layout import (
@@ -82,6 +84,7 @@ class ScaleCalculationMode(enum.Enum):
     format.max, and saturate above it."""
 
 
+@hide_derived_fields
 @dataclass(frozen=True)
 class CastConfig:
     """How one operand is quantized for one matmul.
@@ -101,7 +104,7 @@ class CastConfig:
             of the operand (e4m3 for input and weight, e5m2 for grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
             tensor of one element; None to measure one per linear with `calibrate_float8_static_scales`.
-        static_scale: torchao's name for `static_quant_scale`; pass only one of them, and read `static_quant_scale`.
+        static_scale: torchao's name for `static_quant_scale`; pass only one of them. Both attributes are equal.
     Raises:
         ValueError: a field has the wrong type or a dtype that is not float8; delayed or static scaling is row-wise or
             block-wise; a static scale is out of range or given with another scaling type.
@@ -111,10 +114,12 @@ class CastConfig:
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
     static_quant_scale: float | None = None
-    static_scale: InitVar[float | torch.Tensor | None] = None
+    static_scale: float | torch.Tensor | None = field(default=None, repr=False, compare=False)
     block_size: tuple[int, int] | None = None
     scale_calculation_mode: ScaleCalculationMode | None = None
     scale_rule: str | None = None
+    _derived: ClassVar = frozenset({"static_scale"})
+    """See derived_fields.py."""
 
     # Computed once and stored in the instance: every forward reads them, and Dynamo sees plain attributes.
 
@@ -157,7 +162,7 @@ class CastConfig:
         """The last arguments of a cast: the block size, if it has blocks, and `rule`."""
         return *(self.block_size or ()), self.rule
 
-    def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
+    def __post_init__(self) -> None:
         convert_field(self, "scaling_type", ScalingType)
         convert_field(self, "scaling_granularity", ScalingGranularity)
         self._check_blocks()
@@ -174,12 +179,13 @@ class CastConfig:
         if self.target_dtype is not None and not is_packed and self.target_dtype not in tuple(FLOAT8_FORMATS):
             names = ", ".join(map(str, FLOAT8_FORMATS))
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
-        if static_scale is not None:
+        if self.static_scale is not None:
             is_only = self.static_quant_scale is None
-            check_field(is_only, "static_scale", "None next to static_quant_scale", static_scale)
-            object.__setattr__(self, "static_quant_scale", static_scale)
+            check_field(is_only, "static_scale", "None next to static_quant_scale", self.static_scale)
+            object.__setattr__(self, "static_quant_scale", self.static_scale)
         if self.static_quant_scale is not None:
             self._check_static_scale(self.static_quant_scale)
+        object.__setattr__(self, "static_scale", self.static_quant_scale)
         for name in _CACHED:
             getattr(self, name)
 

@@ -7,7 +7,7 @@ Configs are frozen, and are validated and resolved when they are constructed: ev
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import InitVar, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -111,9 +111,9 @@ class Float8LinearConfig:
             their scale fits the larger tensor.
         enable_amax_init, enable_pre_and_post_forward: accepted for torchao 0.9, without effect. The first use of a
             delayed scale is always scaled dynamically, and no code runs before or after the forward.
-        force_recompute_fp8_weight_in_bwd: torchao's inverse of `keep_float8_weight_for_backward`, read by the
-            constructor only. torchao's default, False, saves the float8 weight in 0.9 and has no effect in 0.18. With
-            None quaver quantizes again, as 0.18 does; an explicit False saves the weight, as 0.9 does.
+        force_recompute_fp8_weight_in_bwd: torchao's inverse of `keep_float8_weight_for_backward`, which it sets.
+            torchao's default, False, saves the float8 weight in 0.9 and has no effect in 0.18. None quantizes again, as
+            0.18 does; an explicit False saves the weight, as 0.9 does.
     Raises:
         ValueError: a field has the wrong type or value, or no matmul can run the combination; the message names it.
     """
@@ -141,7 +141,7 @@ class Float8LinearConfig:
     shared_inputs: tuple[tuple[str, ...], ...] = SHARED_INPUTS
     enable_amax_init: bool = True
     enable_pre_and_post_forward: bool = True
-    force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
+    force_recompute_fp8_weight_in_bwd: bool | None = field(default=None, repr=False, compare=False)
 
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
     """The names of the fields that the constructor filled in; see derived_fields.py."""
@@ -152,9 +152,9 @@ class Float8LinearConfig:
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
     """Whether any operand has a delayed or static scale, whatever `high_precision_matmuls` is."""
 
-    def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
+    def __post_init__(self) -> None:
         self._check_types()
-        self._resolve_options(force_recompute_fp8_weight_in_bwd)
+        self._resolve_options()
         casts = self._resolve_casts()
         if self.backward != "float8":
             casts = casts.disable_matmuls(BACKWARD_MATMULS, dequantized=self.backward == "dequantized")
@@ -183,18 +183,19 @@ class Float8LinearConfig:
         are_names = all(isinstance(group, tuple) and all(isinstance(name, str) for name in group) for group in groups)
         check_field(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
 
-    def _resolve_options(self, forced: bool | None) -> None:
+    def _resolve_options(self) -> None:
         check_field(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
         names = self.high_precision_matmuls
         is_list = isinstance(names, Collection) and not isinstance(names, str)
         are_known = is_list and all(name in tuple(MATMULS) for name in names)
         check_field(are_known, "high_precision_matmuls", f"names of {', '.join(MATMULS)}", names)
         object.__setattr__(self, "high_precision_matmuls", tuple(name for name in MATMULS if name in names))
-        if forced is not None:
+        if (forced := self.force_recompute_fp8_weight_in_bwd) is not None:
             is_valid = isinstance(forced, bool) and not (forced and self.keep_float8_weight_for_backward)
             expected = "a bool, and not True with keep_float8_weight_for_backward"
             check_field(is_valid, "force_recompute_fp8_weight_in_bwd", expected, forced)
             object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
+        object.__setattr__(self, "force_recompute_fp8_weight_in_bwd", not self.keep_float8_weight_for_backward)
 
     def _resolve_matmuls(self, casts: LinearCasts) -> LinearMatmuls:
         def make_options(gemm: Float8GemmConfig, operands: Iterable[tuple[str, str]]) -> MatmulOptions:
@@ -208,7 +209,7 @@ class Float8LinearConfig:
     def _resolve_casts(self) -> LinearCasts:
         """Fill in the `cast_config_*` fields, and return the casts of the operands."""
         casts: list[OperandCasts] = []
-        derived: set[str] = set()
+        derived = {"force_recompute_fp8_weight_in_bwd"}
         for operand, default_dtype in zip(LinearCasts._fields, (E4M3.dtype, E4M3.dtype, E5M2.dtype), strict=True):
             row_name, column_name = (f"cast_config_{name_cast(operand, direction)}" for direction in ("row", "column"))
             given: CastConfig | None = getattr(self, column_name)

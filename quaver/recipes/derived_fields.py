@@ -2,9 +2,11 @@
 
     config = Float8LinearConfig()                             # fills in cast_config_input_for_grad_weight
     replace(config, cast_config_input=rowwise)                # fills it in again, by the new cast_config_input
+    cast = CastConfig(STATIC, static_quant_scale=2.0)         # fills in static_scale
+    replace(cast, static_quant_scale=3.0)                     # fills it in again
 
-torchao's code reads the filled-in cast under the name of the argument, so the attribute cannot stay None, and a
-property cannot tell `replace` another value: it reads the same attribute and passes it on as an explicit argument.
+torchao's code reads the filled-in value under the name of the argument, so the attribute cannot stay None, and a
+property cannot give `replace` another value: it reads the same attribute and passes it on as an explicit argument.
 `replace`, `asdict` and `fields` find the fields of an instance in `__dataclass_fields__`, which has no other hook. An
 instance therefore lists the fields without those in its `_derived`; the class lists all.
 """

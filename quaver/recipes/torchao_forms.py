@@ -24,7 +24,7 @@ def from_torchao(value: Any, expected: type[Any]) -> Any:
         if (cls.__module__, cls.__name__) == ("torchao.float8.config", expected.__name__):
             if issubclass(expected, enum.Enum):
                 return expected(value.value)
-            own = {option.name for option in fields(expected)}
+            own = {option.name for option in fields(expected) if option.repr}  # without aliases
             given = {option.name: getattr(value, option.name) for option in fields(cls)}
             left_out = {option.name for option in fields(cls) if given[option.name] == option.default} - own
             return expected(**{name: option for name, option in given.items() if name not in left_out})

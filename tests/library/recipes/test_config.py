@@ -197,6 +197,7 @@ def test_torchaos_flag_for_the_weight_of_the_backward():
     assert not Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True).keep_float8_weight_for_backward
     keeping = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=False)
     assert keeping.keep_float8_weight_for_backward
+    assert not keeping.force_recompute_fp8_weight_in_bwd
     assert replace(keeping, emulate=True).keep_float8_weight_for_backward
     assert replace(Float8LinearConfig(), keep_float8_weight_for_backward=True) == keeping
 
@@ -362,8 +363,10 @@ def test_the_blocks_of_a_disabled_cast_are_ignored():
 def test_a_static_scale_may_be_a_tensor_of_one_element():
     cast = CastConfig(ScalingType.STATIC, static_quant_scale=torch.tensor([2.0]))
     assert cast == CastConfig(ScalingType.STATIC, static_quant_scale=2.0)
-    assert cast == CastConfig(ScalingType.STATIC, static_scale=torch.tensor(2.0))
-    assert replace(CastConfig(ScalingType.STATIC, static_scale=2.0), target_dtype=E4M3).static_quant_scale == 2.0
+    by_alias = CastConfig(ScalingType.STATIC, static_scale=torch.tensor(2.0))
+    assert by_alias == cast
+    assert by_alias.static_scale == cast.static_scale == replace(by_alias, target_dtype=E4M3).static_quant_scale == 2.0
+    assert replace(by_alias, static_quant_scale=3.0).static_scale == 3.0
     assert str(cast) == "static tensorwise default format quant_scale 2.0"
 
 
