@@ -73,10 +73,12 @@ class Operands(NamedTuple):
 Value = TypeVar("Value")
 
 
-def expect(value: Value | None) -> Value:
-    """Return `value`, an operand or a scale. Raises RuntimeError for None, which the cast was not asked for."""
+def expect(value: Value | None, name: str = "codes or scales") -> Value:
+    """Return `value`. Raises RuntimeError, with the `name` of what is missing, for None."""
     if value is None:
-        raise RuntimeError("this operand was not quantized for the direction that the matmul reads")
+        raise RuntimeError(
+            f"{name} are missing: a cast makes only what its caller asks for, and none in high precision"
+        )
     return value
 
 

@@ -84,10 +84,16 @@ class _LinearFunction(torch.autograd.Function):
         ctx.has_gathered_weight = needs_grad_weight and isinstance(weight, Float8Tensor)
         input_q = _quantize_input(input, args, needs_grad_weight)
         weight_row, saved_weight = _quantize_weight(weight, args, needs_grad_input)
-        saved_input = expect(input_q.column)._replace(quant_scale=None) if needs_grad_weight else None
+        saved_input = (
+            expect(input_q.column, "the input's codes for grad_weight")._replace(quant_scale=None)
+            if needs_grad_weight
+            else None
+        )
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
         save(ctx, (saved_input, saved_weight))
-        return _compute_output(expect(input_q.row), weight_row, bias, args, input, weight)
+        return _compute_output(
+            expect(input_q.row, "the input's codes for output"), weight_row, bias, args, input, weight
+        )
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +139,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if needs_grad_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
-        saved_input = expect(saved_input)
+        saved_input = expect(saved_input, "the saved codes of the input")
         grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
         args.probe.observe_grad_weight(grad_weight, grad_output, saved_input)
     del saved_input, column
@@ -143,7 +149,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
-        saved_weight = expect(saved_weight)
+        saved_weight = expect(saved_weight, "the saved codes of the weight")
         weight = _get_weight_column(args, saved_weight, row)
         grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
         weight_hp = None if args.keeps_codes else saved_weight.data
@@ -166,7 +172,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         make_quantizer = choose_quantizer if args.sharding is None else args.sharding.input_quantizer
         quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.reader)
         operands = quantizer(input, row=True, column=needs_grad_weight)
-        row = expect(operands.row)
+        row = expect(operands.row, "the input's codes for output")
         if row.dequant_scale is not None:
             materialize(row.data, row.dequant_scale)  # stored once for q, k and v
     args.probe.observe_operands("input", input, operands)
@@ -182,11 +188,11 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
     if operands is None:
         operands = quantizer(weight, row=True, column=needs_grad_input and args.keeps_codes)
     args.probe.observe_operands("weight", weight, operands)
-    row = expect(operands.row)
+    row = expect(operands.row, "the weight's codes for output")
     if not needs_grad_input:
         return row, None
     if args.keeps_codes:
-        return row, expect(operands.column)._replace(quant_scale=None)
+        return row, expect(operands.column, "the weight's codes for grad_input")._replace(quant_scale=None)
     scales = quantizer.derive_scales(args.config.casts.weight.column_source, operands)
     if scales is None:
         return row, Operand(weight.detach())
@@ -210,7 +216,7 @@ def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -
         add_dependency(grad_output.dequant_scale, weight)
     operands = _make_weight_quantizer(args)(weight, row=False, column=True, scales=scales)
     args.probe.observe_operands("weight", weight, operands)
-    return expect(operands.column)
+    return expect(operands.column, "the weight's codes for grad_input")
 
 
 def _make_weight_quantizer(args: LinearArgs) -> Quantizer:

@@ -39,12 +39,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def is_cpu(tensor: Tensor) -> bool:
-    """Return whether `tensor` uses the code path for CPUs."""
+    """Return whether `tensor` uses the code path for CPUs; a CPU tensor does not inside `simulate_gpu`."""
     return tensor.is_cpu and _virtual is None
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Return whether `tensor` uses the code path for CUDA (or ROCm) devices."""
+    """Return whether `tensor` uses the code path for CUDA or ROCm devices; a CPU tensor does inside `simulate_gpu`."""
     return tensor.is_cuda or (_virtual is not None and tensor.is_cpu)
 
 

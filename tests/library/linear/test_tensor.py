@@ -100,6 +100,13 @@ def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, me
             float8_linear(*operands, config=config_of(recipe))
 
 
+def test_a_weight_without_codes_for_grad_input_is_refused():
+    config = config_of("rowwise")
+    weight = Float8Tensor.from_operands(both_operands(torch.randn(32, 16), config.casts.weight)[0], None, torch.float32)
+    with pytest.raises(RuntimeError, match="the weight's codes for grad_input are missing"):
+        float8_linear(torch.randn(4, 16, requires_grad=True), weight, config=config)
+
+
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "rowwise:dequantized"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_of_experts_are_checked_in_the_orientation_in_which_they_are_stored(recipe, transposed):
