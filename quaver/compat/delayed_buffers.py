@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.delayed import float8_scaling_state, named_slots
+from quaver.conversion.delayed import float8_scaling_state, list_named_slots
 from quaver.linear.scale_state import compute_scale
 from quaver.runtime.names import strip_wrappers
 
@@ -52,7 +52,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
 def _convert_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the buffers as entries of `Float8ScalingState.load_state_dict`."""
     entries: dict[str, Tensor] = {}
-    for name, state, slot in named_slots(model):
+    for name, state, slot in list_named_slots(model):
         operand = name.rpartition(".")[2]
         prefix = name.removesuffix(operand)
         for old in (operand, _FLOAT8_EXPERIMENTAL_NAMES[operand]):

@@ -128,7 +128,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     group = group or _get_world()
     if group is not None:
         _check_states_agree(model, states, group)
-    named = [(name, state, slot) for name, state, slot in named_slots(model) if slot in state.calibrated_slots]
+    named = [(name, state, slot) for name, state, slot in list_named_slots(model) if slot in state.calibrated_slots]
     if not named:
         raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
     before = [(state.quant_scale.clone(), state.amax_buffer.clone()) for state in states]
@@ -186,7 +186,7 @@ class Float8ScalingState:
     """The persistent scales of a model by name; a `Stateful` of torch.distributed.checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = named_slots(model)
+        self._slots = list_named_slots(model)
         self._states = _list_states(model.modules())
 
     def __len__(self) -> int:
@@ -269,7 +269,7 @@ def _describe_scaling(name: str, scale: float, amax: float, saturated: float, fo
     return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))
 
 
-def named_slots(model: nn.Module) -> list[NamedSlot]:
+def list_named_slots(model: nn.Module) -> list[NamedSlot]:
     """Return each slot once, under the name `<linear>.<operand>` of its first linear."""
     slots: dict[tuple[int, int], NamedSlot] = {}
     in_ddp: list[str] = []
@@ -281,7 +281,7 @@ def named_slots(model: nn.Module) -> list[NamedSlot]:
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
-            for name, state, slot in module.scaling.named_slots(strip_wrappers(prefix)):
+            for name, state, slot in module.scaling.list_named_slots(strip_wrappers(prefix)):
                 slots.setdefault((id(state), slot), (name, state, slot))
     return list(slots.values())
 
@@ -303,7 +303,7 @@ def _check_states_agree(model: nn.Module, states: list[ScaleState], group: Proce
     """Check that the ranks agree. A rank without persistent scales must take part in the collective."""
 
     def describe() -> list[str]:
-        lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]
+        lines = [f"{name} {state.casts[slot]}" for name, state, slot in list_named_slots(model)]
         return lines + [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
 
     check_ranks_agree_once(model, states, describe, lambda: [group], what="the tensors with persistent scales")

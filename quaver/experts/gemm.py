@@ -39,7 +39,7 @@ from quaver.linear.backends import (
     describe_backends,
     describe_hardware_failure,
     find_cast_kind,
-    is_product,
+    is_expected_product,
     multiplies_natively,
 )
 from quaver.linear.gemm import mm
@@ -236,5 +236,5 @@ def try_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
         )
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return describe_hardware_failure(error)
-    is_right = out is not None and is_product(out, expected)
+    is_right = out is not None and is_expected_product(out, expected)
     return None if is_right else "a grouped matmul gave a wrong result"

@@ -23,7 +23,7 @@ from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.function import get_output_dtype, make_device_error, refuse_transforms, run_backward
+from quaver.linear.function import check_transforms, get_output_dtype, make_device_error, run_backward
 from quaver.linear.protocols import NO_PROBE, Groups, MatmulProbe
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.tensor import Float8Tensor
@@ -280,7 +280,7 @@ def multiply_by_weight(
     keeps_codes = operands is not None or config.keep_float8_weight_for_backward
     args = _Args(config, get_output_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
     a = a.contiguous()
-    refuse_transforms()
+    check_transforms()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
         return output

@@ -140,7 +140,7 @@ class Float8AllGatherWeight(ScaledShard):
         prepared = get_all_gather_state(module).prepared.get(weight.name)
         if prepared is None:
             return self._make_inputs(mesh, weight)
-        return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, weight))
+        return prepared.get_all_gather_inputs(lambda: self._make_inputs(mesh, weight))
 
     def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
         """Quantize the shard: with the persistent scale of the weight if it is known, else with dynamic scales.

@@ -38,7 +38,7 @@ class PreparedInputs(Protocol):
     holder: str
     """The caller that opened the scope; "" for a `with` statement of the user."""
 
-    def all_gather_inputs(self, quantize: Callable[[], Any]) -> Any:
+    def get_all_gather_inputs(self, quantize: Callable[[], Any]) -> Any:
         """Return the result of the first call's `quantize`."""
 
     def check(self) -> None:
@@ -119,7 +119,7 @@ def _needs_scales(weight: ModuleWeight) -> bool:
     if weight.scaling is None:
         return True
     device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
-    scale = weight.scaling.scales(recording=False, device=device).weight
+    scale = weight.scaling.get_scales(recording=False, device=device).weight
     return scale is None or not scale.is_known
 
 

@@ -192,7 +192,7 @@ def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
         expected = torch.mm(a, b)
         try:
             out = native_mm(operands[0].to(device), operands[1].to(device), None, torch.bfloat16, False)
-            is_right = is_product(out, expected)
+            is_right = is_expected_product(out, expected)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return describe_hardware_failure(error)
         if not is_right:
@@ -200,7 +200,7 @@ def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
     return None
 
 
-def is_product(out: Tensor, expected: Tensor) -> bool:
+def is_expected_product(out: Tensor, expected: Tensor) -> bool:
     """Return whether `out`, on any device, is `expected` up to rounding to bfloat16. NaN is never right."""
     return bool((out.float().cpu() - expected).abs().max() <= expected.abs().max() * 2**-7)
 

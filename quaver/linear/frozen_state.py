@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import expect
-from quaver.linear.frozen_weight import ALIASES, FrozenFloat8Weight, is_as_strided_of_all
-from quaver.linear.weight_form import COLLECTIVES, COPIES, is_view, match_inference_mode
+from quaver.linear.frozen_weight import ALIAS_OPS, FrozenFloat8Weight, is_as_strided_of_all
+from quaver.linear.weight_form import COLLECTIVE_NAMESPACES, COPY_OPS, is_view, match_inference_mode
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scaling import dequantize
 from quaver.torch_private.dispatch import OpOverload
@@ -93,11 +93,11 @@ class FrozenState(FrozenFloat8Weight):
         if args[0] is not self:
             return NotImplemented
         is_same_view = func is aten.view.default and tuple(args[1]) == tuple(self.shape)
-        if func in ALIASES or is_as_strided_of_all(func, args) or is_same_view:
+        if func in ALIAS_OPS or is_as_strided_of_all(func, args) or is_same_view:
             alias = self.with_codes(aten.alias.default(self.data_fp8))
             alias.values_hp = self.values_hp
             return alias
-        if func in COPIES and self.has_codes:
+        if func in COPY_OPS and self.has_codes:
             return super().run_op(func, args, kwargs)
         if self.values_hp is None and func is aten.copy_.default:
             self._copy(args[1])
@@ -109,11 +109,11 @@ class FrozenState(FrozenFloat8Weight):
         return NotImplemented
 
     def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
-        writes_later = is_written and func.namespace in COLLECTIVES
+        writes_later = is_written and func.namespace in COLLECTIVE_NAMESPACES
         return self.get_memory() if is_view(func) or writes_later else self.to_high_precision()
 
     def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        if func.namespace not in COLLECTIVES:
+        if func.namespace not in COLLECTIVE_NAMESPACES:
             self._copy(values)
 
     def _copy(self, source: Tensor) -> None:

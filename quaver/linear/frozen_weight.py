@@ -38,8 +38,8 @@ from quaver.kernels.operands import Operand, expect
 from quaver.linear.frozen_all_gather import FrozenAllGather
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import (
-    COLLECTIVES,
-    COPIES,
+    COLLECTIVE_NAMESPACES,
+    COPY_OPS,
     ReadOnly,
     WeightForm,
     is_parameter,
@@ -57,7 +57,7 @@ from quaver.torch_private.dispatch import OpOverload
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES if size[0] == size[1]))
+FROZEN_LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES if size[0] == size[1]))
 """The scale layouts of frozen weights. Only stacks [E, K, N] may be COLUMNWISE."""
 
 
@@ -87,7 +87,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         reads from a disk, stay in high precision, and the module quantizes them when it multiplies.
         """
         if isinstance(row, Tensor):
-            return nn.Parameter(_to_weight(row), **options)  # type: ignore[return-value]
+            return nn.Parameter(_convert_to_frozen(row), **options)  # type: ignore[return-value]
         return Float8Tensor.__new__(cls, row, column, typing.cast(torch.dtype, dtype))
 
     def __init__(
@@ -103,7 +103,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
     ) -> Self:
         """Make a weight from `codes` (float8 [N, K], or a stack) and `dequant_scale` (float32) that presents `dtype`.
 
-        `layout`: which elements of a matrix share a scale; None for the first of `LAYOUTS` that fits the scale.
+        `layout`: which elements of a matrix share a scale; None for the first of `FROZEN_LAYOUTS` that fits the scale.
 
         Raises:
             ValueError: codes, scale and dtype do not fit together.
@@ -113,7 +113,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         *stack, rows, columns = codes.shape
-        layouts = [known for known in LAYOUTS if (stack or known != COLUMNWISE) and layout in (None, known)]
+        layouts = [known for known in FROZEN_LAYOUTS if (stack or known != COLUMNWISE) and layout in (None, known)]
         shapes = [[*stack, *known.get_scale_shape(rows, columns)] for known in layouts]
         if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
             expected = ", ".join(f"{shape} ({known})" for shape, known in zip(shapes, layouts, strict=True))
@@ -238,7 +238,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
             norms.append(dequantize(own.data, scale, layout=layout).sub_(matrix).norm().item())
         self.requantized_sqnr_db = to_decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
-        warn_of_merges()
+        log_merge_cost()
 
     def check_numbers(self, *, power_of_2: bool) -> None:
         """Raise ValueError unless codes and scales are finite and scales above 0; with `power_of_2`, powers of two."""
@@ -362,13 +362,13 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
             return None
         if args[0] is not self:
             return NotImplemented
-        if func in ALIASES or is_as_strided_of_all(func, args):
+        if func in ALIAS_OPS or is_as_strided_of_all(func, args):
             return self.with_codes(aten.alias.default(self.data_fp8))
-        if func in COPIES and kwargs.get("dtype", self.dtype) in HP_DTYPES:
+        if func in COPY_OPS and kwargs.get("dtype", self.dtype) in HP_DTYPES:
             options = {name: value for name, value in kwargs.items() if name != "dtype"}
             copies = (func(tensor, **options) for tensor in (self.data_fp8, self.dequant_scale))
             return self.with_codes(*copies, dtype=kwargs.get("dtype"))
-        if (takes_rows := _ROWS.get(func)) and takes_rows(self, args):
+        if (takes_rows := _ROW_OPS.get(func)) and takes_rows(self, args):
             rows = func(self.data_fp8, *args[1:], **kwargs)
             return tree_map_only(Tensor, lambda codes: self.with_codes(codes, part=True), rows)
         if func is aten.copy_.default and self.copy_codes(args[1]):
@@ -384,12 +384,12 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         return NotImplemented
 
     def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
-        if is_written and func.namespace in COLLECTIVES:
+        if is_written and func.namespace in COLLECTIVE_NAMESPACES:
             raise NotImplementedError(
                 f"{func}: a frozen float8 weight has no high-precision memory that a collective could write to; "
                 "send the codes and scales of state_dict(), and load them"
             )
-        if func not in _READS and not is_written:
+        if func not in _READ_OPS and not is_written:
             warn_once(
                 f"{func} on a frozen weight",
                 f"{func} dequantizes a whole frozen float8 weight, {list(self.shape)}, to {self.dtype}: it does not "
@@ -404,7 +404,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
 torch.serialization.add_safe_globals([FrozenFloat8Weight])
 
 
-def _to_weight(value: Tensor) -> Tensor:
+def _convert_to_frozen(value: Tensor) -> Tensor:
     """Return a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
         return FrozenFloat8Weight.from_state(*value.get_state())
@@ -423,8 +423,8 @@ def is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:
     return tuple(args[2]) == args[0].stride() and not any(args[3:])
 
 
-ALIASES = frozenset({aten.alias.default, aten.detach.default})
-_ROWS: dict[Any, Any] = {
+ALIAS_OPS = frozenset({aten.alias.default, aten.detach.default})
+_ROW_OPS: dict[Any, Any] = {
     aten.split.Tensor: lambda weight, args: len(args) < 3 or args[2] == 0,
     aten.slice.Tensor: lambda weight, args: (args[1] if len(args) > 1 else 0) == 0,
     aten.new_zeros.default: lambda weight, args: tuple(args[1][1:]) == tuple(weight.shape[1:]),
@@ -432,7 +432,7 @@ _ROWS: dict[Any, Any] = {
     aten.view.default: lambda weight, args: weight.is_part,
 }
 """The ops that FSDP2 calls on rows of a weight, and whether a call with these arguments selects rows."""
-_READS = frozenset(
+_READ_OPS = frozenset(
     {aten.copy_.default, aten.view.default, aten.equal.default, aten.eq.Tensor, aten.abs.default, aten.isnan.default}
 )
 """Ops that may dequantize without a report: copies, also in DistributedDataParallel's broadcast, and checks such as
@@ -440,8 +440,8 @@ _READS = frozenset(
 
 
 @functools.cache
-def warn_of_merges() -> None:
-    """Warn once what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
+def log_merge_cost() -> None:
+    """Log once what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
     logger.warning(
         "a write into frozen float8 weights quantizes them again. Merging an adapter into them changes the logits by "
         "10% to 25% (2% in bfloat16); merge into the high-precision model instead. conversion_report has the SQNR of "

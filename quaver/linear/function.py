@@ -169,7 +169,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
             input.check_casts(casts)
         operands = input.get_operands()
     else:
-        make_quantizer = choose_quantizer if args.sharding is None else args.sharding.input_quantizer
+        make_quantizer = choose_quantizer if args.sharding is None else args.sharding.make_input_quantizer
         quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.reader)
         operands = quantizer(input, row=True, column=needs_grad_weight)
         row = expect(operands.row, "the input's codes for output")
@@ -220,12 +220,12 @@ def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -
 
 
 def _make_weight_quantizer(args: LinearArgs) -> Quantizer:
-    make_quantizer = Quantizer if args.sharding is None else args.sharding.weight_quantizer
+    make_quantizer = Quantizer if args.sharding is None else args.sharding.make_weight_quantizer
     return make_quantizer(args.config.casts.weight, args.hp_dtype, args.scales.weight)
 
 
 def _make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
-    make_quantizer = StoredQuantizer if args.sharding is None else args.sharding.grad_output_quantizer
+    make_quantizer = StoredQuantizer if args.sharding is None else args.sharding.make_grad_output_quantizer
     return make_quantizer(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
 
@@ -313,7 +313,7 @@ def get_output_dtype(input: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
-def refuse_transforms() -> None:
+def check_transforms() -> None:
     """Raise RuntimeError under a functorch transform that differentiates.
 
     Dynamo would drop the backward of the autograd function under such a transform, and gradients would be zero.
@@ -378,7 +378,7 @@ def apply_linear(
     probe = NO_PROBE if linear is None else linear.get_probe("weight")
     keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward
     args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, reader, probe)
-    refuse_transforms()
+    check_transforms()
     # A Function without jvp refuses forward-mode autodiff.
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)

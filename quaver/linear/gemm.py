@@ -131,19 +131,21 @@ def _choose_backend_for(a: Operand, b: Operand, options: MatmulOptions) -> GemmB
     return choose_backend(a.data.device, kind, emulate=options.emulate)
 
 
-def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
-    """Return whether `device` multiplies natively: the hardware reads both operands along the contracted dim."""
+def needs_contracted_dim_contiguous(device: torch.device, *, emulate: bool = False) -> bool:
+    """Return whether `device` multiplies natively: the hardware reads contiguous dot products of both operands."""
     return choose_backend(device, ScaleKind.TENSORWISE, emulate=emulate) is GemmBackend.NATIVE
 
 
 def lay_out_rows(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Return row codes in the layout that the device multiplies: the native backend needs contiguous rows."""
-    return codes if is_cpu(codes) or not reads_along_contracted(codes.device, emulate) else to_row_major(codes)
+    if is_cpu(codes) or not needs_contracted_dim_contiguous(codes.device, emulate=emulate):
+        return codes
+    return to_row_major(codes)
 
 
 def lay_out_columns(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Return column codes in the layout that the device multiplies: the native backend needs contiguous columns."""
-    if is_cpu(codes) or not reads_along_contracted(codes.device, emulate):
+    if is_cpu(codes) or not needs_contracted_dim_contiguous(codes.device, emulate=emulate):
         return codes
     return to_row_major(codes.t()).t()
 
@@ -156,7 +158,7 @@ def lay_out_saved_columns(codes: Tensor, gradient: Tensor, *, emulate: bool = Fa
     """
     if not torch.compiler.is_compiling() or is_cpu(codes) or codes.t().is_contiguous():
         return codes
-    if not reads_along_contracted(codes.device, emulate):
+    if not needs_contracted_dim_contiguous(codes.device, emulate=emulate):
         return codes
     laid_out: Tensor = to_column_major_after(codes, gradient)
     return laid_out

@@ -111,7 +111,7 @@ class Float8Linear(Float8Module, nn.Linear):
         scales = self.get_persistent_scales(input.device)
         bias_after_reduction = operands = None
         if sharding is not None:
-            weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
+            weight, bias, bias_after_reduction = sharding.get_local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
             operands = get_checked_operands(weight, self.float8_config)
         elif isinstance(weight, WrapperWeight):
@@ -130,7 +130,7 @@ class Float8Linear(Float8Module, nn.Linear):
         if self.scaling is not None:
             if recording is None:
                 recording = self.scaling.state.calibrating or torch.is_grad_enabled()
-            return self.scaling.scales(recording=recording, device=device, weight=self.weight)
+            return self.scaling.get_scales(recording=recording, device=device, weight=self.weight)
         if self.float8_config.has_persistent_scales:
             raise RuntimeError(
                 "this Float8Linear has delayed or static scaling but no state for its scales; give the model to "

@@ -37,10 +37,10 @@ class ScaleKind(enum.Enum):
     @property
     def block_length(self) -> int:
         """The length of a block along the contracted dim; 0 if the scales have no blocks."""
-        return next((length for length, kind in _BLOCKS.items() if kind is self), 0)
+        return next((length for length, kind in _KIND_OF_BLOCK_LENGTH.items() if kind is self), 0)
 
 
-_BLOCKS = {128: ScaleKind.BLOCKS_OF_128, 32: ScaleKind.BLOCKS_OF_32}
+_KIND_OF_BLOCK_LENGTH = {128: ScaleKind.BLOCKS_OF_128, 32: ScaleKind.BLOCKS_OF_32}
 
 
 def find_kind(a: Operand, b: Operand) -> ScaleKind | None:
@@ -54,7 +54,7 @@ def find_kind(a: Operand, b: Operand) -> ScaleKind | None:
 def find_block_kind(a: ScaleLayout, b: ScaleLayout) -> ScaleKind | None:
     """Return the kind of a [M, K] in blocks of 1 x n and b [K, N] in blocks of n x 1 or n x n, else None."""
     length = a.columns
-    return _BLOCKS.get(length) if a.rows == 1 and b.rows == length and b.columns in (1, length) else None
+    return _KIND_OF_BLOCK_LENGTH.get(length) if a.rows == 1 and b.rows == length and b.columns in (1, length) else None
 
 
 def prepare_native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -87,7 +87,7 @@ def native_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
     if kind is not None and kind.block_length:
         tensors, is_square = (a.data, b.data, a.dequant_scale, b.dequant_scale), b.layout.rows == b.layout.columns
         product = native_block_mm(*tensors, kind.block_length, is_square)
-        return _finish(product, rows, columns, bias, out_dtype)
+        return _unpad(product, rows, columns, bias, out_dtype)
     a_codes, b_codes, a_scale, b_scale = prepare_native_operands(a, b)
     native_dtype = torch.bfloat16 if a_scale.dim() else out_dtype
     bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b_codes.shape[1] == columns
@@ -100,10 +100,10 @@ def native_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
         out_dtype=native_dtype,
         use_fast_accum=use_fast_accum,
     )
-    return _finish(out, rows, columns, None if bias_inside else bias, out_dtype)
+    return _unpad(out, rows, columns, None if bias_inside else bias, out_dtype)
 
 
-def _finish(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _unpad(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Remove the padding, add the bias and convert to `out_dtype`."""
     if out.shape != (rows, columns):
         out = out[:rows, :columns].clone(memory_format=torch.contiguous_format)  # autograd.Functions return no views
@@ -124,6 +124,6 @@ def _append_zeros(operand: Operand, rows: int, columns: int) -> Operand:
     padded = pad_codes(codes, rows // layout.rows_of_byte, columns // layout.columns_of_byte)
     if scale is not None and not layout.is_tensorwise:
         down, across = layout.get_scale_shape(*layout.get_matrix_size(padded))
-        more = (0, across - scale.shape[1], 0, down - scale.shape[0])
-        scale = F.pad(scale, more, value=1.0) if any(more) else scale
+        padding = (0, across - scale.shape[1], 0, down - scale.shape[0])
+        scale = F.pad(scale, padding, value=1.0) if any(padding) else scale
     return Operand(padded, scale, layout, None, outer_scale)

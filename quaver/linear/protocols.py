@@ -36,18 +36,20 @@ class LinearSharding(Protocol):
     mesh: Any
     """The DeviceMesh of tensor parallelism, one axis."""
 
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
 
-    def input_quantizer(
+    def make_input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
         """Return the quantizer of this rank's part of the input; `reader` as in `choose_quantizer`."""
 
-    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+    def make_weight_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
         """Return the quantizer of this rank's part of the weight."""
 
-    def grad_output_quantizer(
+    def make_grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
         """Return the quantizer of this rank's part of grad_output."""

@@ -68,7 +68,7 @@ OPERANDS = ("input", "weight", "grad_output")
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
-_NOT_COPIED = ("views", "_persistent", "weight_versions")
+_NOT_COPIED = ("linear_scales", "_persistent", "weight_versions")
 """Attributes of a `ScaleState` that copies do not get."""
 
 
@@ -128,7 +128,7 @@ class ScaleState:
         return torch.where(torch.tensor(by_rule, device=quant_scale.device), invert_twice(quant_scale), quant_scale)
 
     def _reset_views(self) -> None:
-        self.views: list[LinearScales] = []
+        self.linear_scales: list[LinearScales] = []
         self.weight_versions: dict[int, int] = {}
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
@@ -143,7 +143,7 @@ class ScaleState:
     def device(self) -> torch.device:
         return self.quant_scale.device
 
-    def persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
+    def get_persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
         """Return the view of one slot, or None for None. Linears that share a slot get the same object."""
         if slot is None:
             return None
@@ -169,8 +169,8 @@ class ScaleState:
     @torch.inference_mode(False)
     def _renew_views(self) -> None:
         self._persistent.clear()
-        for views in self.views:
-            views.refresh()
+        for scales in self.linear_scales:
+            scales.refresh()
 
     def sync(self, group: ProcessGroup | None) -> None:
         """Compute the next scales of the delayed slots: a fixed number of kernels, and one all-reduce with a group.
@@ -230,7 +230,7 @@ class ScaleState:
         if weight is not None and self.has_delayed and not weight.is_inference():
             version = get_version(weight)
             self.is_sync_forgotten |= version != self.weight_versions.setdefault(linear, version)
-        if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
+        if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.linear_scales) and self.has_delayed:
             warn_user(
                 f"{FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
                 "delayed scales do not change until it is called. Call it once a step, after the backward",
@@ -253,17 +253,17 @@ class LinearScales:
         self.state, self.slots = state, slots
         self.weight_observed: Tensor | None = None
         """float32 [2], like `PersistentScale.amax_buffer`, of a cast of the weight before the forward."""
-        state.views.append(self)
+        state.linear_scales.append(self)
         self.refresh()
 
     def refresh(self) -> None:
         """Replace the views by new views of the state."""
         self.recorded, self.unrecorded = (
-            PersistentScales(*(self.state.persistent_scale(slot, record=record) for slot in self.slots))
+            PersistentScales(*(self.state.get_persistent_scale(slot, record=record) for slot in self.slots))
             for record in (True, False)
         )
 
-    def scales(self, *, recording: bool, device: torch.device, weight: Tensor | None = None) -> PersistentScales:
+    def get_scales(self, *, recording: bool, device: torch.device, weight: Tensor | None = None) -> PersistentScales:
         """Return the scales for casts on `device`, to which the state moves.
 
         Args:
@@ -304,7 +304,7 @@ class LinearScales:
         Args:
             observed: `weight_observed` of an earlier cast of the same weight, which this cast updates.
         """
-        scale = self.scales(recording=False, device=device).weight
+        scale = self.get_scales(recording=False, device=device).weight
         if scale is None:
             return None
         if observed is None:
@@ -313,7 +313,7 @@ class LinearScales:
         self.weight_observed = observed
         return scale._replace(amax_buffer=observed)
 
-    def named_slots(self, prefix: str = "") -> list[NamedSlot]:
+    def list_named_slots(self, prefix: str = "") -> list[NamedSlot]:
         """Return the slots of this linear, named `<prefix><operand>`."""
         slots = zip(OPERANDS, self.slots, strict=True)
         return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]

@@ -74,16 +74,16 @@ def _get_version(scale: PersistentScale | None) -> int:
 
 
 _entry: SharedOperands | None = None
-_open = threading.local()
+_running = threading.local()
 """`parents`: the ids of the modules whose forwards run on this thread, the outermost first."""
 
 
 def open_shared_input(parent: nn.Module, args: object) -> None:
     """Allow a cache while a parent's forward runs. A forward pre-hook."""
     if not torch.compiler.is_compiling():
-        parents = vars(_open).setdefault("parents", [])
+        parents = vars(_running).setdefault("parents", [])
         if id(parent) in parents:  # Ctrl-C ended its last forward, without the hook that closes
-            _remove(parent, parents)
+            _end_forward(parent, parents)
             clear_cached_operands()
         parents.append(id(parent))
 
@@ -91,13 +91,13 @@ def open_shared_input(parent: nn.Module, args: object) -> None:
 def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
     """Clear the cache when the outermost parent's forward ends, also if it raised. A forward hook."""
     if not torch.compiler.is_compiling():
-        parents = vars(_open).setdefault("parents", [])
-        _remove(parent, parents)
+        parents = vars(_running).setdefault("parents", [])
+        _end_forward(parent, parents)
         if not parents:
             clear_cached_operands()
 
 
-def _remove(parent: nn.Module, parents: list[int]) -> None:
+def _end_forward(parent: nn.Module, parents: list[int]) -> None:
     """Remove `parent`, and the modules that it called, from the running forwards."""
     if id(parent) in parents:
         del parents[parents.index(id(parent)) :]
@@ -116,12 +116,12 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
     for names in around:
         parent = next((modules[name] for name in names if held[name] > 1), None)
         if parent is not None and open_shared_input not in parent._forward_pre_hooks.values():
-            _rename(parent.register_forward_pre_hook(open_shared_input).id, parent._forward_pre_hooks)
+            _set_hook_key(parent.register_forward_pre_hook(open_shared_input).id, parent._forward_pre_hooks)
             ended = parent.register_forward_hook(close_shared_input, always_call=True).id
-            _rename(ended, parent._forward_hooks, parent._forward_hooks_always_called)
+            _set_hook_key(ended, parent._forward_hooks, parent._forward_hooks_always_called)
 
 
-def _rename(key: int, *hooks: dict[Any, Any]) -> None:
+def _set_hook_key(key: int, *hooks: dict[Any, Any]) -> None:
     """Give a hook the same key in all modules.
 
     torch.compile guards on the keys of always-called hooks. The default keys are numbers that differ from module to
@@ -140,7 +140,7 @@ def stop_sharing_inputs(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-def _clear_if(activation: weakref.ref[Tensor]) -> None:
+def _clear_dead_entry(activation: weakref.ref[Tensor]) -> None:
     entry = _entry
     if entry is not None and entry.activation is activation:
         clear_cached_operands()
@@ -182,7 +182,7 @@ class CachedQuantizer(Quantizer):
         cached = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
         weak_mode = None if mode is None else weakref.ref(mode)
         _entry = SharedOperands(
-            weakref.ref(hp, _clear_if),
+            weakref.ref(hp, _clear_dead_entry),
             get_version(hp),
             weak_mode,
             self.casts,
@@ -209,7 +209,7 @@ def choose_quantizer(
     """
     if torch.compiler.is_dynamo_compiling() or not reader or activation.is_inference():
         return Quantizer(casts, hp_dtype, scale)
-    if not vars(_open).get("parents") and not isinstance(_get_dispatch_mode(), POLICIES):
+    if not vars(_running).get("parents") and not isinstance(_get_dispatch_mode(), POLICIES):
         return Quantizer(casts, hp_dtype, scale)
     if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)

@@ -28,7 +28,7 @@ from quaver.torch_private.dispatch import OpOverload
 
 aten = torch.ops.aten
 
-_ROW = ["data_fp8", "dequant_scale", "outer_scale"]
+_ROW_TENSORS = ["data_fp8", "dequant_scale", "outer_scale"]
 """The tensors of the row operand. A separate column operand has the same names after "column_"."""
 
 Metadata = tuple[torch.dtype, str, tuple[ScaleLayout, ScaleLayout]]
@@ -153,7 +153,7 @@ class Float8Tensor(TensorForm):
         which = "own"
         if self.column_data_fp8 is None or self.column_data_fp8 is self.data_fp8:
             which = "none" if self.column_data_fp8 is None else "shared"
-        names = _ROW if which != "own" else [*_ROW, *(f"column_{name}" for name in _ROW)]
+        names = _ROW_TENSORS if which != "own" else [*_ROW_TENSORS, *(f"column_{name}" for name in _ROW_TENSORS)]
         return [name for name in names if getattr(self, name) is not None], (self.dtype, which, self.layouts)
 
     @classmethod
@@ -164,7 +164,7 @@ class Float8Tensor(TensorForm):
         row = Operand(inner["data_fp8"], inner["dequant_scale"], layouts[0], None, inner.get("outer_scale"))
         column = row if which == "shared" else None
         if which == "own":
-            codes, scale, outer = (inner.get(f"column_{name}") for name in _ROW)
+            codes, scale, outer = (inner.get(f"column_{name}") for name in _ROW_TENSORS)
             column = Operand(expect(codes), scale, layouts[1], None, outer)
         return cls.from_operands(row, column, dtype)
 
@@ -172,7 +172,7 @@ class Float8Tensor(TensorForm):
         return f"Float8Tensor(shape={list(self.shape)}, {self.data_fp8.dtype} for {self.dtype}, device={self.device})"
 
     def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = _OP_HANDLERS.get(func)
         return self.get_values(func, False) if handler is None else handler(func, *args, **kwargs)
 
     def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
@@ -242,7 +242,7 @@ def _as_strided(func: Any, tensor: Float8Tensor, size: Any, stride: Any, storage
     return _alias(aten.alias.default, tensor)
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
+_OP_HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _alias,
     aten.detach.default: _alias,
     aten.clone.default: _clone,

@@ -44,7 +44,7 @@ aten = torch.ops.aten
 
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 
-COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.empty_like.default})
+COPY_OPS = frozenset({aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.empty_like.default})
 """Ops that return another weight of the same form."""
 
 
@@ -65,14 +65,14 @@ class TensorForm(Tensor):
         raise NotImplementedError
 
     def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        """Handle a write of `func` to `values`, from `get_values`. A collective may write later: see `COLLECTIVES`."""
+        """Handle a write of `func` to `values`, from `get_values`. Ops of `COLLECTIVE_NAMESPACES` may write later."""
 
     def wrap_view(self, view: Tensor) -> Tensor:
         """Wrap a view of the values that an op returned. By default views stay plain tensors."""
         return view
 
     def wrap_copy(self, func: OpOverload, copied: Tensor) -> Tensor:
-        """Wrap a copy of the values that an op of `COPIES` returned. By default copies stay plain tensors."""
+        """Wrap a copy of the values that an op of `COPY_OPS` returned. By default copies stay plain tensors."""
         return copied
 
     @classmethod
@@ -111,7 +111,7 @@ class TensorForm(Tensor):
             return tree_map_only(Tensor, lambda tensor: form_of_values.get(id(tensor), tensor), result)
         if is_view(func):
             return tree_map_only(Tensor, forms[0].wrap_view, result)
-        return forms[0].wrap_copy(func, result) if func in COPIES else result
+        return forms[0].wrap_copy(func, result) if func in COPY_OPS else result
 
 
 def match_inference_mode(tensor: Tensor) -> AbstractContextManager[object]:
@@ -294,7 +294,7 @@ def find_forms(tree: Any) -> list[TensorForm]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorForm)]
 
 
-COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional"})
 """Namespaces of communication ops, which may write after they return."""
 
 

@@ -43,7 +43,9 @@ class _Sharding:
         self.mesh = mesh
         self.group = mesh.get_group()
 
-    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+    def make_weight_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, self.weight_dim)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
@@ -73,15 +75,15 @@ class ColwiseSharding(_Sharding):
         if self.all_gather_input is not None:
             self.all_gather_input.follow_config()
 
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return to_local(weight), None if bias is None else to_local(bias), None
 
-    def input_quantizer(
+    def make_input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
         return choose_quantizer(input, casts, hp_dtype, scale, reader)
 
-    def grad_output_quantizer(
+    def make_grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
@@ -105,19 +107,19 @@ class RowwiseSharding(_Sharding):
         super().__init__(mesh)
         self.sequence_dim = sequence_dim
 
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if bias is None:
             return to_local(weight), None, None
         # The bias is added once, after the reduction. If ranks then hold different tokens, its gradient is partial.
         partial = None if self.sequence_dim is None else [Partial()]
         return to_local(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
 
-    def input_quantizer(
+    def make_input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
 
-    def grad_output_quantizer(
+    def make_grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
         if self.sequence_dim is None:
@@ -146,9 +148,9 @@ class RowwiseSharding(_Sharding):
 class PartialSumSharding(RowwiseSharding):
     """weight [N, K/T], input [.., K/T]; the output is Partial(), and its caller redistributes it."""
 
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """See `LinearSharding`. The bias is zero on all ranks but the first, with the whole gradient on every rank."""
-        weight, _, local_bias = super().local_parameters(weight, bias)
+        weight, _, local_bias = super().get_local_parameters(weight, bias)
         if local_bias is not None and self.mesh.get_local_rank() > 0:
             local_bias = local_bias - local_bias.detach()
         return weight, None, local_bias
@@ -172,22 +174,24 @@ class ReplicatedSharding(_Sharding):
         super().__init__(mesh)
         self.layout = layout
 
-    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         placements = [Replicate() if self.layout == Replicate() else Partial()]  # of the gradients
         local_bias = None if bias is None else typing.cast(DTensor, bias).to_local(grad_placements=placements)
         return typing.cast(DTensor, weight).to_local(grad_placements=placements), local_bias, None
 
-    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+    def make_weight_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
         return Quantizer(casts, hp_dtype, scale)
 
-    def input_quantizer(
+    def make_input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
         if self.layout == Replicate():
             return choose_quantizer(input, casts, hp_dtype, scale, reader)
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 0)
 
-    def grad_output_quantizer(
+    def make_grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
         if self.layout == Replicate():

@@ -75,7 +75,7 @@ class PreparedShard:
         self._writes = self._version = 0
         self.check()
 
-    def all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
+    def get_all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
         """Return the inputs of FSDP2's all-gather. The first call makes them by `quantize`."""
         self.check()
         if self._inputs is None:

@@ -17,7 +17,7 @@ from quaver.experts.grouped_mm import quantize_weight
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import COLLECTIVES, WrapperWeight
+from quaver.linear.weight_form import COLLECTIVE_NAMESPACES, WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
@@ -132,7 +132,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         return self._alias() if func in (aten.detach.default, aten.alias.default) else NotImplemented
 
     def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        if func.namespace in COLLECTIVES:
+        if func.namespace in COLLECTIVE_NAMESPACES:
             self._quantized = _NEVER
         else:
             self.quantize()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.linear.gemm import reads_along_contracted
+from quaver.linear.gemm import needs_contracted_dim_contiguous
 from tests.gpu.device import DEVICE, Graph, needs_silicon, side_stream, smaller
 from tests.reference import RECIPES, sqnr_db
 from tests.steps import assert_same, results_of
@@ -16,7 +16,7 @@ SIZE, TOKENS = smaller(256, 64), smaller(512, 48)
 
 
 def make(recipe, bias=False):
-    if not reads_along_contracted(torch.device(DEVICE)):
+    if not needs_contracted_dim_contiguous(torch.device(DEVICE)):
         pytest.skip("this GPU multiplies no float8")
     config = Float8LinearConfig.from_recipe_name(recipe)
     return Float8Linear(SIZE, SIZE, bias=bias, dtype=torch.bfloat16, device=DEVICE, config=config)

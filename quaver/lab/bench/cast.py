@@ -27,7 +27,7 @@ from quaver.lab.bench.peer import make_torchao_cast
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
-from quaver.linear.gemm import lay_out_columns, lay_out_rows, reads_along_contracted
+from quaver.linear.gemm import lay_out_columns, lay_out_rows, needs_contracted_dim_contiguous
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
@@ -64,7 +64,7 @@ class CastKind:
 
     def count_floor_bytes(self, itemsize: int, device: torch.device) -> int:
         """Return the least bytes per element."""
-        needs_layouts = reads_along_contracted(device) or self.cast.is_rowwise
+        needs_layouts = needs_contracted_dim_contiguous(device) or self.cast.is_rowwise
         return self.passes * itemsize + (len(self.dims) if needs_layouts else 1)
 
 

@@ -80,7 +80,7 @@ def test_the_share_is_of_the_precisions_own_peak():
 def test_the_floor_of_a_cpu_and_of_hardware_that_multiplies_float8(monkeypatch):
     floors = {name: kind.count_floor_bytes(2, CPU) for name, kind in KINDS.items()}
     assert floors == {"tensorwise": 5, "delayed": 3, "rowwise": 3, "rowwise_both": 6}
-    monkeypatch.setattr(cast, "reads_along_contracted", lambda device: True)
+    monkeypatch.setattr(cast, "needs_contracted_dim_contiguous", lambda device: True)
     floors = {name: kind.count_floor_bytes(2, torch.device("cuda")) for name, kind in KINDS.items()}
     assert floors == {"tensorwise": 6, "delayed": 4, "rowwise": 3, "rowwise_both": 6}
 

@@ -125,7 +125,7 @@ def _check_operands(config, is_delayed, features, tokens, hp_dtype):
             options |= {"input": local, "reader": 0} if operand == "input" else {}
             expected = quantize(hp, config, operand, reference_scales[operand])
             for directions in DIRECTIONS:
-                quantizer = getattr(linear.sharding, f"{operand}_quantizer")(**options)
+                quantizer = getattr(linear.sharding, f"make_{operand}_quantizer")(**options)
                 operands = quantizer(local, row="row" in directions, column="column" in directions)
                 for direction in directions:
                     assert_part_of(getattr(operands, direction), getattr(expected, direction), dim_of_matrix)

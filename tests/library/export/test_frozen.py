@@ -182,7 +182,7 @@ def test_delayed_exports_are_quantized_dynamically(tmp_path):
 
 
 def test_a_card_tells_of_a_merge(tmp_path, caplog):
-    frozen_weight.warn_of_merges.cache_clear()
+    frozen_weight.log_merge_cost.cache_clear()
     frozen = freeze_to_float8(Tiny(), module_filter_fn=not_the_head)
     save_float8(frozen, tmp_path / "plain", config={})
     assert "are bit-identical to the training forward" in (tmp_path / "plain/README.md").read_text()

@@ -19,7 +19,7 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.conversion.delayed import named_slots
+from quaver.conversion.delayed import list_named_slots
 from tests.models import Block, rope_tables
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import assert_same
@@ -88,7 +88,7 @@ def _run_eager_and_compiled(make, recipe, card_name, knows_scales=True, options=
             parameter.requires_grad_()
         model = function if isinstance(function, nn.Module) else nn.Module()
         scaling = float8_scaling_state(model)
-        states = {id(state): state for _, state, _ in named_slots(model)}.values()
+        states = {id(state): state for _, state, _ in list_named_slots(model)}.values()
         run(function)  # probes
         if knows_scales:
             sync_float8_amax_and_scale_history(model)
