@@ -64,7 +64,7 @@ def _dequantize_activation(codes: Tensor, scale: Tensor, layout: Sequence[int], 
     Raises:
         ValueError: a scale of another shape.
     """
-    _, columns = _check_scale(codes, scale, layout).block(codes.shape)
+    _, columns = _check_scale(codes, scale, layout).get_block_shape(codes.shape)
     wide_dtype = torch.float32 if dtype is torch.float16 else dtype
     if scale.shape[1] > 1:
         scale = scale.repeat_interleave(columns, dim=1)[:, : codes.shape[1]]

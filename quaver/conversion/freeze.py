@@ -187,7 +187,7 @@ def resolve_frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | 
     weight = config.casts.weight
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
-    weight.row.known_layout("freeze_to_float8")
+    weight.row.require_layout("freeze_to_float8")
     if weight.row.is_disabled or not (weight.has_equal_casts or config.backward != "float8"):
         raise ValueError(
             "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "

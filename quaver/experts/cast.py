@@ -249,6 +249,6 @@ def cast_groups(
     if cast.is_disabled:
         return select_directions(Operand(hp), row, column)
     granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.rule)
-    cast.known_layout("grouped matmuls")
+    cast.require_layout("grouped matmuls")
     operands: Operands = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
     return operands

@@ -43,7 +43,7 @@ def find_config_obstacle(config: Float8LinearConfig) -> str:
         return DYNAMIC_ONLY
     try:
         for cast in (cast for operand in config.casts for cast in operand.directions if not cast.is_disabled):
-            cast.known_layout("experts")
+            cast.require_layout("experts")
     except NotImplementedError as error:
         return str(error)
     return ""
@@ -182,7 +182,7 @@ def get_parameter_casts(config: Float8LinearConfig, transposed: bool) -> Operand
 def get_parameter_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
     """Return the layouts of the row and column codes of stored weights."""
     casts = get_parameter_casts(config, transposed).directions
-    row, column = (cast.known_layout("grouped matmuls") for cast in casts)
+    row, column = (cast.require_layout("grouped matmuls") for cast in casts)
     column = column.get_column_layout()
     if config.casts.weight.is_dequantized:
         row = column = column if transposed else row
@@ -243,7 +243,7 @@ def float8_grouped_mm(
     Raises:
         ValueError: shapes, dtypes or ends that do not fit, or a config with delayed or static scaling. Ends on a GPU
             are not checked.
-        NotImplementedError: a config with 4-bit codes, or whose casts have no `ScalingGranularity.layout`.
+        NotImplementedError: a config with 4-bit codes, or whose casts have no `ScalingGranularity.get_layout`.
     """
     config = resolve_config(config)
     if config.has_persistent_scales:

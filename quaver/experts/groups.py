@@ -107,7 +107,7 @@ def select_group(operand: Operand, group: int, start: int, stop: int) -> Operand
 
 def get_cast_layout(granularity: str, dot_products: int, length: int) -> ScaleLayout:
     """Return the layout of row codes; see the table at the top of the file."""
-    layout = ScalingGranularity(granularity).layout((dot_products, length))
+    layout = ScalingGranularity(granularity).get_layout((dot_products, length))
     if layout is None:
         raise NotImplementedError(f"experts: {granularity} casts do not say which elements share a scale")
     return layout

@@ -78,7 +78,7 @@ def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearCo
 
 
 def _get_layout(config: Float8LinearConfig) -> ScaleLayout:
-    return config.casts.weight.row.known_layout("export")
+    return config.casts.weight.row.require_layout("export")
 
 
 def _add_stack_dim(shape: tuple[int, ...] | torch.Size, leading: int = 1) -> tuple[int, ...]:

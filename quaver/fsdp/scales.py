@@ -61,10 +61,10 @@ def list_layouts(weight: ModuleWeight) -> list[ScaleLayout]:
 
 def list_linear_layouts(casts: OperandCasts) -> list[ScaleLayout]:
     """Return `list_layouts` of a linear whose weight has these casts."""
-    row = casts.row.known_layout("float8 all-gather", allows_packed=True)
+    row = casts.row.require_layout("float8 all-gather", allows_packed=True)
     column = row
     if not casts.is_dequantized:
-        column = casts.column.known_layout("float8 all-gather", allows_packed=True).get_column_layout()
+        column = casts.column.require_layout("float8 all-gather", allows_packed=True).get_column_layout()
     return [row] if row == column else [row, column]
 
 

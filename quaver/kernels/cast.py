@@ -368,7 +368,7 @@ CASTS = {
     ScalingGranularity.ROWWISE: cast_rowwise,
     ScalingGranularity.BLOCKWISE: cast_blockwise,
 }
-"""(hp, float8_dtype, row, column, power_of_2, *`CastConfig.options`) -> `Operands`."""
+"""(hp, float8_dtype, row, column, power_of_2, *`CastConfig.trailing_arguments`) -> `Operands`."""
 
 
 _ROWS_PER_RUN = 8

@@ -204,7 +204,7 @@ def _describe_granularity(scale: Tensor, layout: ScaleLayout, rows: int, columns
         if scale.shape == (1, columns):
             return {"dim": 0}
         if scale.shape == layout.get_scale_shape(rows, columns):
-            return {"dim": _BLOCKS, "block_size": layout.block((rows, columns))}
+            return {"dim": _BLOCKS, "block_size": layout.get_block_shape((rows, columns))}
     shape = list(layout.get_scale_shape(rows, columns))
     raise _make_error(scale, f"expected a contiguous float32 scale of shape {shape} ({layout})")
 
@@ -406,7 +406,7 @@ def observe(
         return None
     codes = codes if codes is None or codes.stride(1) == 1 else codes.contiguous()
     threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MAX_THREADS)
-    block_size, blocks = layout.block(hp.shape), layout.get_scale_shape(rows, columns) or (1, 1)
+    block_size, blocks = layout.get_block_shape(hp.shape), layout.get_scale_shape(rows, columns) or (1, 1)
     for scale in (quant_scale, dequant_scale):
         is_dense = is_plain(scale) and scale.is_contiguous()
         if not (is_dense and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import HP_DTYPES, get_format
-from quaver.recipes.scale_rules import RULES, get_rule, has_cast_kernel, round_to_float32
+from quaver.recipes.scale_rules import SCALE_RULES, get_rule, has_cast_kernel, round_to_float32
 from quaver.recipes.scaling import EPS, PLAIN_TYPES, get_float32_bits
 from quaver.runtime.devices import compute_capability
 
@@ -183,7 +183,7 @@ def make_cast_target(float8_dtype: torch.dtype, power_of_2: bool = False, rule: 
         *limits,
         power_of_2,
         *exponents,
-        by_rule=rule in RULES,
+        by_rule=rule in SCALE_RULES,
         inverse_max=round_to_float32(1 / fmt.max),
         form=equations.form,
         smallest_amax=equations.smallest_amax,

@@ -47,7 +47,7 @@ from quaver.kernels.triton_blocks import (
     widen,
 )
 from quaver.recipes.scale_layout import ScaleLayout
-from quaver.recipes.scale_rules import RULES
+from quaver.recipes.scale_rules import SCALE_RULES
 from quaver.recipes.scaling import compute_e8m0_offset
 
 try:
@@ -67,7 +67,7 @@ class BlockRule(NamedTuple):
 
 
 def _make_block_rule(rows: int, columns: int, float8_dtype: torch.dtype, rule: str) -> BlockRule:
-    is_e8m0 = bool(rule) and rule not in RULES
+    is_e8m0 = bool(rule) and rule not in SCALE_RULES
     return BlockRule(rows, columns, is_e8m0, compute_e8m0_offset(float8_dtype, rule) if is_e8m0 else 0)
 
 

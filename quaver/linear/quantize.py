@@ -102,7 +102,7 @@ class Quantizer:
         # Only weights, which are in memory, have square blocks.
         is_weight = cast.is_blockwise and not cast.depends_on_direction
         casts = MATERIALIZED_CASTS if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
-        return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.options)
+        return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.trailing_arguments)
 
     def derive_scales(self, cast: CastConfig, operands: Operands) -> Scales | None:
         """Return the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
@@ -142,7 +142,7 @@ class StoredQuantizer(Quantizer):
         if cast.is_persistent and self.scale is not None:
             dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
             return cast_with_persistent_scale(hp, self.scale, dtype, row, column, power_of_2, True)
-        return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.options)
+        return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.trailing_arguments)
 
 
 def flatten_to_matrix(hp: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
         quant = dequant.reciprocal() if cast.quant_scale is None else cast.quant_scale.double().contiguous()
     sums = cpu.observe(hp, codes, quant, dequant, layout) if is_cpu(hp) else None
     if sums is None:
-        sums = observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
+        sums = observe_in_pytorch(hp, codes, quant, dequant, layout.get_block_shape(hp.shape))
     signal, noise, counts = sums
     slot[_COUNTS_AND_EXTREMES], slot[SlotIndex.FOURTH] = counts[:-1], counts[-1]
     slot[SlotIndex.SIGNAL] = signal.sum()

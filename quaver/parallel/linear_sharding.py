@@ -212,7 +212,7 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
     # Configs give the layout of row codes; in column codes blocks are transposed.
     cast_dims = [(operand.row, dim) for operand, dim in sharded]
     cast_dims += [(operand.column, 1 - dim) for operand, dim in sharded]
-    lengths = [cast.known_layout("tensor parallelism")[dim] for cast, dim in cast_dims if not cast.is_disabled]
+    lengths = [cast.require_layout("tensor parallelism")[dim] for cast, dim in cast_dims if not cast.is_disabled]
     block = max([1, *lengths])
     name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
     part = -(-features // ranks)

@@ -61,7 +61,7 @@ class TensorParallelQuantizer(Quantizer):
         """See `Quantizer`; the ranks agree on scales that reduce the sharded dim."""
         if cast.is_disabled:
             return super().cast(cast, hp, row, column, scales)
-        layout = cast.known_layout("tensor parallelism")
+        layout = cast.require_layout("tensor parallelism")
         if layout.is_blockwise:
             return super().cast(cast, hp, row, column, scales)
         if not layout.is_tensorwise:
@@ -171,7 +171,7 @@ def _lay_out_columns(codes: Tensor) -> Tensor:
 
 def _count_tokens_per_scale(cast: CastConfig, direction: int) -> int:
     """Count the tokens that share a scale in row (0) or column (1) codes; 0 if all tokens do."""
-    return cast.known_layout("tensor parallelism")[direction]
+    return cast.require_layout("tensor parallelism")[direction]
 
 
 def _is_traced(scale: PersistentScale) -> bool:

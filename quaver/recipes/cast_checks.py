@@ -80,7 +80,7 @@ def _check_powers_of_2(casts: LinearCasts) -> None:
 
 def _check_all_gather(weight: OperandCasts, backward: str) -> None:
     for cast in weight.directions:
-        cast.known_layout("enable_fsdp_float8_all_gather", allows_packed=True)
+        cast.require_layout("enable_fsdp_float8_all_gather", allows_packed=True)
         one_cast = weight.has_equal_casts or weight.is_dequantized
         check_field(
             cast.scale_rule is None or (one_cast and not get_rule(cast.scale_rule).divides),

@@ -23,7 +23,7 @@ from quaver.recipes.scale_layout import (
     ScaleLayout,
     make_block_layout,
 )
-from quaver.recipes.scale_rules import RULES
+from quaver.recipes.scale_rules import SCALE_RULES
 
 
 class ScalingType(enum.Enum):
@@ -63,11 +63,11 @@ class ScalingGranularity(enum.Enum):
         """Return "ten", "axs" or "blk"."""
         return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, self.value[:3])
 
-    def layout(self, block_size: tuple[int, int] | None) -> ScaleLayout | None:
+    def get_layout(self, block_size: tuple[int, int] | None) -> ScaleLayout | None:
         """Return which elements of row codes share a scale; column codes have the transposed layout.
 
         Returns None for a granularity without a known layout. Code that needs the layout calls
-        `CastConfig.known_layout`, which raises instead.
+        `CastConfig.require_layout`, which raises instead.
         """
         if self is ScalingGranularity.BLOCKWISE and block_size is not None:
             return ScaleLayout(*block_size)
@@ -147,10 +147,10 @@ class CastConfig:
 
     @cached_property
     def layout(self) -> ScaleLayout | None:
-        """`ScalingGranularity.layout`, and for e2m1 which codes share a byte."""
+        """`ScalingGranularity.get_layout`, and for e2m1 which codes share a byte."""
         if self.target_dtype is E2M1.dtype and self.block_size is not None:
             return make_block_layout(self.target_dtype, *self.block_size)
-        return self.scaling_granularity.layout(self.block_size)
+        return self.scaling_granularity.get_layout(self.block_size)
 
     @cached_property
     def depends_on_direction(self) -> bool:
@@ -158,7 +158,7 @@ class CastConfig:
         return self.layout is None or self.layout.rows != self.layout.columns
 
     @cached_property
-    def options(self) -> tuple[int | str, ...]:
+    def trailing_arguments(self) -> tuple[int | str, ...]:
         """The last arguments of a cast: the block size, if it has blocks, and `rule`."""
         return *(self.block_size or ()), self.rule
 
@@ -170,8 +170,8 @@ class CastConfig:
         if self.is_persistent and not self.is_tensorwise:
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
-                f"tensorwise, got {_granularity(self)}; row i is a different token in each step, so its scale cannot "
-                "be reused"
+                f"tensorwise, got {_describe_granularity(self)}; row i is a different token in each step, so its scale "
+                "cannot be reused"
             )
         is_packed = self.target_dtype is E2M1.dtype
         has_blocks = self.is_blockwise or self.is_disabled
@@ -186,7 +186,7 @@ class CastConfig:
         if self.static_quant_scale is not None:
             self._check_static_scale(self.static_quant_scale)
         object.__setattr__(self, "static_scale", self.static_quant_scale)
-        for name in _CACHED:
+        for name in _CACHED_PROPERTIES:
             getattr(self, name)
 
     def _check_blocks(self) -> None:
@@ -209,28 +209,33 @@ class CastConfig:
     def _check_rule(self) -> None:
         if (rule := self.scale_rule) is None:
             return
-        check_field(isinstance(rule, str) and rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
+        check_field(
+            isinstance(rule, str) and rule in SCALE_RULES,
+            "scale_rule",
+            f"None or one of {', '.join(SCALE_RULES)}",
+            rule,
+        )
         mode, scaling, dtype = self.scale_calculation_mode, self.scaling_type, self.target_dtype
         check_field(mode is None, "scale_calculation_mode", "None next to scale_rule", mode)
-        is_static = scaling is ScalingType.STATIC and RULES[rule].takes_dequant_scales
+        is_static = scaling is ScalingType.STATIC and SCALE_RULES[rule].takes_dequant_scales
         is_known = scaling is ScalingType.DYNAMIC or is_static
         check_field(is_known, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
         check_field(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
 
-    def known_layout(self, feature: str, *, allows_packed: bool = False) -> ScaleLayout:
+    def require_layout(self, feature: str, *, allows_packed: bool = False) -> ScaleLayout:
         """Return `layout`, for a feature that depends on it.
 
         Args:
             feature: its name, for the error.
             allows_packed: whether it supports 4-bit codes.
         Raises:
-            NotImplementedError: the granularity has no `ScalingGranularity.layout`, or the feature supports no 4-bit
-                codes.
+            NotImplementedError: `ScalingGranularity.get_layout` does not know the granularity, or the feature supports
+                no 4-bit codes.
         """
         if self.layout is None:
             raise NotImplementedError(
                 f"{feature}: {self.granularity} casts do not say which elements share a scale "
-                f"(ScalingGranularity.layout); use tensorwise, row-wise or block-wise scales, or turn {feature} off"
+                f"(ScalingGranularity.get_layout); use tensorwise, row-wise or block-wise scales, or turn {feature} off"
             )
         if self.layout.is_packed and not allows_packed:
             raise NotImplementedError(f"{feature}: expected codes of eight bits, got {self}")
@@ -282,13 +287,13 @@ class CastConfig:
             return "high precision"
         name = "default format" if self.target_dtype is None else get_format(self.target_dtype).name
         scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
-        return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
+        return f"{self.scaling_type.value} {_describe_granularity(self)} {name}{scale}"
 
 
-_CACHED = [name for name, attribute in vars(CastConfig).items() if isinstance(attribute, cached_property)]
+_CACHED_PROPERTIES = [name for name, attribute in vars(CastConfig).items() if isinstance(attribute, cached_property)]
 
 
-def _granularity(cast: CastConfig) -> str:
+def _describe_granularity(cast: CastConfig) -> str:
     mode = cast.scale_calculation_mode
     by_rule = "" if cast.scale_rule is None else f" by the rule {cast.scale_rule}"
     return (cast.granularity if mode is None else f"{cast.granularity} E8M0 {mode.value}") + by_rule

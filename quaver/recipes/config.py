@@ -27,9 +27,9 @@ from quaver.recipes.linear_casts import (
     disable,
     name_cast,
 )
-from quaver.recipes.recipe_name import BACKWARDS, Float8LinearRecipeName, split_recipe
+from quaver.recipes.recipe_name import BACKWARD_MODES, Float8LinearRecipeName, split_recipe
 from quaver.recipes.scale_layout import BLOCK_SIZES
-from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_op_config, from_torchao
+from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, convert_from_torchao, convert_op_config
 
 __all__ = [
     "BLOCK_SIZES",
@@ -184,7 +184,7 @@ class Float8LinearConfig:
         check_field(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
 
     def _resolve_options(self) -> None:
-        check_field(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
+        check_field(self.backward in BACKWARD_MODES, "backward", f"one of {', '.join(BACKWARD_MODES)}", self.backward)
         names = self.high_precision_matmuls
         is_list = isinstance(names, Collection) and not isinstance(names, str)
         are_known = is_list and all(name in tuple(MATMULS) for name in names)
@@ -238,7 +238,7 @@ class Float8LinearConfig:
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
         """The recipe with the same casts, whatever the other options are; None if no recipe has them."""
-        for recipe, config in _RECIPES[BACKWARDS[0]].items():
+        for recipe, config in _RECIPES[BACKWARD_MODES[0]].items():
             if self.casts == config.casts:
                 return recipe
         return None
@@ -331,7 +331,7 @@ def _make_block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
 
 def _get_named_config(name: Float8LinearRecipeName | str) -> Float8LinearConfig:
     recipe, backward = split_recipe(name)
-    return _RECIPES[backward or BACKWARDS[0]][recipe]
+    return _RECIPES[backward or BACKWARD_MODES[0]][recipe]
 
 
 def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
@@ -346,13 +346,13 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     if isinstance(config, Float8LinearConfig):
         return config
     if config is None:
-        return _RECIPES[BACKWARDS[0]][Float8LinearRecipeName.TENSORWISE]
+        return _RECIPES[BACKWARD_MODES[0]][Float8LinearRecipeName.TENSORWISE]
     if isinstance(config, Float8LinearRecipeName | str):
         return _get_named_config(config)
-    op_config: Float8LinearConfig | None = from_op_config(config, Float8LinearConfig.from_recipe_name)
+    op_config: Float8LinearConfig | None = convert_op_config(config, Float8LinearConfig.from_recipe_name)
     if op_config is not None:
         return op_config
-    accepted = from_torchao(from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
+    accepted = convert_from_torchao(convert_from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
     if accepted is not config:
         return resolve_config(accepted)
     raise TypeError(
@@ -383,6 +383,6 @@ def _resolve_operand(
 
 _RECIPES = {
     backward: {name: replace(config, backward=backward) for name, config in _make_recipes().items()}
-    for backward in BACKWARDS
+    for backward in BACKWARD_MODES
 }
 """The configs of all recipes, by `backward` and name."""

@@ -38,7 +38,7 @@ class DelayedScalingConfig:
         for name in ("history_len", "margin"):
             convert_field(self, name, int)
         check_field(1 <= self.history_len <= 65536, "history_len", "1 to 65536 steps", self.history_len)
-        for name, choices in (("scale_fn_name", _SCALE_FNS), ("nonfinite_amax", _POLICIES)):
+        for name, choices in (("scale_fn_name", _SCALE_FNS), ("nonfinite_amax", _NONFINITE_POLICIES)):
             value = getattr(self, name)
             check_field(value in choices, name, f"one of {', '.join(choices)}", value)
         check_field(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
@@ -47,4 +47,4 @@ class DelayedScalingConfig:
 
 
 _SCALE_FNS = ("max", "most_recent")
-_POLICIES = ("skip", "keep_scale")
+_NONFINITE_POLICIES = ("skip", "keep_scale")

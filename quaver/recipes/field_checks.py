@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import is_dataclass
 
-from quaver.recipes.torchao_forms import from_torchao
+from quaver.recipes.torchao_forms import convert_from_torchao
 
 
 def convert_field(config: object, name: str, expected: type) -> None:
@@ -14,7 +14,7 @@ def convert_field(config: object, name: str, expected: type) -> None:
     Raises:
         ValueError: the field then has another type.
     """
-    value = from_torchao(getattr(config, name), expected)
+    value = convert_from_torchao(getattr(config, name), expected)
     if isinstance(value, dict) and is_dataclass(expected):
         value = expected(**value)
     object.__setattr__(config, name, value)

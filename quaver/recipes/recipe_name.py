@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 
-from quaver.recipes.torchao_forms import from_torchao
+from quaver.recipes.torchao_forms import convert_from_torchao
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import suggest
 
-BACKWARDS = ("float8", "dequantized", "high_precision")
+BACKWARD_MODES = ("float8", "dequantized", "high_precision")
 """The values of `Float8LinearConfig.backward`."""
 
 
@@ -46,7 +46,7 @@ class Float8LinearRecipeName(enum.Enum):
         aliases |= {"mxfp8_rceil": cls.MXFP8, "mxfp8_rceil_wgrad_with_hp": cls.MXFP8_WITH_GW_HP}
         if isinstance(value, str) and value in aliases:
             return aliases[value]
-        accepted = from_torchao(value, cls)
+        accepted = convert_from_torchao(value, cls)
         if isinstance(accepted, cls):
             return accepted
         names = [name.value for name in cls]
@@ -60,8 +60,8 @@ def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipe
         InputError: the recipe or the `backward` is unknown; the message lists the choices.
     """
     recipe, colon, backward = name.partition(":") if isinstance(name, str) else (name, "", "")
-    expected = f"one of {', '.join(BACKWARDS)} after the :"
-    if colon and backward not in BACKWARDS:
+    expected = f"one of {', '.join(BACKWARD_MODES)} after the :"
+    if colon and backward not in BACKWARD_MODES:
         raise InputError(f"recipe {name!r}: expected {expected}, got {backward!r}")
     return Float8LinearRecipeName(recipe), backward
 
@@ -73,4 +73,4 @@ def canonicalize_recipe(name: Float8LinearRecipeName | str) -> str:
         InputError: as `split_recipe`.
     """
     recipe, backward = split_recipe(name)
-    return recipe.value if backward in ("", BACKWARDS[0]) else f"{recipe.value}:{backward}"
+    return recipe.value if backward in ("", BACKWARD_MODES[0]) else f"{recipe.value}:{backward}"

@@ -76,7 +76,7 @@ def quantize(
         )
         persistent.amax = torch.maximum(persistent.amax, amax)
     elif cast.is_blockwise:
-        layout = cast.known_layout("the reference")
+        layout = cast.require_layout("the reference")
         codes, _, dequant_scale = scaling.dynamic_cast_blocks(
             hp,
             dtype,

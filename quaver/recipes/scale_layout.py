@@ -76,7 +76,7 @@ class ScaleLayout(NamedTuple):
         """Whether a scale spans neither a whole row nor a whole column."""
         return ALL not in self
 
-    def block(self, size: Sequence[int]) -> tuple[int, int]:
+    def get_block_shape(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the rows and columns of a block in a matrix of `size`, both at least 1."""
         return self.rows or max(size[0], 1), self.columns or max(size[1], 1)
 
@@ -138,7 +138,7 @@ def infer_layout(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
         return TENSORWISE
     lengths = [_infer_length(count, n) for count, n in zip(scale.shape, size, strict=False)]
     if scale.dim() != 2 or len(size) != 2 or None in lengths:
-        shapes = {layout: list(layout.get_scale_shape(size[0], size[1])) for layout in _KNOWN}
+        shapes = {layout: list(layout.get_scale_shape(size[0], size[1])) for layout in _INFERRED_LAYOUTS}
         blocks = ", ".join(f"{shape} ({layout})" for layout, shape in shapes.items())
         raise ValueError(
             f"expected a scale of shape [] (tensorwise), {blocks} or their transposes for a matrix of {list(size)}, "
@@ -148,12 +148,12 @@ def infer_layout(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
     return ScaleLayout(size[0], size[1]) if layout.is_tensorwise else layout  # [1, 1]: one block
 
 
-_KNOWN = (ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES))
-_LENGTHS = sorted({1, *(length for block in BLOCK_SIZES for length in block)})
+_INFERRED_LAYOUTS = (ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES))
+_INFERRED_LENGTHS = sorted({1, *(length for block in BLOCK_SIZES for length in block)})
 
 
 def _infer_length(count: int, elements: int) -> int | None:
     """Return the block length that cuts a dim of `elements` into `count` blocks, `ALL` for one block, or None."""
     if count == 1 != elements:
         return ALL
-    return next((length for length in _LENGTHS if count == -(-elements // length)), None)
+    return next((length for length in _INFERRED_LENGTHS if count == -(-elements // length)), None)

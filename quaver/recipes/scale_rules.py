@@ -31,7 +31,7 @@ from quaver.recipes.formats import get_format
 from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.tracing import assume_constant_result
 
-_MANTISSA = (1 << 23) - 1
+_MANTISSA_MASK = (1 << 23) - 1
 
 
 class ScaleRule(NamedTuple):
@@ -66,7 +66,7 @@ _SGLANG_GROUP = ScaleRule("amax", smallest_amax=round_to_float32(1e-10))
 _DEEPGEMM = ScaleRule(smallest_amax=round_to_float32(1e-4))
 _TRANSFORMERS = ScaleRule("reciprocal", zero_scales=(1.0, 1.0))
 
-RULES: dict[str, ScaleRule] = {
+SCALE_RULES: dict[str, ScaleRule] = {
     "vllm": _VLLM,
     "vllm-kernel": _VLLM._replace(divides=True),
     "vllm-group": _GROUP,
@@ -86,7 +86,7 @@ RULES: dict[str, ScaleRule] = {
 
 
 def get_rule(rule: str) -> ScaleRule:
-    """Return the equations of a rule in `RULES`, or the default `ScaleRule` for other rules."""
+    """Return the equations of a rule in `SCALE_RULES`, or the default `ScaleRule` for other rules."""
     return ScaleRule(*_get_fields(rule))
 
 
@@ -111,7 +111,7 @@ def warn_without_kernel(rule: str) -> None:
 
 @assume_constant_result  # [Note: floats under dynamic shapes] in scaling.py
 def _get_fields(rule: str) -> tuple[object, ...]:
-    return tuple(RULES.get(rule, _NO_RULE))
+    return tuple(SCALE_RULES.get(rule, _NO_RULE))
 
 
 _NO_RULE = ScaleRule()
@@ -162,5 +162,5 @@ def invert_twice(quant_scale: Tensor) -> Tensor:
 
 def round_up_to_power_of_2(scale: Tensor) -> Tensor:
     """Round normal float32 numbers up to powers of two; inf and NaN are unchanged."""
-    rounded = (scale.view(torch.int32) + _MANTISSA).bitwise_and(~_MANTISSA).view(torch.float32)
+    rounded = (scale.view(torch.int32) + _MANTISSA_MASK).bitwise_and(~_MANTISSA_MASK).view(torch.float32)
     return torch.where(scale < torch.inf, rounded, scale)

@@ -51,7 +51,7 @@ from torch import Tensor
 from quaver.recipes import e2m1
 from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, get_format
 from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, infer_layout
-from quaver.recipes.scale_rules import RULES, compute_scales_by_rule, divides, get_rule
+from quaver.recipes.scale_rules import SCALE_RULES, compute_scales_by_rule, divides, get_rule
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
@@ -62,16 +62,18 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 EPS = 1e-12
 """The smallest amax that still moves the scale; the field's constant (torchao.float8, TransformerEngine)."""
 
-_INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_INT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
-_BITS_PAY_FROM = 8192  # elements; below, two more calls cost more than they save
+_LEAST_ELEMENTS_FOR_BITS = 8192  # elements; below, two more calls cost more than they save
 _NAN_BITS = 0x7FC00000
 _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
 # An eager operation takes a 0-dim tensor in half the time of a Python number. The tensors must be plain float32 even if
 # this file is imported under a fake mode, a meta device or bfloat16 as the default dtype.
 with without_dispatch_modes():
-    _MAX = {dtype: torch.tensor(fmt.max, dtype=torch.float32, device="cpu") for dtype, fmt in FLOAT8_FORMATS.items()}
+    _FORMAT_MAX = {
+        dtype: torch.tensor(fmt.max, dtype=torch.float32, device="cpu") for dtype, fmt in FLOAT8_FORMATS.items()
+    }
     _LARGEST_QUANT_SCALE = {
         dtype: torch.tensor(fmt.max / EPS, dtype=torch.float32, device="cpu") for dtype, fmt in FLOAT8_FORMATS.items()
     }
@@ -131,8 +133,8 @@ def compute_amax(hp: Tensor, dim: int | None = None) -> Tensor:
     if hp.numel() == 0:
         shape = () if dim is None else [1 if i == dim % hp.dim() else n for i, n in enumerate(hp.shape)]
         return hp.new_zeros(shape)
-    if runs_eagerly_on_cpu(hp) and hp.numel() >= _BITS_PAY_FROM:
-        ints = _INT_VIEW[hp.dtype]  # bits order like magnitudes, with NaNs on top; integers are twice as fast on a CPU
+    if runs_eagerly_on_cpu(hp) and hp.numel() >= _LEAST_ELEMENTS_FOR_BITS:
+        ints = _INT_DTYPE[hp.dtype]  # bits order like magnitudes, with NaNs on top; integers are twice as fast on a CPU
         magnitude = hp.view(ints).bitwise_and(_ABS_MASK[ints])
     else:
         magnitude = hp.abs()
@@ -146,7 +148,7 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
     `power_of_2`: round it down to a power of two, by clearing its mantissa.
     """
     if runs_eagerly_on_cpu(amax):
-        scale = torch.div(_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
+        scale = torch.div(_FORMAT_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
     elif power_of_2:
         return _compute_power_of_2_scale(amax.float(), float8_dtype)
     else:  # [Note: one division, two formulas]
@@ -230,7 +232,7 @@ def compute_scales(
     """
     if float8_dtype is E2M1.dtype:
         return Scales(*e2m1.compute_block_scales(amax))
-    if rule in RULES:
+    if rule in SCALE_RULES:
         return Scales(*compute_scales_by_rule(amax, float8_dtype, rule))
     if rule:
         return compute_e8m0_scales(amax, float8_dtype, rule)
@@ -446,7 +448,7 @@ def _multiply_blocks_(wide: Tensor, scale: Tensor, layout: ScaleLayout) -> Tenso
     """Multiply a matrix in place by one number per block."""
     if all(count in (1, elements) for count, elements in zip(scale.shape, wide.shape, strict=True)):
         return wide.mul_(scale)
-    block_size = layout.block(wide.shape)
+    block_size = layout.get_block_shape(wide.shape)
     for rows, scale_rows, height in _split_blocks(wide.shape[0], block_size[0]):
         for columns, scale_columns, width in _split_blocks(wide.shape[1], block_size[1]):
             blocks = wide[rows, columns].unflatten(0, (-1, height)).unflatten(2, (-1, width))

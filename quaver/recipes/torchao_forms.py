@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-def from_torchao(value: Any, expected: type[Any]) -> Any:
+def convert_from_torchao(value: Any, expected: type[Any]) -> Any:
     """Convert torchao's class of the same name to `expected`, an enum or a config; other values are returned unchanged.
 
     A field that `expected` lacks is dropped if it has torchao's default. Such fields are
@@ -31,7 +31,7 @@ def from_torchao(value: Any, expected: type[Any]) -> Any:
     return value
 
 
-def from_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
+def convert_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
     """Convert torchao's `Float8TrainingOpConfig` or `MXFP8TrainingOpConfig`; None for other values.
 
     Experts get the casts of linears. torchao's grouped matmuls are row-wise under `Float8TrainingOpConfig` whatever the

@@ -169,7 +169,7 @@ def _count_operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCos
     if not in_float8:
         return NO_CASTS
     for cast in in_float8:
-        cast.known_layout("roofline")
+        cast.require_layout("roofline")
     if len(in_float8) == 1:
         once, times = _count_layout(in_float8[0]), 2 if apart and casts.is_dequantized else 1
         return CastCosts(times * once.bytes_per_element, times * once.kernels)

@@ -13,7 +13,7 @@ from quaver.kernels.cast import to_column_major
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
 from quaver.recipes.formats import HP_DTYPES
-from quaver.recipes.scale_rules import RULES, has_cast_kernel
+from quaver.recipes.scale_rules import SCALE_RULES, has_cast_kernel
 from tests.gpu.device import DEVICE, Graph, host, needs_silicon, smaller, waiting_refused
 from tests.library.kernels.triton_kernels import (
     BOTH,
@@ -100,7 +100,7 @@ def test_blocks(block_size, mode, hp_dtype, float8_dtype):
         assert_block_casts(hp, float8_dtype, block_size, bool(mode), mode)
 
 
-@pytest.mark.parametrize("rule", smaller([*filter(has_cast_kernel, RULES)], ["vllm-kernel", "sglang-group"]))
+@pytest.mark.parametrize("rule", smaller([*filter(has_cast_kernel, SCALE_RULES)], ["vllm-kernel", "sglang-group"]))
 @pytest.mark.parametrize("hp_dtype", smaller(HP_DTYPES, [torch.bfloat16]), ids=str)
 def test_rules_of_serving_engines(rule, hp_dtype):
     hp = smaller(every_value(hp_dtype).view(256, 256), varied(48, 144, hp_dtype))

@@ -87,5 +87,5 @@ def make_weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
     for name, cast in (("weight", weight), ("input", input)):
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
-    weight.known_layout("export")
+    weight.require_layout("export")
     return find_format_class(format).from_casts(weight, input)

@@ -29,7 +29,7 @@ class CompressedTensors(WeightFormat):
 
     @classmethod
     def from_casts(cls, weight: CastConfig, input: CastConfig) -> Self:
-        layout = weight.known_layout("export")
+        layout = weight.require_layout("export")
         if has_mx_scales(weight):
             return cls("group", "group")
         if layout.is_blockwise:
@@ -99,7 +99,7 @@ class CompressedTensorsMXFP8(CompressedTensors):
 
 def has_mx_scales(weight: CastConfig) -> bool:
     """Return whether MXFP8 holds the scales of this cast."""
-    return weight.scale_calculation_mode is not None and weight.known_layout("export").columns == GROUP_SIZE
+    return weight.scale_calculation_mode is not None and weight.require_layout("export").columns == GROUP_SIZE
 
 
 def _make_args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _make_args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
 def _choose_activations(input: CastConfig) -> str | None:
     if input.is_disabled:
         return None
-    layout = input.known_layout("export")
+    layout = input.require_layout("export")
     if layout.is_blockwise:
         raise NotImplementedError(f"input: expected tensorwise or row-wise scales as those of the weight, got {input}")
     return "tensor" if layout.is_tensorwise else "token"

@@ -247,5 +247,5 @@ def _count_row_bytes(cast: CastConfig, length: int) -> float:
     if cast.is_tensorwise:
         return length
     scale_bytes = 1 if cast.scale_calculation_mode else 4
-    layout = cast.known_layout("expert parallelism")
+    layout = cast.require_layout("expert parallelism")
     return length + scale_bytes * math.prod(layout.get_scale_shape(1, length))

@@ -8,7 +8,7 @@ from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, setting
 from quaver.lab.settings.schedule import ScheduleEntry
 from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.recipe_name import BACKWARDS, canonicalize_recipe
+from quaver.recipes.recipe_name import BACKWARD_MODES, canonicalize_recipe
 from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError, blame_input
 
@@ -39,8 +39,8 @@ class Float8(Settings, section="float8"):
     recipe_name: Annotated[str, OneOf(RECIPES, has_aliases=True)] = setting(
         "tensorwise", "How operands are scaled; docs/which-recipe.md chooses."
     )
-    backward: Annotated[str, OneOf(BACKWARDS)] = setting(
-        BACKWARDS[0],
+    backward: Annotated[str, OneOf(BACKWARD_MODES)] = setting(
+        BACKWARD_MODES[0],
         "Operands of grad_input and grad_weight: float8 (cast again), dequantized (the forward's codes), or "
         "high_precision.",
     )

@@ -37,7 +37,7 @@ from tests.ranks import mesh_of, on_ranks, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.thinned import at_night
 
-BACKWARDS = ("rowwise:dequantized", "tensorwise:dequantized", "rowwise:high_precision")
+BACKWARD_MODES = ("rowwise:dequantized", "tensorwise:dequantized", "rowwise:high_precision")
 
 
 @functools.cache
@@ -189,7 +189,7 @@ def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
         ("rowwise_with_gw_hp", False),
         ("rowwise:dequantized", True),
         ("rowwise:high_precision", False),
-        *at_night(itertools.product([*RECIPES, "blockwise", "mxfp8", *BACKWARDS], [False, True])),
+        *at_night(itertools.product([*RECIPES, "blockwise", "mxfp8", *BACKWARD_MODES], [False, True])),
     ],
 )
 def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):

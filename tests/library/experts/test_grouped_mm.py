@@ -24,7 +24,7 @@ from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 from tests.virtual_gpu import grouped_matmuls, virtual_gpu
 
-BACKWARDS = ["tensorwise:dequantized", "rowwise:dequantized", "mxfp8:dequantized", "rowwise:high_precision"]
+BACKWARD_MODES = ["tensorwise:dequantized", "rowwise:dequantized", "mxfp8:dequantized", "rowwise:high_precision"]
 SERVINGS = ["vllm-per-token-kernel", "vllm-per-tensor", "vllm-block", "compressed-tensors"]
 
 
@@ -43,7 +43,7 @@ def step_each_expert(a, b_t, ends, grad_output, config):
 @pytest.mark.parametrize(
     ("recipe", "dtype", "sizes", "transposed"),
     thinned(
-        RECIPES + BACKWARDS,
+        RECIPES + BACKWARD_MODES,
         (torch.bfloat16, torch.float32, torch.float16),
         ((96, 160), (70, 33), (130, 1)),
         (False, True),

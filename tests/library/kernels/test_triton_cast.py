@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from quaver.kernels import triton_blocks, triton_cast
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
-from quaver.recipes.scale_rules import RULES
+from quaver.recipes.scale_rules import SCALE_RULES
 from tests.library.kernels import triton_kernels
 from tests.library.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS, UNUSUAL, assert_casts, varied
 from tests.reference import assert_same_bits, every_value, reference_amax
@@ -73,7 +73,7 @@ def _rules(hp_dtype):
     """Every rule that kernels have, with rows of unusual amaxes."""
     hp = varied(48, 144, hp_dtype)
     hp[: len(UNUSUAL), :2] = torch.tensor(UNUSUAL, dtype=hp_dtype)
-    for rule in RULES:
+    for rule in SCALE_RULES:
         if rule == "compressed-tensors":
             assert not triton_cast.supports(hp, E4M3, rule)
         else:

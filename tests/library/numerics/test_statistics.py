@@ -54,7 +54,7 @@ def reference(hp: torch.Tensor, operand: Operand) -> dict[str, float]:
     """Return every statistic by its definition, in float64."""
     codes, dequant, layout, quant, _ = operand
     values, fp8 = hp.double().numpy(), codes.double().numpy()
-    height, width = layout.block(hp.shape)
+    height, width = layout.get_block_shape(hp.shape)
     rows, columns = np.arange(hp.shape[0]) // height, np.arange(hp.shape[1]) // width
     grid = [scale.double().reshape(rows[-1] + 1, columns[-1] + 1).numpy() for scale in (dequant, quant)]
     back, by = (scale[rows][:, columns] for scale in grid)
@@ -114,7 +114,7 @@ def test_threads_and_pytorch_agree_on_every_block(monkeypatch, recipe, threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     wide = quant.double().contiguous(), dequant.double().contiguous()
     observed = cpu.observe(hp, codes, *wide, layout)
-    expected = statistics.observe_in_pytorch(hp, codes, *wide, layout.block(hp.shape))
+    expected = statistics.observe_in_pytorch(hp, codes, *wide, layout.get_block_shape(hp.shape))
     assert torch.equal(observed[2][:-1], expected[2][:-1])  # counts
     torch.testing.assert_close(tuple(observed), tuple(expected), rtol=1e-12, atol=0)
 
@@ -170,7 +170,7 @@ def test_histograms_count_powers_of_two(recipe, column):
     hp = make_hostile(2 * HISTOGRAM_ROWS, 64, torch.bfloat16)
     codes, dequant, layout, *_ = operand = cast(hp, recipe, "input", column)
     histogram = describe_extras(compute_extras(hp, operand, "input", "row")[None].numpy())["histogram"]
-    height, width = layout.block(hp.shape)
+    height, width = layout.get_block_shape(hp.shape)
     rows, columns = torch.arange(hp.shape[0]) // height, torch.arange(hp.shape[1]) // width
     scale = dequant.reshape(rows[-1] + 1, -1)[rows][:, columns]
     for side, values in (("before", hp.float()), ("after", codes.float() * scale)):

@@ -41,7 +41,7 @@ def dequantize(operand):
     codes = operand.data.view(torch.uint8)
     nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
     numbers = torch.cat([VALUES, -VALUES]).double()[nibbles]
-    down, across = operand.layout.block(numbers.shape)
+    down, across = operand.layout.get_block_shape(numbers.shape)
     scale = operand.dequant_scale.double().repeat_interleave(down, 0).repeat_interleave(across, 1)
     return numbers * scale[: numbers.shape[0], : numbers.shape[1]] * operand.outer_scale.double()
 
@@ -165,7 +165,7 @@ def test_other_configs_are_refused(options, message):
 
 def test_exports_and_experts_refuse_codes_of_four_bits():
     with pytest.raises(NotImplementedError, match="export: expected codes of eight bits"):
-        ALONG.known_layout("export")
+        ALONG.require_layout("export")
     experts = make_mixture(layers=1)
     convert_to_float8_training(experts, config=config_of())
     assert not any(isinstance(module, Float8Experts) for module in experts.modules())

@@ -22,7 +22,7 @@ from quaver import (
 )
 from quaver.recipes.cast_config import ScaleCalculationMode
 from quaver.recipes.reference import ReferenceLinear
-from quaver.recipes.scale_rules import RULES
+from quaver.recipes.scale_rules import SCALE_RULES
 from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import results_of
 from tests.thinned import at_night
@@ -42,7 +42,7 @@ def draw_cast(draw, operand):
         "target_dtype": draw.choices((None, E4M3, E5M2), [8, 1, 1])[0],
     }
     if draw.random() < 0.1:
-        cast["scale_rule"] = draw.choice(list(RULES))
+        cast["scale_rule"] = draw.choice(list(SCALE_RULES))
     if cast["scaling_granularity"] is BLOCK:
         length = draw.choice([32, 128, 32, 128, 16])
         is_square = draw.random() < (0.9 if operand == "weight" else 0.1)
@@ -76,7 +76,7 @@ def is_valid_cast(cast):
     if (rule := cast.get("scale_rule")) and not (
         mode is None
         and dtype in (None, E4M3)
-        and (scaling_type is ScalingType.DYNAMIC or (is_static and RULES[rule].takes_dequant_scales))
+        and (scaling_type is ScalingType.DYNAMIC or (is_static and SCALE_RULES[rule].takes_dequant_scales))
     ):
         return False
     if (dtype is E2M1) != (16 in cast.get("block_size", ())) or (dtype is E2M1 and mode is not None):

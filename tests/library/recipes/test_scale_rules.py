@@ -12,7 +12,7 @@ import torch
 
 from quaver import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
 from quaver.kernels.cast import CASTS, MATERIALIZED_CASTS
-from quaver.recipes.scale_rules import RULES
+from quaver.recipes.scale_rules import SCALE_RULES
 from tests.reference import assert_same_bits, draw_samples
 
 E4M3 = torch.float8_e4m3fn
@@ -131,10 +131,10 @@ def cast_by_equation(rule, hp, layout):
 
 
 def test_every_rule_has_its_equation():
-    assert RULES.keys() == EQUATIONS.keys()
+    assert SCALE_RULES.keys() == EQUATIONS.keys()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("dtype", HP, ids=str)
 def test_casts_are_the_equations(rule, dtype):
     """Casts in C, and by the operation that compiled code calls; PyTorch is the oracle of the Triton kernels."""
@@ -142,9 +142,9 @@ def test_casts_are_the_equations(rule, dtype):
         cast = make_cast(rule, layout)
         codes, scales = cast_by_equation(rule, hp, layout)
         for table in (CASTS, MATERIALIZED_CASTS):
-            operand = table[cast.scaling_granularity](hp, E4M3, True, True, False, *cast.options).row
+            operand = table[cast.scaling_granularity](hp, E4M3, True, True, False, *cast.trailing_arguments).row
             assert_same_bits(operand.data, codes)
-            rows, columns = operand.layout.block(hp.shape)
+            rows, columns = operand.layout.get_block_shape(hp.shape)
             scale = operand.dequant_scale.view(operand.layout.get_scale_shape(*hp.shape) or (1, 1))
             repeated = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             assert_same_bits(repeated[: hp.shape[0], : hp.shape[1]], scales)
