@@ -21,7 +21,7 @@ from quaver.runtime.names import strip_wrappers
 
 logger = logging.getLogger(__name__)
 
-_BUFFER = re.compile(r"(.*\.)?fp8_(amax|amax_history|scale)_(input|weight|grad_output|x|w|dL_dY)")
+_BUFFER_NAME = re.compile(r"(.*\.)?fp8_(amax|amax_history|scale)_(input|weight|grad_output|x|w|dL_dY)")
 _FLOAT8_EXPERIMENTAL_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
 
 
@@ -36,7 +36,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     Returns:
         A new dict for `model.load_state_dict`, without these buffers.
     """
-    rest = {key: value for key, value in state_dict.items() if not _BUFFER.fullmatch(key)}
+    rest = {key: value for key, value in state_dict.items() if not _BUFFER_NAME.fullmatch(key)}
     if len(rest) == len(state_dict):
         return dict(state_dict)
     entries = _convert_buffers(

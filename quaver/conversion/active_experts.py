@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-_COUNTS = (
+_ACTIVE_COUNT_NAMES = (
     "num_experts_per_tok",
     "num_experts_per_token",
     "experts_per_token",
@@ -23,9 +23,9 @@ _COUNTS = (
 )
 """Names of the number of active experts in configs of Hugging Face models, litgpt, DeepSeek and Megatron."""
 
-_SHARED = re.compile("shared", re.IGNORECASE)
-_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
-_ROUTER = re.compile("router|gate$", re.IGNORECASE)
+_SHARED_NAME = re.compile("shared", re.IGNORECASE)
+_EXPERTS_NAME = re.compile("expert|moe", re.IGNORECASE)
+_ROUTER_NAME = re.compile("router|gate$", re.IGNORECASE)
 
 
 class ActiveExperts:
@@ -45,16 +45,16 @@ class ActiveExperts:
         self._in_lists: dict[str, float] = {}
         leaves = [(name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()]
         self._is_mixture = any(
-            _ROUTER.search(leaf) or _EXPERTS.search(f"{leaf} {kind}") for leaf, kind in leaves
+            _ROUTER_NAME.search(leaf) or _EXPERTS_NAME.search(f"{leaf} {kind}") for leaf, kind in leaves
         ) or any(
             type(getattr(config, count, None)) is int
             for config in _iter_configs(getattr(model, "config", None))
-            for count in _COUNTS
+            for count in _ACTIVE_COUNT_NAMES
         )
         for name, module in model.named_modules():
             leaf = name.rpartition(".")[2]
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
-            if is_list and _EXPERTS.search(leaf) and not _SHARED.search(leaf):
+            if is_list and _EXPERTS_NAME.search(leaf) and not _SHARED_NAME.search(leaf):
                 experts = len(module)
                 self._in_lists[name] = self._find_active(name, name, experts) / experts
 
@@ -67,9 +67,9 @@ class ActiveExperts:
     def count_stack(self, name: str, module: nn.Module, matrices: int) -> float:
         """Return how many matrices of a 3-D parameter of `module` multiply a token. `name`: its full name."""
         owner = name.rpartition(".")[0]
-        if isinstance(module, nn.Bilinear) or _SHARED.search(owner):
+        if isinstance(module, nn.Bilinear) or _SHARED_NAME.search(owner):
             return float(matrices)
-        if not _EXPERTS.search(f"{name} {type(module).__name__}"):
+        if not _EXPERTS_NAME.search(f"{name} {type(module).__name__}"):
             if not self._is_mixture:
                 return float(matrices)
             self.unknown.append(name)
@@ -89,14 +89,14 @@ class ActiveExperts:
 
 
 def _iter_sources(module: nn.Module) -> Iterator[tuple[object, tuple[str, ...]]]:
-    with_top_k = (*_COUNTS, "top_k")
+    with_top_k = (*_ACTIVE_COUNT_NAMES, "top_k")
     yield module, with_top_k
     for name, child in module.named_children():
-        if _ROUTER.search(name):
+        if _ROUTER_NAME.search(name):
             yield child, with_top_k
     for config in _iter_configs(getattr(module, "config", None)):
         # `top_k` in a config of transformers is a setting of generation (50 by default before release 5).
-        yield config, (_COUNTS if hasattr(config, "model_type") else with_top_k)
+        yield config, (_ACTIVE_COUNT_NAMES if hasattr(config, "model_type") else with_top_k)
 
 
 def _iter_configs(config: Any) -> Iterator[object]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.conversion.high_precision import iter_float8_modules
+from quaver.conversion.idle_modules import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.conversion.report import (
     IN_HIGH_PRECISION,
     NOT_CONVERTED,
@@ -17,7 +18,6 @@ from quaver.conversion.report import (
     explain_unfinished,
     is_in_high_precision,
 )
-from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.last_run import get_last_device
 from quaver.linear.module import Float8Linear
@@ -91,7 +91,7 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
                 "before the optimizer is made"
             )
         else:
-            yield f"no linear is in float8 ({report.explain_nothing()})"
+            yield f"no linear is in float8 ({report.explain_no_conversion()})"
         return
     yield from _find_run_problems(model)
     if off:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from quaver.conversion.delayed import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
 from quaver.conversion.report import FILTER_REASON, ConversionReport, conversion_report, find_conversion_obstacle
-from quaver.conversion.roles import HEADS, is_router
+from quaver.conversion.roles import HEAD_NAMES, is_router
 from quaver.experts.module import (
     Float8Experts,
     check_not_split,
@@ -115,20 +115,20 @@ def convert_by_name(
     """
     if serving is not None:
         module_filter_fn = make_serving_filter(module, serving, module_filter_fn)
-    chosen = _choose(module, config_of, module_filter_fn, include_subclasses)
+    chosen = _choose_layers(module, config_of, module_filter_fn, include_subclasses)
     if serving is not None:
         for layers in chosen.layers:
             _check_fused(layers.linears, serving, layers.config)
     with ExitStack() as undo:
         for layers in chosen.layers:
-            _convert(module, layers, undo)
+            _convert_layers(module, layers, undo)
         undo.pop_all()
     share_inputs(module, Float8Linear)
     drop_false_quantization(module)
     for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON, None)
         vars(child).update({FILTER_REASON: reason} if reason else {})
-    _log(conversion_report(module), bool(chosen.layers), chosen.missed)
+    _report_conversion(conversion_report(module), bool(chosen.layers), chosen.obstacles)
     return module
 
 
@@ -150,7 +150,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
         _check_can_restore(weight, name, has_ddp)
     for name, child in module.named_modules():
         if isinstance(child, Float8Module):
-            _check_class(child, name)
+            _check_can_restore_class(child, name)
     for child in modules:
         vars(child).pop(FILTER_REASON, None)
         if isinstance(child, Float8Linear | Float8Experts):
@@ -178,11 +178,11 @@ class _Choice:
     layers: list[_ChosenLayers]
     reasons: list[tuple[nn.Module, str]]
     """The reasons for the report, by module."""
-    missed: dict[str, list[str]]
+    obstacles: dict[str, list[str]]
     """The names of modules that the filter admits, by the obstacle to their conversion."""
 
 
-def _choose(
+def _choose_layers(
     module: nn.Module,
     config_of: Callable[[str], Float8LinearConfig],
     module_filter_fn: ModuleFilter | None,
@@ -190,21 +190,21 @@ def _choose(
 ) -> _Choice:
     layers: dict[int, _ChosenLayers] = {}
     reasons: list[tuple[nn.Module, str]] = []
-    missed: dict[str, list[str]] = {}
+    obstacles: dict[str, list[str]] = {}
     owners = find_weight_modules(module)
     for name, child in module.named_modules():
         is_linear = isinstance(child, nn.Linear)
         if not is_linear and not is_experts(child):
             continue
-        decision, obstacle = decide(module_filter_fn, child, name), ""
+        decision, obstacle = apply_filter(module_filter_fn, child, name), ""
         if decision and is_linear:
-            obstacle = find_conversion_obstacle(child, include_subclasses)
+            obstacle = find_conversion_obstacle(child, include_subclasses=include_subclasses)
         elif decision:
             obstacle = find_experts_obstacle(child, config_of(name))
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
             reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
         if obstacle:
-            missed.setdefault(obstacle, []).append(name or "the module")
+            obstacles.setdefault(obstacle, []).append(name or "the module")
         elif decision:
             tied = [owner for owner in owners.get(id(getattr(child, "weight", None)), []) if owner != name]
             tied += [] if is_linear else _find_other_owners(module, child, name)
@@ -215,10 +215,10 @@ def _choose(
                 chosen.linears.append((name, child))
             else:
                 chosen.experts.append((name, child))
-    return _Choice([*layers.values()], reasons, missed)
+    return _Choice([*layers.values()], reasons, obstacles)
 
 
-def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
+def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
     """Call a user's filter on a linear or on experts.
 
     Raises:
@@ -229,7 +229,7 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
     try:
         decision = module_filter_fn(module, name)
     except TypeError as error:
-        if _takes(module_filter_fn, module, name):
+        if _accepts_arguments(module_filter_fn, module, name):
             raise
         raise TypeError(
             f"module_filter_fn: expected a function of a module and its name, got {module_filter_fn!r}"
@@ -246,7 +246,7 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
     return FilterDecision(bool(decision), "" if decision else "filter")
 
 
-def _takes(function: Callable[..., object], *arguments: object) -> bool:
+def _accepts_arguments(function: Callable[..., object], *arguments: object) -> bool:
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:  # it is not callable, or takes other arguments
@@ -259,8 +259,8 @@ def make_serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleF
 
     def decide_served(module: nn.Module, name: str) -> FilterDecision:
         parent, _, leaf = name.rpartition(".")
-        decision = decide(module_filter_fn, module, name)
-        if leaf not in HEADS and not is_router(root.get_submodule(parent), leaf):
+        decision = apply_filter(module_filter_fn, module, name)
+        if leaf not in HEAD_NAMES and not is_router(root.get_submodule(parent), leaf):
             return decision
         if module_filter_fn is not None and decision:
             raise InputError(
@@ -321,7 +321,7 @@ def _describe_difference(old: Float8LinearConfig, new: Float8LinearConfig) -> st
     return f"another config; they differ in {', '.join(differing)}"
 
 
-def _convert(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -> None:
+def _convert_layers(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -> None:
     """Convert the chosen layers; `undo` restores them. Layers that are converted already get the state they lack."""
     config = chosen.config
     converted: list[tuple[str, Float8Linear]] = []
@@ -366,7 +366,7 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")
 
 
-def _check_class(module: Float8Module, name: str) -> None:
+def _check_can_restore_class(module: Float8Module, name: str) -> None:
     name = name or "the module"
     if parametrize.is_parametrized(module):
         raise RuntimeError(f"{name} cannot be converted back: it is parametrized; remove the parametrizations first")
@@ -380,14 +380,14 @@ def _check_class(module: Float8Module, name: str) -> None:
         check_not_split(module)
 
 
-def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[str]]) -> None:
+def _report_conversion(report: ConversionReport, has_converted: bool, obstacles: dict[str, list[str]]) -> None:
     logger.info(report.summary())
     logged = list_slow_paths()
     for note in report.notes:
         if note not in logged:
             logger.warning(note)
-    for obstacle, names in missed.items():
+    for obstacle, names in obstacles.items():
         layers = "layer stays" if len(names) == 1 else "layers stay"
         logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
     if not has_converted:
-        warn_user(report.explain_nothing())
+        warn_user(report.explain_no_conversion())

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.convert import ModuleFilter, convert_to_float8_training, decide
+from quaver.conversion.convert import ModuleFilter, apply_filter, convert_to_float8_training
 from quaver.conversion.report import find_conversion_obstacle
 from quaver.experts.module import (
     Float8Experts,
@@ -84,7 +84,7 @@ def freeze_to_float8(
     modules = {
         name: child for name, child in module.named_modules() if isinstance(child, nn.Linear) or is_experts(child)
     }
-    decisions = {name: decide(module_filter_fn, child, name) for name, child in modules.items()}
+    decisions = {name: apply_filter(module_filter_fn, child, name) for name, child in modules.items()}
     chosen = {
         name: child
         for name, child in modules.items()
@@ -116,7 +116,7 @@ def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subcla
     if isinstance(module, FrozenModule) and all(weight.config == config for weight in weights_of_module(module)):
         return True
     if isinstance(module, nn.Linear):
-        return bool(find_conversion_obstacle(module, include_subclasses))
+        return bool(find_conversion_obstacle(module, include_subclasses=include_subclasses))
     return bool(find_experts_obstacle(module, config))
 
 

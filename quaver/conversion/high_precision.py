@@ -24,7 +24,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.fsdp import forget_unsharded
 
-_CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...], tuple[str, ...]], Float8LinearConfig] = {}
+_SHARED_CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...], tuple[str, ...]], Float8LinearConfig] = {}
 """The shared configs, by the config without `high_precision_matmuls`, the names of its fields without derived ones,
 which equality ignores, and these matmuls: at most 8 for each config."""
 
@@ -89,8 +89,8 @@ def _make_config(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8
     plain = replace(config, high_precision_matmuls=())
     given = tuple(field.name for field in fields(plain))
     if not config.high_precision_matmuls:
-        _CONFIGS.setdefault((plain, given, ()), config)
-    return _CONFIGS.setdefault((plain, given, changed.high_precision_matmuls), changed)
+        _SHARED_CONFIGS.setdefault((plain, given, ()), config)
+    return _SHARED_CONFIGS.setdefault((plain, given, changed.high_precision_matmuls), changed)
 
 
 def _check_stored(name: str, module: Float8Module, config: Float8LinearConfig) -> None:

@@ -20,8 +20,8 @@ from torch import nn
 from quaver.conversion.convert import (
     FilterDecision,
     ModuleFilter,
+    apply_filter,
     convert_by_name,
-    decide,
     make_serving_filter,
 )
 from quaver.experts.module import is_experts
@@ -105,7 +105,7 @@ class LayerRecipes:
         """The `name=recipe` strings that `parse` reads."""
         return tuple(f"{name}={recipe}" for name, recipe in self.layers.items())
 
-    def of(self, name: str) -> str:
+    def get_recipe(self, name: str) -> str:
         """Return the recipe of a layer."""
         return self.layers.get(name, self.recipe)
 
@@ -143,8 +143,8 @@ def convert_layers(
     decide_unlisted = module_filter_fn if serving is None else make_serving_filter(module, serving, module_filter_fn)
 
     def admits(layer: nn.Module, name: str) -> FilterDecision:
-        if recipes.of(name) == HIGH_PRECISION:
+        if recipes.get_recipe(name) == HIGH_PRECISION:
             return FilterDecision(False, "layer_recipes: high precision")
-        return decide(module_filter_fn if name in recipes.layers else decide_unlisted, layer, name)
+        return apply_filter(module_filter_fn if name in recipes.layers else decide_unlisted, layer, name)
 
-    return convert_by_name(module, lambda name: configs[recipes.of(name)], serving, admits, include_subclasses)
+    return convert_by_name(module, lambda name: configs[recipes.get_recipe(name)], serving, admits, include_subclasses)

@@ -4,8 +4,8 @@
 high-precision model that keeps this entry. A later reader would then interpret the weights that `save_pretrained`
 writes as float8 codes without scales, and get NaN. transformers sets `hf_quantizer` on a model that it quantized, and
 `_is_quantized` in its configs; from other high-precision models this file removes the entry. A state_dict does not know
-its model, so `keep_configs_true` hooks into the loading and saving of models. This file can go when `from_config` drops
-the entry or quantizes (transformers 5.23 does neither).
+its model, so `patch_transformers_models` hooks into the loading and saving of models. This file can go when
+`from_config` drops the entry or quantizes (transformers 5.23 does neither).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def iter_model_configs(config: object) -> Iterator[Any]:
         yield from (part for part in vars(config).values() if hasattr(part, "to_diff_dict"))
 
 
-def keep_configs_true() -> None:
+def patch_transformers_models() -> None:
     """If transformers is imported, run `drop_false_quantization` whenever a model loads a state_dict or is saved."""
     modeling = sys.modules.get("transformers.modeling_utils")
     base: Any = getattr(modeling, "PreTrainedModel", None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.runs import find_idle_modules, find_missing_weight, find_replaced_forward
+from quaver.conversion.idle_modules import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
@@ -118,7 +118,7 @@ class ConversionReport:
         total = sum(layer.flops_per_token for layer in self.layers)
         return sum(layer.float8_flops_per_token for layer in self.layers) / total if total else 0.0
 
-    def explain_nothing(self) -> str:
+    def explain_no_conversion(self) -> str:
         """Return why nothing was converted, in one line."""
         if not self.layers:
             return "nothing to convert: the module has no nn.Linear"
@@ -216,7 +216,7 @@ def _report_linear(
         reasons += [] if converted else [IN_HIGH_PRECISION]
         reason, backend = "; ".join(filter(None, reasons)), linear.backend
     else:
-        reason = filtered or find_conversion_obstacle(linear, False) or NOT_CONVERTED
+        reason = filtered or find_conversion_obstacle(linear) or NOT_CONVERTED
     shape = linear.in_features, linear.out_features
     return LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend)
 
@@ -226,7 +226,7 @@ def is_in_high_precision(module: Float8Module) -> bool:
     return not list_matmul_casts(module.float8_config)
 
 
-def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str:
+def find_conversion_obstacle(linear: nn.Linear, *, include_subclasses: bool = False) -> str:
     """Return why `linear` cannot be converted, or ""."""
     cls = get_class_parts(linear).original
     if isinstance(linear, Float8Linear):
@@ -252,7 +252,7 @@ def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str
         return "its weight is not a parameter: it is computed (weight_norm, pruning) or flattened (FSDP1)"
     if cls.forward is not nn.Linear.forward and not include_subclasses:
         return (
-            f"subclass {_class_name(cls)} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
+            f"subclass {_name_class(cls)} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
         )
     if isinstance(linear, nn.LazyLinear):
         return "a LazyLinear without a shape: run a forward, or initialize_parameters, before the conversion"
@@ -262,7 +262,7 @@ def find_conversion_obstacle(linear: nn.Linear, include_subclasses: bool) -> str
     return f"it has attributes with names that Float8Linear uses: {', '.join(taken)}" if taken else ""
 
 
-def _class_name(cls: type[nn.Module]) -> str:
+def _name_class(cls: type[nn.Module]) -> str:
     """Return the name of a class, with its module if torch.nn has another class with this name."""
     is_namesake = hasattr(nn, cls.__name__) and not cls.__module__.startswith("torch.")
     return f"{cls.__module__}.{cls.__name__}" if is_namesake else cls.__name__
@@ -304,7 +304,7 @@ def _describe_shared_scale(linear: Float8Linear, name: str, owners: dict[tuple[i
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_NO_MATMULS = (
+_CLASSES_WITHOUT_MATMULS = (
     nn.Embedding,
     nn.EmbeddingBag,
     nn.LayerNorm,
@@ -312,7 +312,7 @@ _NO_MATMULS = (
     *_CONVOLUTIONS,
     parametrize.ParametrizationList,
 )
-_NO_WEIGHT = re.compile(r"(.*_)?(bias(es)?|\w*embed(dings?|s)?|tokens?|scales?(_inv)?|table)")
+_NAME_WITHOUT_MATMUL = re.compile(r"(.*_)?(bias(es)?|\w*embed(dings?|s)?|tokens?|scales?(_inv)?|table)")
 """Names of parameters that are added, looked up or scale something. The class of their module does not tell."""
 
 
@@ -323,10 +323,10 @@ def _report_other_weights(
 
     `idle`: why converted experts did not run, or "".
     """
-    if isinstance(module, _NO_MATMULS) or hasattr(module, "num_embeddings"):
+    if isinstance(module, _CLASSES_WITHOUT_MATMULS) or hasattr(module, "num_embeddings"):
         return
     for leaf, parameter in module.named_parameters(recurse=False):
-        if _NO_WEIGHT.fullmatch(leaf) or any(owner != name for owner in owners.get(id(parameter), [])):
+        if _NAME_WITHOUT_MATMUL.fullmatch(leaf) or any(owner != name for owner in owners.get(id(parameter), [])):
             continue
         if nn.parameter.is_lazy(parameter) or parameter.dim() not in (2, 3) or min(parameter.shape) <= 1:
             continue
@@ -341,7 +341,7 @@ def _report_other_weights(
         elif is_experts(module):
             reason = filtered or "experts, not converted or new since the conversion"
         else:
-            reason = f"{parameter.dim()}-D parameter of {_class_name(type(module))}, which is not an nn.Linear"
+            reason = f"{parameter.dim()}-D parameter of {_name_class(type(module))}, which is not an nn.Linear"
         out_features, in_features = parameter.shape[-2:]
         if is_experts(module) and is_transposed(module):
             in_features, out_features = out_features, in_features

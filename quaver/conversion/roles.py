@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 LM_HEAD = "lm_head"
-HEADS = (LM_HEAD, "lm_heads", "embed_out")
+HEAD_NAMES = (LM_HEAD, "lm_heads", "embed_out")
 """Names of output heads."""
 
-ROUTERS = ("gate", "router")
+ROUTER_NAMES = ("gate", "router")
 """Names of linears that choose experts."""
 
 
 def is_router(parent: nn.Module, name: str) -> bool:
     """Return whether the child `name` of `parent` is a router. The gate of a gated MLP has no experts beside it."""
-    return name == "router" or (name in (*ROUTERS, "shared_expert_gate") and hasattr(parent, "experts"))
+    return name == "router" or (name in (*ROUTER_NAMES, "shared_expert_gate") and hasattr(parent, "experts"))

@@ -356,7 +356,7 @@ def _find_problems(
 def find_frozen_obstacle(module: nn.Module, include_subclasses: bool = False) -> str:
     """Return why a linear, or experts, cannot hold codes of a checkpoint, or ""."""
     if isinstance(module, nn.Linear):
-        return find_conversion_obstacle(module, include_subclasses)
+        return find_conversion_obstacle(module, include_subclasses=include_subclasses)
     return find_experts_obstacle(module, Float8LinearConfig())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.quantized_configs import keep_configs_true
+from quaver.conversion.quantized_configs import patch_transformers_models
 from quaver.export.bundle import HEADER_RECORD, check_bundle, list_copied_files
 from quaver.export.checkpoint_names import PREFIXES, PartNames, make_checkpoint_names
 from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, read_config, write_model
@@ -73,7 +73,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
-        keep_configs_true()
+        patch_transformers_models()
         self._config = {} if folder.is_file() else read_config(folder)
         config_format = read_stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
@@ -137,7 +137,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor, dequantized or converted to `dtype`. Raises ValueError for a NaN or an inf in float8."""
-        keep_configs_true()  # again: transformers may have been imported since
+        patch_transformers_models()  # again: transformers may have been imported since
         tensor = self._read(name)
         if name in self._scale_of:
             _check_codes(name, tensor)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
-from quaver.conversion.roles import LM_HEAD, ROUTERS
+from quaver.conversion.roles import LM_HEAD, ROUTER_NAMES
 from quaver.export.bundle import list_copied_files
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.tensor_roles import find_quantization
@@ -47,7 +47,7 @@ def make_name_filter(
             return FilterDecision(False, f"filter: name contains {part!r}")
         if name in tied:
             return FilterDecision(False, "its weight is tied")
-        is_router = name.rpartition(".")[2] in ROUTERS
+        is_router = name.rpartition(".")[2] in ROUTER_NAMES
         return FilterDecision(not is_router, "a router of experts" if is_router else "")
 
     return decide

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quaver.conversion.check import is_torchao_linear
-from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training, decide
+from quaver.conversion.convert import FilterDecision, ModuleFilter, apply_filter, convert_to_float8_training
 from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
 from quaver.integrations import torchao as shim
 from quaver.integrations.transformers_conv1d import Conv1DLinear, find_conv1ds, to_linears
@@ -67,7 +67,7 @@ def make_float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) 
             return FilterDecision(False, roles[name])
         if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
             return FilterDecision(False, f"shape: a dimension is not a multiple of {ALIGNMENT}")
-        return decide(module_filter_fn, module, name)
+        return apply_filter(module_filter_fn, module, name)
 
     return admits
 

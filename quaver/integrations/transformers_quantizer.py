@@ -31,9 +31,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quaver.conversion.convert import (
     FilterDecision,
     ModuleFilter,
+    apply_filter,
     convert_to_float8_training,
     convert_to_high_precision,
-    decide,
 )
 from quaver.conversion.freeze import resolve_frozen_config
 from quaver.conversion.layer_recipes import LayerRecipes
@@ -188,7 +188,7 @@ class QuaverQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Convert the model on the meta device, and decide how each parameter is read."""
+        """Convert the model on the meta device, and apply_filter how each parameter is read."""
         with torch.device("cpu"):  # overrides transformers' default device, meta
             self._convert_empty(model, _open_float8_checkpoint(checkpoint_files))
         self._has_transformed_weights |= any(isinstance(module, Conv1DLinear) for module in model.modules())
@@ -303,7 +303,7 @@ class QuaverQuantizer(HfQuantizer):
         decisions: dict[str, FilterDecision] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) or is_experts(module):
-                decision = decide(admits, module, name)
+                decision = apply_filter(admits, module, name)
                 obstacle = find_frozen_obstacle(module, include_subclasses)
                 if not decision or obstacle:
                     decisions[name] = FilterDecision(False, decision.reason or obstacle)

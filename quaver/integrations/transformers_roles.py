@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from quaver.conversion.roles import HEADS, is_router
+from quaver.conversion.roles import HEAD_NAMES, is_router
 
 HEAD = "output head"
 ADAPTER = "adapter"
@@ -39,7 +39,7 @@ def _find_heads(root: nn.Module) -> dict[str, str]:
     for name, module in root.named_modules():
         embeddings = getattr(module, "get_output_embeddings", None)
         given = [embeddings()] if callable(embeddings) else []
-        children = (getattr(module, head, None) for head in HEADS)
+        children = (getattr(module, head, None) for head in HEAD_NAMES)
         given += [child for child in children if isinstance(child, nn.Module)]
         for head in given:
             if id(head) in names:

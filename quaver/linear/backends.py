@@ -191,7 +191,7 @@ def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
         a, b = (multiply_scale_(side.data.double(), expect(side.dequant_scale), side.layout) for side in operands)
         expected = torch.mm(a, b)
         try:
-            out = native_mm(operands[0].to(device), operands[1].to(device), None, torch.bfloat16, False)
+            out = native_mm(operands[0].to(device), operands[1].to(device), None, torch.bfloat16, use_fast_accum=False)
             is_right = is_expected_product(out, expected)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return describe_hardware_failure(error)

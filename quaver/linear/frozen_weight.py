@@ -293,7 +293,9 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         elif new.shape != self.shape:
             raise RuntimeError(f".data of a frozen float8 weight: expected {list(self.shape)}, got {list(new.shape)}")
         elif new.dtype is not self.dtype:  # the dtype of a wrapper subclass cannot change
-            torch.utils.swap_tensors(self, nn.Parameter(new, False) if is_parameter(self) else new.detach())
+            torch.utils.swap_tensors(
+                self, nn.Parameter(new, requires_grad=False) if is_parameter(self) else new.detach()
+            )
         else:
             operand = Operand(new.data_fp8, new.dequant_scale, new.scale_layout)
             self.set_operands(operand, operand)

@@ -383,7 +383,8 @@ def apply_linear(
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:
-        input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
+        input_row = _quantize_input(input, args, needs_grad_weight=False).row
+        weight_row, _ = _quantize_weight(weight, args, needs_grad_input=False)
         output = _compute_output(expect(input_row), weight_row, bias, args, input, weight)
     if linear is not None:
         column = None if weight_operands is None else weight_operands.column

@@ -71,7 +71,7 @@ class Quantizer:
             return Operands(None, None)
         casts, hp = self.casts, flatten_to_matrix(hp)
         if casts.is_dequantized:
-            operand = self.cast(casts.row, hp, True, False, scales).row
+            operand = self.cast(casts.row, hp, row=True, column=False, scales=scales).row
             return Operands(operand, operand)
         if casts.has_equal_casts or not (row and column):
             return self.cast(casts.row if row else casts.column, hp, row, column, scales)

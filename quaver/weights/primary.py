@@ -43,7 +43,7 @@ from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
 from quaver.weights.primary_weight import Float8PrimaryWeight
 
-_ROUNDINGS = "stochastic_roundings"
+_ROUNDINGS_KEY = "stochastic_roundings"
 """The key in the first param group of the count of steps, which starts at random; see [Note: bfloat16 masters]."""
 
 
@@ -71,7 +71,7 @@ class Float8PrimaryOptimizer(Optimizer):
         """Use `use_float8_primary_weights`."""
         self.inner, self.primaries, self._rounds = inner, primaries, master_dtype is torch.bfloat16
         if self._rounds:
-            inner.param_groups[0][_ROUNDINGS] = _draw_first_rounding()
+            inner.param_groups[0][_ROUNDINGS_KEY] = _draw_first_rounding()
         weights = {id(primary.master): primary.weight for primary in primaries}
         groups = [{**group, "params": [weights.get(id(p), p) for p in group["params"]]} for group in inner.param_groups]
         self._is_made = self._is_stepping = False
@@ -102,9 +102,9 @@ class Float8PrimaryOptimizer(Optimizer):
                 self._pass_gradients()
                 result = self.inner.step()
             else:
-                result = self.inner.step(lambda: self._evaluate(closure))
+                result = self.inner.step(lambda: self._run_closure(closure))
             if self._rounds:
-                self.inner.param_groups[0][_ROUNDINGS] += 1
+                self.inner.param_groups[0][_ROUNDINGS_KEY] += 1
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Float8PrimaryOptimizer(Optimizer):
             self._is_stepping = False
             _copy_options(self.inner.param_groups, self.param_groups)
             if self._rounds:
-                self._round()
+                self._round_masters()
             for primary in self.primaries:
                 primary.master.grad = None
                 primary.weight.quantize()
@@ -183,7 +183,7 @@ class Float8PrimaryOptimizer(Optimizer):
             grad = primary.weight.grad
             primary.master.grad = None if grad is None else grad.to(primary.master.dtype)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
         """Run a closure with the current masters: LBFGS changes them between calls."""
         for primary in self.primaries:
             primary.weight.quantize()
@@ -191,10 +191,10 @@ class Float8PrimaryOptimizer(Optimizer):
         self._pass_gradients()
         return loss
 
-    def _round(self) -> None:
+    def _round_masters(self) -> None:
         """Round float32 masters to bfloat16. Values that the step did not change are exact."""
         # Not the inner optimizer's, which may have loaded param groups without the count.
-        roundings = self.param_groups[0][_ROUNDINGS]
+        roundings = self.param_groups[0][_ROUNDINGS_KEY]
         for index, primary in enumerate(self.primaries):
             seed = hashlib.blake2b(f"{roundings} {index}".encode(), digest_size=8).digest()
             generator = torch.Generator(primary.master.device).manual_seed(int.from_bytes(seed))

@@ -26,9 +26,9 @@ from quaver.torch_private.versions import get_version
 
 aten = torch.ops.aten
 
-_UNCOUNTED = itertools.count(-2, -1)
+_STAND_IN_VERSIONS = itertools.count(-2, -1)
 """Distinct numbers instead of versions, which inference tensors do not have."""
-_NEVER = -1, -1
+_NEVER_QUANTIZED = -1, -1
 """The versions that mark codes as older than the master."""
 
 
@@ -94,7 +94,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         if self.wrapped is None or torch.compiler.is_compiling():
             return 0, 0
         if self.wrapped.is_inference():
-            return next(_UNCOUNTED), 0
+            return next(_STAND_IN_VERSIONS), 0
         return get_version(self), get_version(self.wrapped)
 
     def find_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
@@ -133,7 +133,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
 
     def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if func.namespace in COLLECTIVE_NAMESPACES:
-            self._quantized = _NEVER
+            self._quantized = _NEVER_QUANTIZED
         else:
             self.quantize()
 

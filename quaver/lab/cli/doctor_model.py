@@ -57,7 +57,7 @@ class Survey:
 
     def get_recipe(self, name: str) -> str:
         """Return the recipe of a linear, or "skipped"."""
-        return "skipped" if name in self.skipped else self.recipes.of(name)
+        return "skipped" if name in self.skipped else self.recipes.get_recipe(name)
 
 
 def survey_model(path: str, options: DoctorOptions) -> Survey:
@@ -105,7 +105,7 @@ def _survey_sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list
     """Survey the sums of the linears under their recipes and the run's settings."""
 
     def make_config(name: str) -> Float8LinearConfig | None:
-        recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)
+        recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.get_recipe(name)
         return None if recipe == HIGH_PRECISION else make_linear_config(opened.config.float8, recipe)
 
     return survey_sums(opened.model, opened.forward_backward, make_config, get_accumulation(hardware))

@@ -138,7 +138,7 @@ def compute_float8_share(
     total = sum(linear.multiply_adds for linear in surveyed)
     in_float8 = 0.0
     for linear in surveyed:
-        recipe = HIGH_PRECISION if skipped(linear.name) else recipes.of(linear.name)
+        recipe = HIGH_PRECISION if skipped(linear.name) else recipes.get_recipe(linear.name)
         if recipe != HIGH_PRECISION:
             in_float8 += linear.multiply_adds * len(find_scale_kinds(f"{recipe}:{backward}")) / len(MATMULS)
     return in_float8 / total if total else 0.0

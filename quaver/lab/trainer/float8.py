@@ -41,7 +41,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     convert_chosen(model, config, make_filter(model, config, tokens=tokens, device=device))
     report = conversion_report(model)
     if not report.converted:
-        raise InputError(report.explain_nothing())
+        raise InputError(report.explain_no_conversion())
     model.fuses_producers = config.fused_producers
     if config.fused_producers:
         fuse_producers(model)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quaver.conversion.convert import ModuleFilter
-from quaver.conversion.roles import ROUTERS
+from quaver.conversion.roles import ROUTER_NAMES
 from quaver.export.files import read_config
 from quaver.export.source import open_huggingface_source
 from quaver.lab.data import Batch, load_data
@@ -42,7 +42,7 @@ class Surveyed:
 
     def is_skipped(self, name: str) -> bool:
         """Return whether a linear or experts stay in high precision regardless of their numerics."""
-        if any(part in name for part in self.config.float8.filter_fqns) or name.rpartition(".")[2] in ROUTERS:
+        if any(part in name for part in self.config.float8.filter_fqns) or name.rpartition(".")[2] in ROUTER_NAMES:
             return True
         return self._run_filter is not None and not self._run_filter(self.model.get_submodule(name), name)
 

@@ -30,9 +30,9 @@ class Outlier(nn.Module):
 def test_a_budget_gives_each_layer_the_most_float8_that_keeps_it():
     model = Outlier()
     surveyed = survey(model, lambda: model(torch.randn(64, 1024)).square().mean().backward())
-    assert choose_recipes(24, surveyed, lambda name: False).of("first") == "tensorwise"
-    assert choose_recipes(24, surveyed, lambda name: False).of("second") in ("blockwise", "mxfp8")
-    assert choose_recipes(30, surveyed, lambda name: False).of("first") == "rowwise"
+    assert choose_recipes(24, surveyed, lambda name: False).get_recipe("first") == "tensorwise"
+    assert choose_recipes(24, surveyed, lambda name: False).get_recipe("second") in ("blockwise", "mxfp8")
+    assert choose_recipes(30, surveyed, lambda name: False).get_recipe("first") == "rowwise"
     highest = choose_recipes(60, surveyed, lambda name: False)
     assert highest.layers == {"first": "high_precision", "second": "high_precision"}
     assert choose_recipes(24, surveyed, lambda name: name == "second").layers == {}

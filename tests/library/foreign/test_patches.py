@@ -15,17 +15,17 @@ original = read()
 import quaver, quaver.compat.float8, quaver.export, quaver.numerics, quaver.integrations.torchao
 assert read() == original
 
-from quaver.conversion.quantized_configs import keep_configs_true
+from quaver.conversion.quantized_configs import patch_transformers_models
 from quaver.integrations.transformers import QuaverConfig
 from quaver.integrations.transformers_quantizer import install_quantizer
 registered = read()
 assert registered[0] is not original[0] and registered[1:] == original[1:]
 
-keep_configs_true()
+patch_transformers_models()
 quaver.integrations.torchao.install()
 changed = read()
 assert not any(new is old for new, old in zip((*changed[1], changed[2]), (*original[1], original[2])))
-install_quantizer(), keep_configs_true(), quaver.integrations.torchao.install()
+install_quantizer(), patch_transformers_models(), quaver.integrations.torchao.install()
 assert read() == changed
 """
 
