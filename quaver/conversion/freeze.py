@@ -228,6 +228,8 @@ def find_storing_obstacle(name: str, weight: Tensor, owners: dict[int, list[str]
     """
     names = [f".{owner}".removesuffix(".weight").lstrip(".") for owner in owners.get(id(weight), [])]
     tied = [owner for owner in names if owner != name]
+    if isinstance(weight, FrozenFloat8Weight):
+        return f"the weight of {name} is frozen already, with another config: call convert_to_high_precision first"
     if type(weight) is not nn.Parameter:
         return f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
     if weight.dtype not in HP_DTYPES:
