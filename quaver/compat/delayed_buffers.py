@@ -35,6 +35,8 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
 
     Returns:
         A new dict for `model.load_state_dict`, without these buffers.
+    Raises:
+        ValueError: a history is empty or no vector, or its scale is not one number.
     """
     rest = {key: value for key, value in state_dict.items() if not _BUFFER_NAME.fullmatch(key)}
     if len(rest) == len(state_dict):
@@ -59,6 +61,11 @@ def _convert_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[st
             history = buffers.get(f"{prefix}fp8_amax_history_{old}")
             scale = buffers.get(f"{prefix}fp8_scale_{old}")
             if history is not None and scale is not None:
+                if history.dim() != 1 or not history.numel() or scale.numel() != 1:
+                    raise ValueError(
+                        f"{prefix}fp8_amax_history_{old}: expected a vector of amaxes with one scale, got "
+                        f"{list(history.shape)} with {list(scale.shape)}"
+                    )
                 history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
                 quant_scale = compute_scale(
                     history.max(), state.format_max[slot], state.delayed_config, state.power_of_2
