@@ -22,6 +22,7 @@ from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig
+from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import forget_unsharded
 
 _SHARED_CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...], tuple[str, ...]], Float8LinearConfig] = {}
@@ -34,7 +35,7 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
 
     Call it between steps, outside of `cast_weights_once`, with equal arguments on every rank; they do not compare them.
     Modules whose matmuls do not change are left alone. Persistent scales stay: a tensor that is not cast records no
-    amax.
+    amax. A model without float8 modules gives a UserWarning if matmuls are named.
 
     Args:
         model: a converted model, wrapped or not; eager or compiled; under tensor, expert and data parallelism. With
@@ -47,7 +48,10 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
     """
     common = () if callable(matmuls) else _check_names(matmuls)
     configs: dict[Float8Module, Float8LinearConfig] = {}
-    for name, module in iter_float8_modules(model):
+    float8 = dict(iter_float8_modules(model))
+    if common and not float8:
+        warn_user("set_high_precision_matmuls changed nothing: the model has no float8 linear or experts; convert it")
+    for name, module in float8.items():
         names = _check_names(matmuls(name)) if callable(matmuls) else common
         config = _make_config(module.float8_config, names)
         if config is not module.float8_config:
