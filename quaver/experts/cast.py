@@ -6,7 +6,7 @@ synchronizing with the host; on a GPU a Triton kernel reduces the amaxes of colu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,45 +21,47 @@ from quaver.experts.groups import (
     get_scale_shape,
 )
 from quaver.kernels import cpu
-from quaver.kernels.cast import CASTS, cast_blocks_with_scale, realize_scales
+from quaver.kernels.cast import CAST_PHASE, CASTS, cast_blocks_with_scale, realize_scales
 from quaver.kernels.operands import Operand, Operands, cast_by_layout, expect, select_directions
 from quaver.kernels.operation import register_operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scale_rules import has_cast_kernel, warn_without_kernel
-from quaver.runtime.phases import phase
 
 
-def _cast_groups(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    ends: Tensor | None,
-    groups: int,
-    row: bool,
-    column: bool,
-    power_of_2: bool,
-    granularity: str,
-    dot_products: int,
-    length: int,
-    rule: str,
-) -> Operands:
-    """Quantize groups of rows for one or both of their matmuls.
+class GroupCast(NamedTuple):
+    """The arguments of the operation `cast_groups` after the matrix."""
 
-    Args:
-        hp: [rows, columns].
-        ends, groups: see groups.py.
-        granularity: a value of `ScalingGranularity`.
-        dot_products, length, rule: with "blockwise" as in `cast_blockwise`, else 0, 0 and `cast_tensorwise`'s rule.
-    Returns:
-        Operands with the scales of groups.py.
-    """
+    float8_dtype: torch.dtype
+    ends: Tensor | None
+    groups: int
+    """`ends` and `groups`: see groups.py."""
+    row: bool
+    column: bool
+    power_of_2: bool
+    granularity: str
+    """A value of `ScalingGranularity`."""
+    dot_products: int
+    length: int
+    """`dot_products` and `length`: with "blockwise" as in `cast_blockwise`, else 0."""
+    rule: str
+
+    @property
+    def row_layout(self) -> ScaleLayout:
+        """The layout of row codes."""
+        return get_cast_layout(self.granularity, self.dot_products, self.length)
+
+
+def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
+    """Quantize groups of rows for one or both of their matmuls. The scales are those of groups.py."""
+    float8_dtype, ends, groups, row, column, power_of_2, granularity, _, _, rule = cast
     cpu.check_memory(hp, ends)
     warn_without_kernel(rule)
     is_blockwise = granularity == ScalingGranularity.BLOCKWISE.value
-    row_layout = get_cast_layout(granularity, dot_products, length)
+    row_layout = cast.row_layout
 
-    def cast(layout: ScaleLayout) -> Operand:
+    def quantize(layout: ScaleLayout) -> Operand:
         rows, columns = layout.rows, layout.columns
         count = count_scale_rows(rows, groups, hp.shape[0])
         scale_row = find_scale_rows(ends, groups, hp.shape[0], rows, hp.device)
@@ -79,7 +81,7 @@ def _cast_groups(
             codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, layout_in_row, True, rule)
         return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
 
-    return cast_by_layout(cast, row, column, row_layout)
+    return cast_by_layout(quantize, row, column, row_layout)
 
 
 def _make_row_blocks(hp: Tensor, columns: int) -> ScaleLayout:
@@ -113,14 +115,14 @@ def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     return _reduce_by_group(group, groups, scaling.compute_block_amax(hp, ScaleLayout(1, 1)))
 
 
-def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
+def _group_amax_fake(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     scaling.check_hp(hp)
     return hp.new_empty(groups, hp.shape[1], dtype=torch.float32)
 
 
 # An operation, because Inductor would scatter: it writes the magnitudes as int32, with an atomic for each element.
 group_amax = register_operation(
-    _group_amax, results=1, gpu="group_amax", fake=_fake_group_amax, in_graphs=True, phase="quaver::cast"
+    _group_amax, results=1, gpu="group_amax", fake=_group_amax_fake, in_graphs=True, phase=CAST_PHASE
 )
 
 
@@ -138,26 +140,14 @@ def expand_quant_scales(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, colu
     return quant_scale.view(len(quant_scale), -1)[scale_row], _make_row_blocks(hp, columns)
 
 
-def _fake_cast_groups(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    ends: Tensor | None,
-    groups: int,
-    row: bool,
-    column: bool,
-    power_of_2: bool,
-    granularity: str,
-    dot_products: int,
-    length: int,
-    rule: str,
-) -> Operands:
+def _cast_groups_fake(hp: Tensor, cast: GroupCast) -> Operands:
     scaling.check_hp(hp)
 
-    def cast(layout: ScaleLayout) -> Operand:
-        dequant, quant = _make_zero_scales(hp, layout, groups)
-        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, layout, quant)
+    def make_operand(layout: ScaleLayout) -> Operand:
+        dequant, quant = _make_zero_scales(hp, layout, cast.groups)
+        return Operand(hp.new_empty(hp.shape, dtype=cast.float8_dtype), dequant, layout, quant)
 
-    return cast_by_layout(cast, row, column, get_cast_layout(granularity, dot_products, length))
+    return cast_by_layout(make_operand, cast.row, cast.column, cast.row_layout)
 
 
 def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
@@ -166,28 +156,17 @@ def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Ten
     return dequant, torch.zeros_like(dequant)
 
 
-def _cpu_cast_groups(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    ends: Tensor | None,
-    groups: int,
-    row: bool,
-    column: bool,
-    power_of_2: bool,
-    granularity: str,
-    dot_products: int,
-    length: int,
-    rule: str,
-) -> Operands | None:
+def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
     """Cast each group by the table of casts; or all rows at once, if no scale depends on the groups."""
+    float8_dtype, ends, groups, row, column, power_of_2, granularity, dot_products, length, rule = cast
     if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)):
         return None
     name, bounds = ScalingGranularity(granularity), find_bounds(ends, groups, hp.shape[0])
     is_blockwise = name is ScalingGranularity.BLOCKWISE
     options = (dot_products, length, rule) if is_blockwise else (rule,)
-    row_layout = get_cast_layout(granularity, dot_products, length)
+    row_layout = cast.row_layout
 
-    def cast(layout: ScaleLayout) -> Operand:
+    def quantize(layout: ScaleLayout) -> Operand:
         is_column = layout != row_layout
 
         def cast_matrix(matrix: Tensor) -> Operand:
@@ -220,7 +199,7 @@ def _cpu_cast_groups(
         codes[bounds[-1][1] :].view(torch.uint8).zero_()
         return Operand(codes, scales[0], layout, scales[1])
 
-    return cast_by_layout(cast, row, column, row_layout)
+    return cast_by_layout(quantize, row, column, row_layout)
 
 
 def _add_unused_rows(scales: Tensor, groups: int) -> Tensor:
@@ -230,15 +209,16 @@ def _add_unused_rows(scales: Tensor, groups: int) -> Tensor:
 
 _operation = register_operation(
     _cast_groups,
-    cpu=_cpu_cast_groups,
-    fake=_fake_cast_groups,
+    arguments=GroupCast,
+    cpu=_cast_groups_cpu,
+    fake=_cast_groups_fake,
+    phase=CAST_PHASE,
     layout=lambda *, granularity, dot_products, length, **_: get_cast_layout(granularity, dot_products, length),
 )
 
 
-@phase("quaver::cast")
 def cast_groups(
-    hp: Tensor, cast: CastConfig, ends: Tensor | None, groups: int, row: bool, column: bool, power_of_2: bool
+    hp: Tensor, cast: CastConfig, ends: Tensor | None, groups: int, *, row: bool, column: bool, power_of_2: bool
 ) -> Operands:
     """Quantize groups of rows with one cast. A disabled cast returns `hp` itself.
 
@@ -250,5 +230,6 @@ def cast_groups(
         return select_directions(Operand(hp), row, column)
     granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.rule)
     cast.require_layout("grouped matmuls")
-    operands: Operands = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
+    group_cast = GroupCast(cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
+    operands: Operands = _operation(hp, *group_cast)
     return operands

@@ -22,7 +22,7 @@ last row of this table does. A slow-path report says so once. Widened operands a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,33 +55,37 @@ from quaver.runtime.slow_paths import warn_once
 from quaver.torch_private.tracing import assume_constant_result
 
 
-def _grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor | None,
-    b_dequant_scale: Tensor | None,
-    ends: Tensor,
-    matmul: str,
-    transposed: bool,
-    a_layout: Sequence[int],
-    b_layout: Sequence[int],
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    scales_are_powers_of_2: bool,
-    emulate: bool,
-    pad: bool,
-) -> Tensor:
+class GroupedMatmul(NamedTuple):
+    """The arguments of the operation `grouped_mm` after `a`; see the top of the file. The last four are its options."""
+
+    b: Tensor
+    a_dequant_scale: Tensor | None
+    b_dequant_scale: Tensor | None
+    ends: Tensor
+    matmul: str
+    """A value of `ExpertMatmul`."""
+    transposed: bool
+    a_layout: Sequence[int]
+    b_layout: Sequence[int]
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+    scales_are_powers_of_2: bool
+    emulate: bool
+    pad: bool
+
+
+def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
     """Run the grouped matmul; see the top of the file."""
-    expert_matmul = ExpertMatmul(matmul)
-    a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout))
-    b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout))
-    options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
+    a_operand = Operand(a, grouped.a_dequant_scale, ScaleLayout(*grouped.a_layout))
+    b_operand = Operand(grouped.b, grouped.b_dequant_scale, ScaleLayout(*grouped.b_layout))
+    options = MatmulOptions(grouped.use_fast_accum, grouped.scales_are_powers_of_2, grouped.emulate, grouped.pad)
+    product = a_operand, b_operand, grouped.ends, ExpertMatmul(grouped.matmul), grouped.transposed
     if not is_cpu(a):
-        out = None
-        if a_dequant_scale is not None and _has_native(a.device, emulate):
-            out = gpu_gemm.multiply_scaled(a_operand, b_operand, ends, expert_matmul, transposed, use_fast_accum)
-        if out is None and out_dtype is torch.bfloat16 and (a_dequant_scale is None or scales_are_powers_of_2):
-            out = gpu_gemm.multiply_widened(a_operand, b_operand, ends, expert_matmul, transposed)
+        out, is_hp, out_dtype = None, grouped.a_dequant_scale is None, grouped.out_dtype
+        if not is_hp and _has_native(a.device, emulate=grouped.emulate):
+            out = gpu_gemm.multiply_scaled(*product, use_fast_accum=grouped.use_fast_accum)
+        if out is None and out_dtype is torch.bfloat16 and (is_hp or grouped.scales_are_powers_of_2):
+            out = gpu_gemm.multiply_widened(*product)
             if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_MM_CAPABILITIES:
                 warn_once(
                     f"torch's grouped matmul on {a.device}",
@@ -95,12 +99,12 @@ def _grouped_mm(
             f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
             "matmul supports bfloat16, and e4m3 with row-wise or tensorwise scales",
         )
-    return _multiply_groups(a_operand, b_operand, ends, expert_matmul, transposed, options, out_dtype)
+    return _multiply_groups(*product, options, grouped.out_dtype)
 
 
 def predict_grouped_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
     """Return the backend on `device` of a grouped matmul from its operands' casts."""
-    fits = fits_grouped_matmul(left, right) and _has_native(device, emulate)
+    fits = fits_grouped_matmul(left, right) and _has_native(device, emulate=emulate)
     return GemmBackend.NATIVE if fits else GemmBackend.EXACT
 
 
@@ -117,7 +121,7 @@ def describe_grouped_backends(
     return describe_backends(config, device, predict_grouped_backend, has_row_codes_only=has_row_codes_only)
 
 
-def _has_native(device: torch.device, emulate: bool) -> bool:
+def _has_native(device: torch.device, *, emulate: bool) -> bool:
     return choose_backend(device, ScaleKind.GROUPS, emulate=emulate, works=_native_works) is GemmBackend.NATIVE
 
 
@@ -157,7 +161,7 @@ def _multiply_one(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -
     """Run `gemm.mm` and write into rows of the result."""
     is_float8 = a.dequant_scale is not None and b.dequant_scale is not None
     if is_float8 and is_cpu(out) and a.data.numel() and b.data.numel() and not options.pad:
-        exact_float8_mm_out(out, a, b, options.scales_are_powers_of_2)
+        exact_float8_mm_out(out, a, b, scales_are_powers_of_2=options.scales_are_powers_of_2)
     else:
         out.copy_(mm(a, b, options, out.dtype))
 
@@ -170,14 +174,12 @@ def _get_result_shape(a: Tensor, b: Tensor, groups: int, matmul: ExpertMatmul, t
     return a.shape[0], b.shape[0] // groups if by_rows else b.shape[1]
 
 
-def _fake_grouped_mm(
-    a: Tensor, b: Tensor, _a_scale: object, _b_scale: object, ends: Tensor, matmul: str, transposed: bool, *rest: Any
-) -> Tensor:
-    _, _, out_dtype, *_ = rest
-    return a.new_empty(_get_result_shape(a, b, ends.shape[0], ExpertMatmul(matmul), transposed), dtype=out_dtype)
+def _grouped_mm_fake(a: Tensor, grouped: GroupedMatmul) -> Tensor:
+    groups, matmul = grouped.ends.shape[0], ExpertMatmul(grouped.matmul)
+    return a.new_empty(_get_result_shape(a, grouped.b, groups, matmul, grouped.transposed), dtype=grouped.out_dtype)
 
 
-_operation = register_operation(_grouped_mm, results=1, fake=_fake_grouped_mm, in_graphs=True)
+_operation = register_operation(_grouped_mm, arguments=GroupedMatmul, results=1, fake=_grouped_mm_fake, in_graphs=True)
 
 
 @phase("quaver::gemm")
@@ -229,11 +231,11 @@ def try_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
     a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))
     ends = torch.tensor([20, 20, 48], dtype=torch.int32, device="cpu")
     left, right = Operand(a, a_scale, ROWWISE), Operand(b, b_scale, ROWWISE)
-    expected = _multiply_groups(left, right, ends, ExpertMatmul.OUTPUT, False, MatmulOptions(), torch.float32)
+    matmul, options = ExpertMatmul.OUTPUT, MatmulOptions()
+    expected = _multiply_groups(left, right, ends, matmul, transposed=False, options=options, out_dtype=torch.float32)
     try:
-        out = gpu_gemm.multiply_scaled(
-            left.to(device), right.to(device), ends.to(device), ExpertMatmul.OUTPUT, False, False
-        )
+        on_device = left.to(device), right.to(device), ends.to(device)
+        out = gpu_gemm.multiply_scaled(*on_device, matmul, transposed=False, use_fast_accum=False)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return describe_hardware_failure(error)
     is_right = out is not None and is_expected_product(out, expected)

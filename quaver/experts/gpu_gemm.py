@@ -43,7 +43,7 @@ class _GroupScales(NamedTuple):
 
 
 def multiply_scaled(
-    a: Operand, b: Operand, ends: Tensor, matmul: ExpertMatmul, transposed: bool, use_fast_accum: bool
+    a: Operand, b: Operand, ends: Tensor, matmul: ExpertMatmul, transposed: bool, *, use_fast_accum: bool
 ) -> Tensor | None:
     """Run a grouped matmul in float8. Returns None if a scale varies along the contracted dim, and for e5m2."""
     if a.data.dtype is not E4M3.dtype or b.data.dtype is not E4M3.dtype:
@@ -57,13 +57,13 @@ def multiply_scaled(
         scales = [a_scales.row_scales, b_scales.row_scales if by_rows else b_scales.column_scales]
     if any(scale is None for scale in scales):
         return None
-    return _multiply_natively(a.data, b.data, scales, ends, matmul, transposed, use_fast_accum)
+    return _multiply_natively(a.data, b.data, scales, ends, matmul, transposed, use_fast_accum=use_fast_accum)
 
 
 def multiply_widened(a: Operand, b: Operand, ends: Tensor, matmul: ExpertMatmul, transposed: bool) -> Tensor:
     """Run a grouped matmul in bfloat16. The scales of codes must be powers of two."""
     wide = _widen(a, ends, ends.shape[0]), _widen(b, _select_b_ends(ends, matmul), ends.shape[0])
-    return _multiply_natively(*wide, None, ends, matmul, transposed, False)
+    return _multiply_natively(*wide, None, ends, matmul, transposed, use_fast_accum=False)
 
 
 def _select_b_ends(ends: Tensor, matmul: ExpertMatmul) -> Tensor | None:
@@ -94,6 +94,7 @@ def _multiply_natively(
     ends: Tensor,
     matmul: ExpertMatmul,
     transposed: bool,
+    *,
     use_fast_accum: bool,
 ) -> Tensor:
     groups = ends.shape[0]

@@ -139,13 +139,16 @@ def quantize_groups(
     """Quantize groups of rows [rows, columns] for one or both of their matmuls."""
     if not (row or column):
         return Operands(None, None)
+    power_of_2 = casts.power_of_2
     if casts.is_dequantized:
-        operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
+        operand = cast_groups(hp, casts.row, ends, groups, row=True, column=False, power_of_2=power_of_2).row
         return Operands(operand, operand)
     if casts.has_equal_casts or not (row and column):
-        return cast_groups(hp, casts.row if row else casts.column, ends, groups, row, column, casts.power_of_2)
-    row_operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
-    return Operands(row_operand, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
+        cast = casts.row if row else casts.column
+        return cast_groups(hp, cast, ends, groups, row=row, column=column, power_of_2=power_of_2)
+    row_operand = cast_groups(hp, casts.row, ends, groups, row=True, column=False, power_of_2=power_of_2).row
+    by_columns = cast_groups(hp, casts.column, ends, groups, row=False, column=True, power_of_2=power_of_2)
+    return Operands(row_operand, by_columns.column)
 
 
 def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, *, row: bool, column: bool) -> Operands:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from quaver.kernels import cpu
 from quaver.kernels.operands import (
+    BlockCast,
     FlatOperands,
     Operand,
     Operands,
@@ -148,26 +149,13 @@ def _view_by_strides(scale: Tensor) -> Tensor:
     return scale.contiguous().as_strided(scale.shape, strides)
 
 
-def _cast_blockwise(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    row: bool,
-    column: bool,
-    power_of_2: bool,
-    dot_products: int,
-    length: int,
-    rule: str,
-) -> Operands:
-    """Quantize blocks of `dot_products` x `length`, each with a scale computed from its amax.
-
-    Row blocks have `length` columns and scales [ceil(R / dot_products), ceil(C / length)]. Column blocks have `length`
-    rows and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are cast once. `rule`: as for
-    `scaling.compute_scales`. `has_scales_by_columns` decides the strides of scales.
-    """
+def _cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands:
+    """Quantize blocks, each with a scale computed from its amax. Strides of scales: see `has_scales_by_columns`."""
+    float8_dtype, row, column, power_of_2, _, _, rule = cast
     cpu.check_memory(hp)
     warn_without_kernel(rule)
 
-    def cast(layout: ScaleLayout) -> Operand:
+    def quantize(layout: ScaleLayout) -> Operand:
         amax = scaling.compute_block_amax(hp, layout)
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
         quant, dequant, outer = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=True)
@@ -178,32 +166,23 @@ def _cast_blockwise(
         codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, True, rule)
         return Operand(codes, dequant, layout, quant, outer)
 
-    operands = cast_by_layout(cast, row, column, make_block_layout(float8_dtype, dot_products, length))
+    operands = cast_by_layout(quantize, row, column, cast.row_layout)
     if is_cpu(hp) or operands.column is None:
         return operands
     return Operands(operands.row, operands.column._replace(data=_convert_to_column_major(operands.column.data)))
 
 
-def _cast_blockwise_cpu(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    row: bool,
-    column: bool,
-    power_of_2: bool,
-    dot_products: int,
-    length: int,
-    rule: str,
-) -> Operands | None:
+def _cast_blockwise_cpu(hp: Tensor, cast: BlockCast) -> Operands | None:
     """Compute the amaxes and the codes in C, and the scales in between in PyTorch."""
+    if not (cpu.supports(hp, cast.float8_dtype) and has_cast_kernel(cast.rule)):
+        return None
 
-    def cast(layout: ScaleLayout) -> Operand:
+    def quantize(layout: ScaleLayout) -> Operand:
         amax: Any = cpu.compute_block_amax(hp, layout)
-        scales = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=True)
-        return _cast_to_operand_cpu(hp, scales, float8_dtype, layout, rule)
+        scales = scaling.compute_scales(amax, cast.float8_dtype, cast.power_of_2, cast.rule, is_blockwise=True)
+        return _cast_to_operand_cpu(hp, scales, cast.float8_dtype, layout, cast.rule)
 
-    layout = make_block_layout(float8_dtype, dot_products, length)
-    is_supported = cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)
-    return cast_by_layout(cast, row, column, layout) if is_supported else None
+    return cast_by_layout(quantize, cast.row, cast.column, cast.row_layout)
 
 
 def _cast_to_operand_cpu(
@@ -214,21 +193,19 @@ def _cast_to_operand_cpu(
     return Operand(codes, scales.dequant, layout, scales.quant)
 
 
-def _cast_blockwise_fake(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, dot_products: int, length: int, __: str
-) -> Operands:
+def _cast_blockwise_fake(hp: Tensor, cast: BlockCast) -> Operands:
     """Compute shapes only: the reference branches on whether blocks are cut, which would specialize a dynamic shape."""
     scaling.check_hp(hp)
 
-    def cast(layout: ScaleLayout) -> Operand:
-        by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
+    def make_operand(layout: ScaleLayout) -> Operand:
+        by_columns = not is_cpu(hp) and has_scales_by_columns(layout, cast.row)
         quant, dequant = empty_block_scales(hp, layout, by_columns)
-        codes, outer = hp.new_empty(layout.get_codes_shape(hp.shape), dtype=float8_dtype), None
+        codes, outer = hp.new_empty(layout.get_codes_shape(hp.shape), dtype=cast.float8_dtype), None
         if layout.is_packed:
             dequant, outer = dequant.to(E4M3.dtype), hp.new_empty((), dtype=torch.float32)
         return Operand(codes, dequant, layout, quant, outer)
 
-    operands = cast_by_layout(cast, row, column, make_block_layout(float8_dtype, dot_products, length))
+    operands = cast_by_layout(make_operand, cast.row, cast.column, cast.row_layout)
     if is_cpu(hp) or operands.column is None:
         return operands
     return Operands(operands.row, operands.column._replace(data=to_column_major(operands.column.data)))
@@ -356,6 +333,7 @@ cast_rowwise = register_operation(
 )
 cast_blockwise = register_operation(
     _cast_blockwise,
+    arguments=BlockCast,
     cpu=_cast_blockwise_cpu,
     gpu="cast_blockwise",
     fake=_cast_blockwise_fake,

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,33 +72,36 @@ def _cpu_has_bfloat16_units() -> bool:
     return onednn_has_bfloat16()
 
 
-def _exact_float8_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    scales_are_powers_of_2: bool,
-    a_layout: Sequence[int],
-    b_layout: Sequence[int],
-    a_outer_scale: Tensor | None = None,
-    b_outer_scale: Tensor | None = None,
-) -> Tensor:
-    """Compute the equation at the top of the file on plain tensors. Arguments as in `linear.gemm.float8_mm`."""
-    a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout), None, a_outer_scale)
-    b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout), None, b_outer_scale)
+class ExactMatmul(NamedTuple):
+    """The arguments of `exact_float8_mm` after `a`, as in `linear.gemm.float8_mm`."""
+
+    b: Tensor
+    a_dequant_scale: Tensor
+    b_dequant_scale: Tensor
+    bias: Tensor | None
+    out_dtype: torch.dtype
+    scales_are_powers_of_2: bool
+    a_layout: Sequence[int]
+    b_layout: Sequence[int]
+    a_outer_scale: Tensor | None = None
+    b_outer_scale: Tensor | None = None
+
+
+def _exact_float8_mm(a: Tensor, matmul: ExactMatmul) -> Tensor:
+    """Compute the equation at the top of the file on plain tensors."""
+    a_operand = Operand(a, matmul.a_dequant_scale, ScaleLayout(*matmul.a_layout), None, matmul.a_outer_scale)
+    b_operand = Operand(matmul.b, matmul.b_dequant_scale, ScaleLayout(*matmul.b_layout), None, matmul.b_outer_scale)
     operands = unpack_codes(a_operand), unpack_codes(b_operand)
-    return _multiply_wide(*operands, bias, out_dtype, scales_are_powers_of_2, None)
+    return _multiply_wide(*operands, matmul.bias, matmul.out_dtype, matmul.scales_are_powers_of_2)
 
 
-def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, scales_are_powers_of_2: bool) -> None:
+def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, *, scales_are_powers_of_2: bool) -> None:
     """Write `exact_float8_mm` to contiguous rows [M, N]. For plain tensors inside another operation only."""
-    tensors = a.data, b.data, expect(a.dequant_scale), expect(b.dequant_scale)
-    options = None, out.dtype, scales_are_powers_of_2
-    result = _mm_cpu(*tensors, *options, a.layout, b.layout) if is_cpu(a.data) else None
+    scales = expect(a.dequant_scale), expect(b.dequant_scale)
+    matmul = ExactMatmul(b.data, *scales, None, out.dtype, scales_are_powers_of_2, a.layout, b.layout)
+    result = _mm_cpu(a.data, matmul) if is_cpu(a.data) else None
     if result is None:
-        _multiply_wide(a, b, *options, out)
+        _multiply_wide(a, b, None, out.dtype, scales_are_powers_of_2, out)
     else:
         out.copy_(result)
 
@@ -109,7 +112,7 @@ def _multiply_wide(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     scales_are_powers_of_2: bool,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply two operands, and write the product to `out` if it is given."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
@@ -250,22 +253,22 @@ def _small_mm(
     return sums.to(out_dtype)
 
 
-def _mm_cpu(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, *rest: Any) -> Tensor | None:
-    bias, out_dtype, _, a_layout, b_layout, *_ = rest
-    if E2M1.dtype in (a.dtype, b.dtype):
+def _mm_cpu(a: Tensor, matmul: ExactMatmul) -> Tensor | None:
+    b, a_layout, b_layout = matmul.b, ScaleLayout(*matmul.a_layout), ScaleLayout(*matmul.b_layout)
+    if E2M1.dtype in (a.dtype, b.dtype) or a_layout.varies_along(1, a.shape) or b_layout.varies_along(0, b.shape):
         return None
-    if ScaleLayout(*a_layout).varies_along(1, a.shape) or ScaleLayout(*b_layout).varies_along(0, b.shape):
-        return None
-    return cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
+    return cpu.mm(a, b, matmul.a_dequant_scale, matmul.b_dequant_scale, matmul.bias, matmul.out_dtype)
 
 
-def _mm_fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    _, _, _, out_dtype, _, a_layout, b_layout, *_ = rest
-    rows, columns = ScaleLayout(*a_layout).get_matrix_size(a)[0], ScaleLayout(*b_layout).get_matrix_size(b)[1]
-    return a.new_empty(rows, columns, dtype=out_dtype)
+def _mm_fake(a: Tensor, matmul: ExactMatmul) -> Tensor:
+    a_layout, b_layout = ScaleLayout(*matmul.a_layout), ScaleLayout(*matmul.b_layout)
+    rows, columns = a_layout.get_matrix_size(a)[0], b_layout.get_matrix_size(matmul.b)[1]
+    return a.new_empty(rows, columns, dtype=matmul.out_dtype)
 
 
-exact_float8_mm = register_operation(_exact_float8_mm, results=1, cpu=_mm_cpu, fake=_mm_fake, in_graphs=True)
+exact_float8_mm = register_operation(
+    _exact_float8_mm, arguments=ExactMatmul, results=1, cpu=_mm_cpu, fake=_mm_fake, in_graphs=True
+)
 
 
 @register_flop_formula(torch.ops.quaver.exact_float8_mm)

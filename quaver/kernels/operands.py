@@ -1,4 +1,7 @@
-"""`Operand` and `Operands`, the results of a cast, and their flat form: the tensors that an operation returns."""
+"""`Operand` and `Operands`, the results of a cast, and their flat form: the tensors that an operation returns.
+
+`BlockCast` holds the arguments of a cast in blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from quaver.recipes.scale_layout import ALL, TENSORWISE, ScaleLayout
+from quaver.recipes.scale_layout import ALL, TENSORWISE, ScaleLayout, make_block_layout
 
 
 class Operand(NamedTuple):
@@ -107,6 +110,28 @@ def cast_by_layout(cast: Callable[[ScaleLayout], Operand], row: bool, column: bo
     if layout.rows == layout.columns:
         return select_directions(cast(layout), row, column)
     return Operands(cast(layout) if row else None, cast(layout.get_column_layout()) if column else None)
+
+
+class BlockCast(NamedTuple):
+    """The arguments of `cast_blockwise` after the matrix [R, C], whose blocks are `dot_products` x `length`.
+
+    Row blocks have `length` columns and scales [ceil(R / dot_products), ceil(C / length)]. Column blocks have `length`
+    rows and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are cast once.
+    """
+
+    float8_dtype: torch.dtype
+    row: bool
+    column: bool
+    power_of_2: bool
+    dot_products: int
+    length: int
+    rule: str
+    """As for `scaling.compute_scales`."""
+
+    @property
+    def row_layout(self) -> ScaleLayout:
+        """The layout of row codes."""
+        return make_block_layout(self.float8_dtype, self.dot_products, self.length)
 
 
 def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:

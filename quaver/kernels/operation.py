@@ -47,6 +47,7 @@ _SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?", "Seque
 def register_operation(
     reference: Callable[..., Any],
     *,
+    arguments: type[tuple[Any, ...]] | None = None,
     results: int | None = None,
     cpu: Callable[..., Any] | None = None,
     gpu: str | None = None,
@@ -61,6 +62,8 @@ def register_operation(
         reference: named like the operation, with a leading underscore. Its first argument is a tensor, and a cast's
             second one a float8 dtype. It returns `results` tensors, None for tensors that were not requested; a cast
             returns `Operands`.
+        arguments: a `NamedTuple` of the arguments after the first. The reference and the kernels then take it as their
+            second parameter, and its fields give the schema. None if they take each argument.
         results: the number of tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
             Results have no autograd history. None for a cast: the operation returns the tensors of `flatten_operands`,
             and its function `Operands`.
@@ -72,10 +75,11 @@ def register_operation(
         phase: the profiler range of a call (runtime/phases.py).
     """
     name = reference.__name__.removeprefix("_")
-    run = _with_kernels(reference, cpu, gpu)
-    library.define(f"{name}({format_arguments(reference)}) -> {_format_results(results)}")
+    run = _with_kernels(reference, cpu, gpu, arguments)
+    library.define(f"{name}({_format_parameters(reference, arguments)}) -> {_format_results(results)}")
     library.impl(name, _make_implementation(run, results), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{name}", _make_implementation(fake or reference, results), lib=library)
+    run_fake = _with_kernels(fake or reference, None, None, arguments)
+    torch.library.register_fake(f"quaver::{name}", _make_implementation(run_fake, results), lib=library)
     registered = getattr(torch.ops.quaver, name)
     if layout is not None:
         registered = wrap_registered_cast(registered, layout)
@@ -91,10 +95,17 @@ def register_operation(
     return call
 
 
-def _with_kernels(reference: Callable[..., Any], cpu: Callable[..., Any] | None, gpu: str | None) -> Callable[..., Any]:
+def _with_kernels(
+    reference: Callable[..., Any],
+    cpu: Callable[..., Any] | None,
+    gpu: str | None,
+    arguments: type[tuple[Any, ...]] | None,
+) -> Callable[..., Any]:
     """Return a function that runs the kernel for a tensor's device, or the reference if none supports the tensor."""
 
     def run(first: Tensor, *args: Any) -> Any:
+        if arguments is not None:
+            args = (arguments(*args),)
         kernel = cpu
         if not is_cpu(first):
             kernels = None if gpu is None else triton_kernels(first)
@@ -120,15 +131,23 @@ def _make_implementation(function: Callable[..., Any], results: int | None) -> C
     return implementation
 
 
-def format_arguments(function: Callable[..., Any], first: int = 0) -> str:
-    """Return the arguments of an operation's schema: the parameters of `function` from number `first` on."""
-    return ", ".join(map(_format_argument, list(inspect.signature(function).parameters.values())[first:]))
+def _format_parameters(reference: Callable[..., Any], arguments: type[tuple[Any, ...]] | None) -> str:
+    if arguments is None:
+        return format_parameters(reference)
+    first = next(iter(inspect.signature(reference).parameters.values()))
+    return f"{_format_parameter(first)}, {format_parameters(arguments)}"
 
 
-def _format_argument(parameter: inspect.Parameter) -> str:
+def format_parameters(function: Callable[..., Any], first: int = 0) -> str:
+    """Return the parameters of `function` from number `first` on as the arguments of an operation's schema."""
+    return ", ".join(map(_format_parameter, list(inspect.signature(function).parameters.values())[first:]))
+
+
+def _format_parameter(parameter: inspect.Parameter) -> str:
     value = '""' if parameter.default == "" else parameter.default
     default = "" if parameter.default is inspect.Parameter.empty else f"={value}"
-    return f"{_SCHEMA_TYPES.get(parameter.annotation, parameter.annotation)} {parameter.name}{default}"
+    annotation = getattr(parameter.annotation, "__forward_arg__", parameter.annotation)  # of a `NamedTuple`
+    return f"{_SCHEMA_TYPES.get(annotation, annotation)} {parameter.name}{default}"
 
 
 def _format_results(results: int | None) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import (
+    BlockCast,
     FlatOperands,
     Operands,
     empty_block_scales,
@@ -71,31 +72,19 @@ def _make_block_rule(rows: int, columns: int, float8_dtype: torch.dtype, rule: s
     return BlockRule(rows, columns, is_e8m0, compute_e8m0_offset(float8_dtype, rule) if is_e8m0 else 0)
 
 
-def cast_blockwise(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    row: bool,
-    column: bool,
-    power_of_2: bool,
-    dot_products: int,
-    length: int,
-    rule: str,
-) -> Operands | None:
+def cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands | None:
     """Run `recipes.scaling.dynamic_cast_blocks` on `hp` [R, C] along rows and columns. Square blocks are cast once."""
-    if not supports(hp, float8_dtype, rule):
+    if not supports(hp, cast.float8_dtype, cast.rule):
         return None
-
-    def cast(layout: ScaleLayout, row: bool, column: bool) -> Operands:
-        return _cast(hp, float8_dtype, power_of_2, layout, rule, row, column)
-
-    layout = ScaleLayout(dot_products, length)
-    if dot_products == length:
-        return cast(layout, row, column)
-    if row and column and dot_products == 1 and hp.data_ptr() % 16 == 0 and casts_both_at_once(*hp.shape):
-        return _cast_both(hp, float8_dtype, power_of_2, length, rule)
+    layout = ScaleLayout(cast.dot_products, cast.length)
+    if cast.dot_products == cast.length:
+        return _cast(hp, cast, layout)
+    is_aligned = hp.data_ptr() % 16 == 0 and casts_both_at_once(*hp.shape)
+    if cast.row and cast.column and cast.dot_products == 1 and is_aligned:
+        return _cast_both(hp, cast)
     return Operands(
-        cast(layout, True, False).row if row else None,
-        cast(layout.t(), False, True).column if column else None,
+        _cast(hp, cast._replace(column=False), layout).row if cast.row else None,
+        _cast(hp, cast._replace(row=False), layout.t()).column if cast.column else None,
     )
 
 
@@ -108,13 +97,14 @@ def _make_tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile
     return Tile(rows, columns, warps, rows_of_thread, column_codes_of_store=8 if rows == columns else 16)
 
 
-def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, rule: str) -> Operands:
+def _cast_both(hp: Tensor, block_cast: BlockCast) -> Operands:
     """Quantize blocks [1, length] for row codes and [length, 1] for column codes.
 
     A thread has 64 elements. With at most 128 registers, two programs of 256 threads share a multiprocessor, so that
     one computes while the other waits for memory. Programs of 64 threads need no limit.
     """
-    row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
+    float8_dtype, row, column, power_of_2, _, length, rule = block_cast
+    row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     layout = ScaleLayout(1, length)
     row_scales, column_scales = empty_block_scales(hp, layout, True), empty_block_scales(hp, layout.t(), False)
     columns = max(length, 128)
@@ -124,19 +114,12 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
-    return unflatten_operands(FlatOperands(*results), True, True, layout)
+    return unflatten_operands(FlatOperands(*results), row, column, layout)
 
 
-def _cast(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    power_of_2: bool,
-    layout: ScaleLayout,
-    rule: str,
-    row: bool,
-    column: bool,
-) -> Operands:
-    """Quantize blocks of one shape, in one read of the matrix."""
+def _cast(hp: Tensor, block_cast: BlockCast, layout: ScaleLayout) -> Operands:
+    """Quantize blocks of one shape, in one read of the matrix. `layout`: of the codes that are requested."""
+    float8_dtype, row, column, power_of_2, _, _, rule = block_cast
     codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
     rows, columns = (max(size, 32) for size in layout.block_size)

@@ -38,7 +38,7 @@ from torch import Tensor
 from quaver.experts.groups import find_bounds, find_first_scale_row, select_group
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, expect
-from quaver.kernels.operation import format_arguments, library
+from quaver.kernels.operation import format_parameters, library
 from quaver.linear.quantize import flatten_to_matrix
 from quaver.numerics.extras import compute_extras, compute_result_extras
 from quaver.numerics.matmul_sums import sample_rows
@@ -317,7 +317,7 @@ def _register_observer(run: Callable[..., None]) -> Callable[..., None]:
     arguments of `run` after its first three: the `Sampling`, the slot and the number.
     """
     name, observe = run.__name__.removeprefix("_"), _run_if_sampled(run)
-    library.define(f"{name}(Tensor(a!) slots, int index, Tensor number, {format_arguments(run, 3)}) -> ()")
+    library.define(f"{name}(Tensor(a!) slots, int index, Tensor number, {format_parameters(run, 3)}) -> ()")
     library.impl(name, observe, "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", lambda *_: None, lib=library)
     registered = getattr(torch.ops.quaver, name)

@@ -110,7 +110,7 @@ class TokenDispatch:
 
     def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> Operands:
         """Quantize rows and dispatch their codes and scales in one all-to-all."""
-        sent = expect(cast_groups(hp, casts.row, None, 1, True, False, casts.power_of_2).row)
+        sent = expect(cast_groups(hp, casts.row, None, 1, row=True, column=False, power_of_2=casts.power_of_2).row)
         scale_dtype = torch.float8_e8m0fnu if casts.row.scale_calculation_mode else torch.float32
         parts = sent.data, typing.cast(Tensor, sent.dequant_scale).to(scale_dtype).contiguous()
         received = self.dispatch(torch.cat([part.view(torch.uint8) for part in parts], 1))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quaver.kernels import triton_amax, triton_cast, triton_copy
+from quaver.kernels.operands import BlockCast
 from quaver.lab.bench.ledger.counting import Work, count_launches
 from quaver.lab.bench.ledger.disassembly import Loop, count_issued
 from quaver.lab.bench.ledger.entries import list_entries
@@ -169,7 +170,9 @@ def count_launches_in_triton():
     hp, group, e4m3 = torch.ones(32, 48), torch.arange(32) // 16, torch.float8_e4m3fn
     calls = {
         "quaver.cast_rowwise": lambda: triton_cast.cast_rowwise(hp, e4m3, True, True, False),
-        "quaver.cast_blockwise": lambda: triton_cast.cast_blockwise(hp, e4m3, True, True, False, 128, 128, ""),
+        "quaver.cast_blockwise": lambda: triton_cast.cast_blockwise(
+            hp, BlockCast(e4m3, True, True, False, 128, 128, "")
+        ),
         "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
         "quaver.to_column_major": lambda: triton_copy.to_column_major(hp.to(e4m3)),
     }

@@ -167,7 +167,7 @@ def test_operations_have_fake_kernels_and_flops():
     cast = Float8LinearConfig.from_recipe_name("blockwise").casts.input.column
     args = a.detach(), cast.float8_dtype, ends, 4, True, True, True, "blockwise", 1, 128, ""
     torch.library.opcheck(torch.ops.quaver.cast_groups, args, test_utils="test_faketensor")
-    tokens = cast_groups(a.detach(), cast, ends, 4, False, True, True).column
+    tokens = cast_groups(a.detach(), cast, ends, 4, row=False, column=True, power_of_2=True).column
     args = tokens.data, tokens.data, tokens.dequant_scale, tokens.dequant_scale, ends, "grad_weight", False
     args += ([128, 1], [128, 1], torch.bfloat16, False, True, False, False)
     torch.library.opcheck(torch.ops.quaver.grouped_mm, args, test_utils="test_faketensor")
@@ -198,10 +198,11 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
     hp = torch.randn(310, 70, dtype=torch.bfloat16)
     hp[3, 3], hp[50, 2], hp[210:240] = torch.inf, torch.nan, 0
     for ends, stops in ((ENDS, ENDS), (None, range(62, 311, 62))):
-        arguments = hp, cast, ends and torch.tensor(ends, dtype=torch.int32), len(stops), True, True
-        operand = getattr(cast_groups(*arguments, config.casts.input.power_of_2), direction)
+        arguments = hp, cast, ends and torch.tensor(ends, dtype=torch.int32), len(stops)
+        options = {"row": True, "column": True, "power_of_2": config.casts.input.power_of_2}
+        operand = getattr(cast_groups(*arguments, **options), direction)
         with simulate_gpu((8, 0)):
-            expected = getattr(cast_groups(*arguments, config.casts.input.power_of_2), direction)
+            expected = getattr(cast_groups(*arguments, **options), direction)
         codes, expected_codes = (result.data[: stops[-1]].float() for result in (operand, expected))
         torch.testing.assert_close(codes, expected_codes, rtol=0, atol=0, equal_nan=True)
         assert operand.layout == expected.layout
@@ -215,10 +216,10 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
 def test_the_reference_takes_no_rows(recipe):
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     for cast in {casts.input.row, casts.input.column} - {cast for cast in casts.list_casts() if cast.is_disabled}:
-        arguments = torch.zeros(0, 70), cast, torch.zeros(4, dtype=torch.int32), 4, True, True, True
-        operand = cast_groups(*arguments).row
+        arguments = torch.zeros(0, 70), cast, torch.zeros(4, dtype=torch.int32), 4
+        operand = cast_groups(*arguments, row=True, column=True, power_of_2=True).row
         with simulate_gpu((8, 0)):
-            expected = cast_groups(*arguments).row
+            expected = cast_groups(*arguments, row=True, column=True, power_of_2=True).row
         assert operand.data.shape == expected.data.shape == (0, 70)
         assert operand.dequant_scale.shape == expected.dequant_scale.shape
 
@@ -232,8 +233,8 @@ def cast_operands(form, recipe, transposed):
     def cast_one(hp, operand, direction, *, stored=None, ends=ends):
         """Cast along `direction`, which is `stored` in the memory of `hp`."""
         cast, stored = casts.get(operand, direction), stored or direction
-        both = cast_groups(hp, cast, ends, 4, stored == "row", stored == "column", casts.input.power_of_2)
-        return getattr(both, stored)
+        directions = {"row": stored == "row", "column": stored == "column"}
+        return getattr(cast_groups(hp, cast, ends, 4, **directions, power_of_2=casts.input.power_of_2), stored)
 
     def cast_weight(direction):
         matrices = (b_t if transposed else b_t.transpose(1, 2)).detach().flatten(0, 1)
@@ -275,7 +276,7 @@ def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
 def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
     left, right, ends = cast_operands(form, recipe, transposed)
     with virtual_gpu("h100"):
-        output = gpu_gemm.multiply_scaled(left, right, ends, form, transposed, False)
+        output = gpu_gemm.multiply_scaled(left, right, ends, form, transposed, use_fast_accum=False)
     if recipe == "tensorwise" and form is not ExpertMatmul.OUTPUT:
         assert output is None  # e5m2
         return
@@ -309,10 +310,11 @@ def test_the_probe_of_the_hardware(result, failure, monkeypatch):
 
 def test_the_hardware_reads_no_scales_that_vary_along_the_contracted_dim():
     tokens, weight, ends = cast_operands(ExpertMatmul.OUTPUT, "blockwise", False)
-    assert gpu_gemm.multiply_scaled(tokens, weight, ends, ExpertMatmul.OUTPUT, False, False) is None
+    assert gpu_gemm.multiply_scaled(tokens, weight, ends, ExpertMatmul.OUTPUT, False, use_fast_accum=False) is None
     stored_once = Operand(weight.data, torch.ones(4 * 33, 1), ROWWISE)
     grad_output = Operand(tokens.data[:, :33].contiguous(), torch.ones(310, 1), ROWWISE)
-    assert gpu_gemm.multiply_scaled(grad_output, stored_once, ends, ExpertMatmul.GRAD_INPUT, False, False) is None
+    arguments = grad_output, stored_once, ends, ExpertMatmul.GRAD_INPUT
+    assert gpu_gemm.multiply_scaled(*arguments, False, use_fast_accum=False) is None
 
 
 def test_scales_of_groups_do_not_overlap():

@@ -74,9 +74,9 @@ def test_a_checkpoint_without_buffers_changes_no_scale():
 
 
 def test_buffers_of_another_shape_are_refused():
-    old = old_checkpoint(make(), AMAXES) | {"fp8_amax_history_input": torch.zeros(0)}
+    old = make_old_checkpoint(make_linear(), AMAXES) | {"fp8_amax_history_input": torch.zeros(0)}
     with pytest.raises(ValueError, match=r"fp8_amax_history_input: expected a vector of amaxes .*, got \[0\] with"):
-        load_delayed_buffers(make(), old)
+        load_delayed_buffers(make_linear(), old)
 
 
 def test_buffers_that_nobody_took_are_unexpected_keys():

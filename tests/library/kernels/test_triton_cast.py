@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from quaver.kernels import triton_blocks, triton_cast
+from quaver.kernels.operands import BlockCast
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
 from quaver.recipes.scale_rules import SCALE_RULES
@@ -147,7 +148,9 @@ def _bytes(cast):
         "known": lambda rows, columns: persistent(hp, E4M3, rows, columns, False, torch.tensor(2.0)),
         "unknown": lambda rows, columns: persistent(hp, E4M3, rows, columns, False, torch.tensor(0.0)),
         "rowwise": lambda rows, columns: triton_cast.cast_rowwise(hp, E4M3, rows, columns, False),
-        "blocks": lambda rows, columns: triton_cast.cast_blockwise(hp, E4M3, rows, columns, True, 1, 128, ""),
+        "blocks": lambda rows, columns: triton_cast.cast_blockwise(
+            hp, BlockCast(E4M3, rows, columns, True, 1, 128, "")
+        ),
         "given": lambda rows, columns: triton_cast.cast_with_scale(
             hp, E4M3, torch.tensor(2.0) if rows else None, torch.ones(1, 512) if columns else None
         ),

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from quaver.kernels import triton_blocks, triton_cast
+from quaver.kernels.operands import BlockCast
 from tests.library.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 from tests.thinned import at_night
 
@@ -186,9 +187,8 @@ DIRECTIONS += at_night([((1, 128), COLUMNS), ((1, 32), ROWS), ((32, 32), BOTH), 
 def test_casts_of_blocks_do_not_spill(compiled, hp_dtype, block_size, directions, tmp_path):
     """Blocks of 128 x 128 spill up to 200 bytes where the width is no multiple of 16, and accesses are narrow."""
     mode = "" if 128 in block_size else "rceil"  # as the recipes have them
-    triton_cast.cast_blockwise(
-        empty(hp_dtype, 144, 304), E4M3, directions[0], directions[1], True, *block_size, rule=mode
-    )
+    cast = BlockCast(E4M3, directions[0], directions[1], True, *block_size, rule=mode)
+    triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), cast)
     [[asm]] = compiled.values()
     assert CONVERSION[E4M3] in asm["ptx"]
     assert_fits(asm, tmp_path, 208 if "_cast_rows_and_columns" in compiled else 200)
@@ -207,7 +207,7 @@ def test_both_directions_of_blocks(compiled, hp_dtype, length, mode, power_of_2,
     An H200 moves the bytes of an element in bfloat16 in the time of 26: 4.1 bytes at 4.8 TB/s; 132 multiprocessors
     issue 4 x 32 instructions of a thread at 1.83 GHz.
     """
-    triton_cast.cast_blockwise(empty(hp_dtype, 256, 4096), E4M3, *BOTH, power_of_2, 1, length, mode)
+    triton_cast.cast_blockwise(empty(hp_dtype, 256, 4096), BlockCast(E4M3, *BOTH, power_of_2, 1, length, mode))
     [asm] = compiled["_cast_rows_and_columns"]
     counts = count_instructions(asm)
     assert counts["ld.global.v4.b32"] == 64 * hp_dtype.itemsize // 16
@@ -253,7 +253,7 @@ def test_odd_sizes_do_not_spill(compiled, tmp_path):
 
 @pytest.mark.parametrize(("length", "mode"), [(128, ""), *at_night([(32, "rceil")])])
 def test_odd_sizes_of_both_directions_of_blocks_do_not_spill(compiled, length, mode, tmp_path):
-    triton_cast.cast_blockwise(empty(torch.bfloat16, 129, 129), E4M3, *BOTH, True, 1, length, mode)
+    triton_cast.cast_blockwise(empty(torch.bfloat16, 129, 129), BlockCast(E4M3, *BOTH, True, 1, length, mode))
     for asm in itertools.chain(*compiled.values()):
         assert_fits(asm, tmp_path, 200)
 

@@ -21,6 +21,7 @@ import torch
 
 from quaver.kernels import triton_amax, triton_blocks, triton_cast, triton_copy
 from quaver.kernels import triton_cast_blocks as cast_blocks
+from quaver.kernels.operands import BlockCast
 from quaver.recipes import scaling
 from tests.reference import assert_same_bits
 
@@ -120,7 +121,9 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, rule, direction
             if size[0] == 1 or (size[0] == size[1] and not rows):
                 dequant = torch.empty(dequant.shape[::-1]).t().copy_(dequant)
             expected.append((codes, quant, dequant))
-        operands = triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, rule=rule)
+        operands = triton_cast.cast_blockwise(
+            hp, BlockCast(float8_dtype, rows, columns, power_of_2, *block_size, rule=rule)
+        )
         assert_operands(operands, *expected, rows=rows, columns=columns)
 
 

@@ -104,10 +104,10 @@ def test_cast_weights_once_casts_the_weights_of_experts_once(recipe, casts_of_ea
     """One read makes both casts of the row-wise recipe."""
     mixture, casts, cast_groups = build_mixture(recipe), [], grouped_mm.cast_groups
 
-    def count(hp, cast, ends, *args):
+    def count(hp, cast, ends, groups, **options):
         if ends is None:
             casts.append(hp.shape)
-        return cast_groups(hp, cast, ends, *args)
+        return cast_groups(hp, cast, ends, groups, **options)
 
     monkeypatch.setattr(grouped_mm, "cast_groups", count)
     with cast_weights_once(mixture):
