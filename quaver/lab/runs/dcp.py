@@ -45,13 +45,14 @@ def read_metadata(reader: FileSystemReader) -> Metadata:
 
 def find_innermost_cause(error: BaseException) -> str:
     """Return one line: the innermost cause of `error`. DCP wraps each rank's error, and torch the system's."""
-    while True:
+    cause: BaseException | None = error
+    seen: set[int] = set()  # two errors may be the cause of each other
+    while cause is not None and id(cause) not in seen:
+        error = cause
+        seen.add(id(error))
         failures = error.failures if isinstance(error, CheckpointException) else {}
         context = None if error.__suppress_context__ else error.__context__
         cause = failures[min(failures)][0] if failures else error.__cause__ or context
-        if cause is None:
-            break
-        error = cause
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return describe_error(error).splitlines()[0].strip()

@@ -1,5 +1,6 @@
 """Tests that damaged, edited or foreign checkpoints end in one line and that no code in them runs."""
 
+import errno
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, TensorProperties
 
 from quaver.lab.runs.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
-from quaver.lab.runs.dcp import load_state
+from quaver.lab.runs.dcp import find_innermost_cause, load_state
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
@@ -195,6 +196,12 @@ def test_edited_metadata_is_one_line(edit, tmp_path):
     with pytest.raises(CheckpointError, match=f"cannot (read|load) .*{message}.*; choose another checkpoint") as error:
         load_state({"a": torch.empty(4, 5)}, CheckpointReader(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_errors_that_cause_each_other_are_one_line():
+    error, cause = RuntimeError("cannot save"), OSError(errno.ENOSPC, "No space left on device")
+    error.__cause__, cause.__cause__ = cause, error
+    assert find_innermost_cause(error) == "No space left on device"
 
 
 def test_parts_that_several_ranks_wrote_count_once(tmp_path):
