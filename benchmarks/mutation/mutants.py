@@ -71,7 +71,7 @@ OTHER_OPERATOR = {
 CARD = "h100"
 CARDS = "", CARD
 """Whose tests one process can run."""
-TEXTS = ("warn_once", "RuntimeError", "ValueError")
+TEXTS = ("report_slow_path", "RuntimeError", "ValueError")
 """Calls whose arguments are for a reader."""
 
 

@@ -31,7 +31,7 @@ from quaver.checkpointing.codes import DTYPES, MemoryLayout, dequantize_in_graph
 from quaver.checkpointing.hooks import SMALL_RATIO, STORED_IN, StoringModule
 from quaver.checkpointing.policy import MATMUL_OPS
 from quaver.recipes.scale_layout import ScaleLayout
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
 
 _aten = torch.ops.aten
@@ -139,7 +139,7 @@ def _count_elements(node: Node) -> int:
 def _is_static(value: Tensor) -> bool:
     if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         return True
-    warn_once(
+    report_slow_path(
         "stored activations of dynamic shapes",
         "compiled code with dynamic shapes does not store activations in float8: mark the shapes as static",
     )

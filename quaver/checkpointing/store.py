@@ -31,7 +31,7 @@ from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forwa
 from quaver.linear.module import Float8Linear
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.names import list_enclosing_modules
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import is_exporting
 
 _NORM = re.compile(r"Norm(\d[dD])?$")
@@ -174,7 +174,7 @@ def _fake_begin(module: str, block_size: int) -> Tensor:
 
     backend = traced_backend()
     if module and backend not in (None, "inductor"):
-        warn_once(
+        report_slow_path(
             "stored activations of another backend",
             f"torch.compile with backend={backend!r} does not store activations in float8: only Inductor does",
         )

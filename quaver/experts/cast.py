@@ -27,7 +27,7 @@ from quaver.kernels.operation import register_operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scale_rules import has_cast_kernel, warn_without_kernel
+from quaver.recipes.scale_rules import has_cast_kernel, report_missing_kernel
 
 
 class GroupCast(NamedTuple):
@@ -57,7 +57,7 @@ def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
     """Quantize groups of rows for one or both of their matmuls. The scales are those of groups.py."""
     float8_dtype, ends, groups, row, column, power_of_2, granularity, _, _, rule = cast
     cpu.check_memory(hp, ends)
-    warn_without_kernel(rule)
+    report_missing_kernel(rule)
     is_blockwise = granularity == ScalingGranularity.BLOCKWISE.value
     row_layout = cast.row_layout
 

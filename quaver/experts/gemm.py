@@ -51,7 +51,7 @@ from quaver.recipes.scale_layout import ROWWISE, ScaleLayout
 from quaver.recipes.scaling import dequantize
 from quaver.runtime.devices import compute_capability, is_cpu
 from quaver.runtime.phases import phase
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import assume_constant_result
 
 
@@ -87,14 +87,14 @@ def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
         if out is None and out_dtype is torch.bfloat16 and (is_hp or grouped.scales_are_powers_of_2):
             out = gpu_gemm.multiply_widened(*product)
             if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_MM_CAPABILITIES:
-                warn_once(
+                report_slow_path(
                     f"torch's grouped matmul on {a.device}",
                     f"torch multiplies experts on {a.device} one by one, and waits for the sizes of their groups: its "
                     "grouped matmul has kernels for sm_90 and sm_100 only",
                 )
         if out is not None:
             return out.to(out_dtype)
-        warn_once(
+        report_slow_path(
             f"grouped matmuls on {a.device}",
             f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
             "matmul supports bfloat16, and e4m3 with row-wise or tensorwise scales",

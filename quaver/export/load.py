@@ -56,7 +56,7 @@ def load_float8(
         NotImplementedError: the layout is unknown.
     """
     checkpoint = Float8Checkpoint(Path(folder), dtype)
-    _warn_of_kv_scales(checkpoint, "set_kv_scales(model, load_float8(folder).kv_scales)")
+    _log_unloaded_kv_scales(checkpoint, "set_kv_scales(model, load_float8(folder).kv_scales)")
     return checkpoint if model is None else ModelTensors(model, checkpoint)
 
 
@@ -313,7 +313,7 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self.parts)
 
 
-def _warn_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
+def _log_unloaded_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
     if checkpoint.kv_scales:
         logger.warning(
             "%s: scales of a float8 KV cache are not loaded; %s keeps them for save_float8",
@@ -349,7 +349,7 @@ def import_float8(
     if folder.is_file() and out.suffix != SUFFIX:
         raise InputError(f"{str(out)!r}: expected a name that ends in {SUFFIX}, because {str(folder)!r} is a file")
     weights = Float8Checkpoint(folder, dtype)
-    _warn_of_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
+    _log_unloaded_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     if folder.is_file():
         weights.write_file(out)
         return len(weights.float8_names)

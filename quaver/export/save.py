@@ -135,7 +135,7 @@ def _create_file(
     path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
     encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
-    _warn(tensors.plan)
+    _log_warnings(tensors.plan)
     with new_folder(path, file=SINGLE) as staging:
         writer = SafetensorsWriter(staging, None)
         yield writer
@@ -159,7 +159,7 @@ def _create_bundle(
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
     encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
     plan, config = tensors.plan, make_config()
-    _warn(plan)
+    _log_warnings(plan)
     with new_folder(path) as staging:
         writer = SafetensorsWriter(staging, max_shard_bytes)
         yield writer
@@ -200,7 +200,7 @@ def _encode_quantized_config(
     return encode_config(written)
 
 
-def _warn(plan: Plan) -> None:
+def _log_warnings(plan: Plan) -> None:
     for warning in plan.format.list_warnings(plan.ragged, plan.high_precision_linears):
         logger.warning(warning)
     if plan.whole_stacks:

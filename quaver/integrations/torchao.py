@@ -96,7 +96,7 @@ def install() -> None:
                 setattr(module, name, replaced[id(value)][1])
     if os.environ.get("RANK", "0") == "0":
         print(f"quaver replaced {len(replaced)} classes and functions of torchao.float8", file=sys.stderr)
-        _warn_at_first_step()
+        _report_at_first_step()
 
 
 def is_installed() -> bool:
@@ -174,10 +174,10 @@ def _check_importers(importers: list[ModuleType], replaced: dict[int, tuple[Any,
                 )
 
 
-def _warn_at_first_step() -> None:
+def _report_at_first_step() -> None:
     """Print a warning after the first step of an optimizer if no object of the process is a Float8Linear."""
 
-    def warn(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def report(optimizer: Any, args: Any, kwargs: Any) -> None:
         handle.remove()
         if any(issubclass(type(value), Float8Linear) for value in gc.get_objects()):
             return
@@ -187,7 +187,7 @@ def _warn_at_first_step() -> None:
             line += ", which TrainingArguments(bf16=True) turns off: leave bf16 out" if precision == "bf16" else ""
         print(line, file=sys.stderr)
 
-    handle = register_optimizer_step_post_hook(warn)
+    handle = register_optimizer_step_post_hook(report)
 
 
 def _get_accelerate_state() -> Any:

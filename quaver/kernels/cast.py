@@ -53,7 +53,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import ALL, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, make_block_layout
-from quaver.recipes.scale_rules import divides, has_cast_kernel, warn_without_kernel
+from quaver.recipes.scale_rules import divides, has_cast_kernel, report_missing_kernel
 from quaver.runtime.compile_hints import wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
@@ -71,7 +71,7 @@ def _cast_tensorwise(
     `rule`: the name of a rule in recipes/scale_rules.py; "" for quaver's rule.
     """
     cpu.check_memory(hp)
-    warn_without_kernel(rule)
+    report_missing_kernel(rule)
     scales = realize_scales(scaling.compute_scales(_amax(hp), float8_dtype, power_of_2, rule))
     quant, dequant, _ = scales
     factor = scaling.choose_factor(scales, rule)
@@ -121,7 +121,7 @@ def _cast_rowwise(
     Scales are float32 [R, 1] and [1, C]. `rule`: as for `cast_tensorwise`.
     """
     cpu.check_memory(hp)
-    warn_without_kernel(rule)
+    report_missing_kernel(rule)
 
     def cast(layout: ScaleLayout) -> Operand:
         dim, cast_codes = (1, cast_row_codes) if layout == ROWWISE else (0, cast_column_codes)
@@ -153,7 +153,7 @@ def _cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands:
     """Quantize blocks, each with a scale computed from its amax. Strides of scales: see `has_scales_by_columns`."""
     float8_dtype, row, column, power_of_2, _, _, rule = cast
     cpu.check_memory(hp)
-    warn_without_kernel(rule)
+    report_missing_kernel(rule)
 
     def quantize(layout: ScaleLayout) -> Operand:
         amax = scaling.compute_block_amax(hp, layout)
@@ -409,7 +409,7 @@ def _cast_with_scale(
     """
     scaling.check_hp(hp)
     cpu.check_memory(hp, row_scale, column_scale)
-    warn_without_kernel(rule)
+    report_missing_kernel(rule)
     row_codes = column_codes = None
     if row_scale is not None:
         row_codes = cast_row_codes(hp, row_scale, float8_dtype, False, rule)

@@ -27,7 +27,7 @@ from torch import Tensor, empty_like
 
 from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import PLAIN_TYPES
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.dispatch import (
     DispatchKey,
     DispatchKeySet,
@@ -130,10 +130,10 @@ def check_memory(*tensors: Tensor | None) -> None:
         )
 
 
-def warn_unavailable() -> None:
+def report_missing_extension() -> None:
     """Report once that casts on this CPU run in PyTorch, unless QUAVER_PURE_PYTORCH is set."""
     if not PURE_PYTORCH:
-        warn_once(
+        report_slow_path(
             "casts without the C extension",
             f"float8 casts on the CPU run in PyTorch, up to 10 times slower: {UNAVAILABLE_BECAUSE}",
         )
@@ -147,7 +147,7 @@ def supports(matrix: Tensor, dtype: torch.dtype) -> bool:
     if not (runs_directly() and is_plain(matrix) and (matrix.dtype, dtype) in _CONVERSIONS):
         return False
     if not AVAILABLE:
-        warn_unavailable()
+        report_missing_extension()
         return False
     if matrix.dim() != 2 or matrix.is_contiguous():
         return matrix.dim() == 2

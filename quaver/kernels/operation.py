@@ -35,7 +35,7 @@ from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime import phases
 from quaver.runtime.devices import is_cpu, is_cuda
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -184,7 +184,7 @@ def triton_kernels(hp: Tensor) -> Any:
     obstacle = triton_blocks.find_kernel_obstacle(hp.device.index)
     if obstacle is None:
         return triton_cast
-    warn_once(
+    report_slow_path(
         f"casts on {hp.device}",
         f"float8 casts on {hp.device} run in PyTorch, in several passes over memory: {obstacle}",
     )

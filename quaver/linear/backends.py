@@ -31,7 +31,7 @@ from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLa
 from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cuda_device
 from quaver.runtime.errors import describe_error
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
 
@@ -117,7 +117,7 @@ def multiplies_natively(device_index: int, kind: ScaleKind, trial: NativeTrial |
     """Return whether the device multiplies natively, and report a failure once."""
     failure = find_native_failure(device_index, kind, trial)
     if failure is not None:
-        warn_once(
+        report_slow_path(
             f"exact matmuls on cuda:{device_index}, {kind.value}",
             f"cuda:{device_index} runs float8 matmuls with {kind.value} scales on the exact backend, which is slower: "
             f"{failure}",

@@ -51,7 +51,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import compute_amax, dequantize, dynamic_cast, dynamic_cast_blocks
 from quaver.recipes.sqnr import to_decibels
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.dispatch import OpOverload
 
 logger = logging.getLogger(__name__)
@@ -392,7 +392,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
                 "send the codes and scales of state_dict(), and load them"
             )
         if func not in _READ_OPS and not is_written:
-            warn_once(
+            report_slow_path(
                 f"{func} on a frozen weight",
                 f"{func} dequantizes a whole frozen float8 weight, {list(self.shape)}, to {self.dtype}: it does not "
                 "run on float8 codes, as the forward and backward of a FrozenFloat8Linear do",
@@ -410,7 +410,7 @@ def _convert_to_frozen(value: Tensor) -> Tensor:
     """Return a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
         return FrozenFloat8Weight.from_state(*value.get_state())
-    warn_once(
+    report_slow_path(
         "frozen weights from values",
         f"a frozen module was given values in high precision, {list(value.shape)}, as Accelerate's disk offload stores "
         "them: it quantizes them at each use",
@@ -443,7 +443,7 @@ _READ_OPS = frozenset(
 
 @functools.cache
 def log_merge_cost() -> None:
-    """Log once what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
+    """Log once at WARNING what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
     logger.warning(
         "a write into frozen float8 weights quantizes them again. Merging an adapter into them changes the logits by "
         "10% to 25% (2% in bfloat16); merge into the high-precision model instead. conversion_report has the SQNR of "

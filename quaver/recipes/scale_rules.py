@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import get_format
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import assume_constant_result
 
 _MANTISSA_MASK = (1 << 23) - 1
@@ -100,10 +100,10 @@ def has_cast_kernel(rule: str) -> bool:
     return not rule or not get_rule(rule).in_hp_dtype
 
 
-def warn_without_kernel(rule: str) -> None:
+def report_missing_kernel(rule: str) -> None:
     """Report once that casts by this rule run in PyTorch, unless `has_cast_kernel`. Compiled code needs no kernel."""
     if not (torch.compiler.is_dynamo_compiling() or has_cast_kernel(rule)):
-        warn_once(
+        report_slow_path(
             f"casts by the rule {rule}",
             f"float8 casts by the scale_rule {rule} run in PyTorch: no kernel implements it",
         )

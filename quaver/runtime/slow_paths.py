@@ -11,11 +11,11 @@ import os
 from contextlib import AbstractContextManager, ExitStack
 
 _logger = logging.getLogger("quaver")
-_said: dict[str, str] = {}
+_reported: dict[str, str] = {}
 _raises = os.environ.get("QUAVER_ERROR_ON_SLOW_PATH", "") not in ("", "0")
 
 
-def warn_once(key: str, message: str) -> None:
+def report_slow_path(key: str, message: str) -> None:
     """Log `message` at WARNING, unless a message with this key was logged before.
 
     Args:
@@ -25,19 +25,19 @@ def warn_once(key: str, message: str) -> None:
     """
     if _raises:
         raise RuntimeError(message)
-    if key not in _said:
-        _said[key] = message
+    if key not in _reported:
+        _reported[key] = message
         _logger.warning(message)
 
 
 def list_slow_paths() -> list[str]:
-    """Return the messages that `warn_once` has logged in this process."""
-    return list(_said.values())
+    """Return the messages that `report_slow_path` has logged in this process."""
+    return list(_reported.values())
 
 
 def clear_slow_paths() -> None:
     """Forget which slow paths were reported, so that they are reported again."""
-    _said.clear()
+    _reported.clear()
 
 
 def error_on_slow_path(error: bool = True) -> AbstractContextManager[object]:

@@ -26,7 +26,7 @@ from quaver.linear.backends import assume_native
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import resolve_config
 from quaver.recipes.linear_casts import MATMULS
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from tests.mixture import GroupedExperts
 
 
@@ -55,7 +55,7 @@ def test_training_may_be_required_to_multiply_natively():
     for linear in model:
         record_run(linear, "cuda:0", "native")
     assert_float8_training(model, require_native=True)
-    warn_once("key", "no native matmul on cuda:0")
+    report_slow_path("key", "no native matmul on cuda:0")
     for ran_on, backend in (("cuda:1", "exact"), ("cuda:2", "native and exact")):
         record_run(model[1], ran_on, backend)
         assert_float8_training(model)

@@ -20,7 +20,7 @@ from quaver import (
 )
 from quaver.linear.last_run import note_run
 from quaver.recipes.config import resolve_config
-from quaver.runtime.slow_paths import warn_once
+from quaver.runtime.slow_paths import report_slow_path
 from tests.library.conversion.models import Model
 
 
@@ -320,7 +320,7 @@ def test_a_class_that_is_called_as_one_of_torch_is_named_with_its_module():
 
 def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
-    warn_once("key", "slow on cuda:0")
+    report_slow_path("key", "slow on cuda:0")
     assert conversion_report(model).notes == []  # nothing is in float8
     caplog.clear()
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "2")

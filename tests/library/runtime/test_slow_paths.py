@@ -1,4 +1,4 @@
-"""Tests that each slow path warns once and is listed, or raises."""
+"""Tests that each slow path is logged once and listed, or raises."""
 
 import contextlib
 import importlib
@@ -28,52 +28,52 @@ from quaver.checkpointing import apply_activation_checkpointing
 from quaver.kernels import cast, cpu, operation
 from quaver.optim import Float8AdamW
 from quaver.runtime.devices import simulate_gpu
-from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths, warn_once
+from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths, report_slow_path
 from tests.isolated import isolated
 
 
-def test_each_slow_path_warns_once_until_it_is_cleared(caplog):
-    warn_once("matmul cuda:0", "slow on cuda:0: 100%")
-    warn_once("matmul cuda:0", "slow on cuda:0: 100%")
-    warn_once("matmul cuda:1", "slow on cuda:1")
+def test_each_slow_path_is_logged_once_until_it_is_cleared(caplog):
+    report_slow_path("matmul cuda:0", "slow on cuda:0: 100%")
+    report_slow_path("matmul cuda:0", "slow on cuda:0: 100%")
+    report_slow_path("matmul cuda:1", "slow on cuda:1")
     messages = ["slow on cuda:0: 100%", "slow on cuda:1"]
     assert caplog.record_tuples == [("quaver", logging.WARNING, message) for message in messages]
     assert list_slow_paths() == messages
     clear_slow_paths()
     assert list_slow_paths() == []
-    warn_once("matmul cuda:0", "slow on cuda:0")
+    report_slow_path("matmul cuda:0", "slow on cuda:0")
     assert len(caplog.records) == 3
 
 
 def test_the_switch_raises_every_time():
-    warn_once("key", "slow")
+    report_slow_path("key", "slow")
     with error_on_slow_path():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="^slow$"):
-                warn_once("key", "slow")
+                report_slow_path("key", "slow")
         with error_on_slow_path(False):
-            warn_once("key", "slow")
+            report_slow_path("key", "slow")
         with pytest.raises(RuntimeError, match="slow"):
-            warn_once("key", "slow")
-    warn_once("key", "slow")
+            report_slow_path("key", "slow")
+    report_slow_path("key", "slow")
     scope = error_on_slow_path(True)  # as a function, it holds until it is called again
     try:
         with pytest.raises(RuntimeError, match="slow"):
-            warn_once("key", "slow")
+            report_slow_path("key", "slow")
     finally:
         scope.__exit__(None, None, None)
 
 
-def _warn_with(value: str, raises: bool) -> None:
+def _report_with(value: str, raises: bool) -> None:
     os.environ["QUAVER_ERROR_ON_SLOW_PATH"] = value
     reloaded = importlib.reload(sys.modules["quaver.runtime.slow_paths"])
     with pytest.raises(RuntimeError) if raises else contextlib.nullcontext():
-        reloaded.warn_once("key", "slow")
+        reloaded.report_slow_path("key", "slow")
 
 
 @pytest.mark.parametrize(("value", "raises"), [("1", True), ("0", False), ("", False)])
 def test_the_environment_variable_makes_slow_paths_raise(value, raises):
-    isolated(_warn_with, value, raises)
+    isolated(_report_with, value, raises)
 
 
 @pytest.fixture
