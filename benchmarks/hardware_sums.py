@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.record import ROOT, markdown, show
 from quaver.kernels.operands import Operand
-from quaver.numerics.accumulation import HARDWARE, get_accumulation
+from quaver.numerics.accumulation import ACCUMULATION_BY_GPU, get_accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.recipes.scaling import dynamic_cast
 
@@ -63,7 +63,7 @@ def table(hardware: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", choices=tuple(HARDWARE), default="h100")
+    parser.add_argument("--hardware", choices=tuple(ACCUMULATION_BY_GPU), default="h100")
     parser.add_argument("--update-docs", action="store_true", help="write the table into the page")
     options = parser.parse_args()
     show({"sums": table(options.hardware)}, PAGE, update=options.update_docs)

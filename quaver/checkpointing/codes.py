@@ -20,7 +20,7 @@ from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.devices import is_cpu
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STORABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of activations that can be stored as codes."""
 
 

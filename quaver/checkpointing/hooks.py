@@ -40,7 +40,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quaver.checkpointing.codes import DTYPES, MemoryLayout, dequantize_activation, quantize_activation
+from quaver.checkpointing.codes import STORABLE_DTYPES, MemoryLayout, dequantize_activation, quantize_activation
 from quaver.kernels.operands import expect
 from quaver.linear.saved_tensors import HeldTensor, PackHook, is_checkpoint_hook
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
@@ -180,7 +180,7 @@ class StoringPackHook(PackHook):
             return True
         local = wait_for_local_tensor(tensor)
         return (
-            local.dtype not in DTYPES
+            local.dtype not in STORABLE_DTYPES
             or local.numel() < self.storage.block_size
             or local.numel() * SMALL_RATIO <= self.largest
             or 0 in local.stride()

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quaver.checkpointing.codes import DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
+from quaver.checkpointing.codes import STORABLE_DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
 from quaver.checkpointing.hooks import SMALL_RATIO, STORED_IN, StoringModule
 from quaver.checkpointing.policy import MATMUL_OPS
 from quaver.recipes.scale_layout import ScaleLayout
@@ -148,7 +148,7 @@ def _is_static(value: Tensor) -> bool:
 
 def _is_storable(node: Node, largest: int) -> bool:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype not in DTYPES or not _is_static(value):
+    if not isinstance(value, Tensor) or value.dtype not in STORABLE_DTYPES or not _is_static(value):
         return False
     return value.numel() * SMALL_RATIO > largest and 0 not in value.stride()
 

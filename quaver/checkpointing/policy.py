@@ -65,7 +65,7 @@ MATMUL_OPS = frozenset(
 )
 """The matmuls of linears in every precision. Every second one is saved."""
 
-SAVED = frozenset(
+SAVED_OPS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -275,7 +275,7 @@ def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., Ch
     matmuls_before = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saves = operation in SAVED or operation in changes.also_keep
+        saves = operation in SAVED_OPS or operation in changes.also_keep
         if operation in MATMUL_OPS:
             calls[ctx.is_recompute] += 1
             count.matmuls = calls[False]

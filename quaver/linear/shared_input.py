@@ -33,7 +33,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales
 from quaver.runtime.names import list_enclosing_modules
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
-from quaver.torch_private.policies import POLICIES
+from quaver.torch_private.policies import POLICY_MODES
 from quaver.torch_private.versions import get_version
 
 RECOMPUTED_HOOKS: Any = "quaver.shared_input"
@@ -209,7 +209,7 @@ def choose_quantizer(
     """
     if torch.compiler.is_dynamo_compiling() or not reader or activation.is_inference():
         return Quantizer(casts, hp_dtype, scale)
-    if not vars(_running).get("parents") and not isinstance(_get_dispatch_mode(), POLICIES):
+    if not vars(_running).get("parents") and not isinstance(_get_dispatch_mode(), POLICY_MODES):
         return Quantizer(casts, hp_dtype, scale)
     if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)

@@ -40,14 +40,14 @@ class Accumulation:
 
 HOPPER = Accumulation(products=32, fraction_bits=13, promoted_every=128)
 
-HARDWARE = {"h100": HOPPER, "h200": HOPPER}
+ACCUMULATION_BY_GPU = {"h100": HOPPER, "h200": HOPPER}
 """The rules by the lower-case names of quaver/roofline/device_specs.py."""
 
 _LOWEST_EXPONENT = -64
 """Lower than the exponent of any nonzero product of codes, -32, and of any sum, -32 - fraction_bits."""
 _MANTISSA_BITS = 23
 _BIAS = 127
-_CHUNK = 1 << 21
+_CHUNK_PRODUCTS = 1 << 21
 """Products in memory at a time."""
 
 
@@ -57,9 +57,11 @@ def get_accumulation(hardware: str) -> Accumulation:
     Raises:
         ValueError: the GPU's rule is unknown.
     """
-    rule = HARDWARE.get(hardware.lower()) if isinstance(hardware, str) else None
+    rule = ACCUMULATION_BY_GPU.get(hardware.lower()) if isinstance(hardware, str) else None
     if rule is None:
-        raise ValueError(f"hardware: expected a GPU whose sums are known ({', '.join(HARDWARE)}), got {hardware!r}")
+        raise ValueError(
+            f"hardware: expected a GPU whose sums are known ({', '.join(ACCUMULATION_BY_GPU)}), got {hardware!r}"
+        )
     return rule
 
 
@@ -84,7 +86,7 @@ def accumulate_chains(a: Tensor, b: Tensor, rule: Accumulation, length: int) -> 
     """Accumulate a @ b.t() in chains of `length` products, each from zero. Returns float32 [M, N, chains]."""
     count = -(-a.shape[1] // length)
     (left, left_exponents), right = (_split_chains(codes, count, length, rule.products) for codes in (a, b))
-    rows = max(_CHUNK // max(right[0].numel(), 1), 1)
+    rows = max(_CHUNK_PRODUCTS // max(right[0].numel(), 1), 1)
     parts = zip(left.split(rows), left_exponents.split(rows), strict=True)
     sums = torch.cat([_run_chains(values, exponents, *right, rule) for values, exponents in parts])
     finite = a.float().isfinite().all(1)[:, None] & b.float().isfinite().all(1)

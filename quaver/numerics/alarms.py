@@ -9,11 +9,11 @@ It reads dictionaries in the form of `numerics.jsonl`, so a run and its record g
 
 [Note: one alarm per cause] A bad tensor soon makes the tensors computed after it bad. Among the tensors that turn bad
 in one sample, only the first in the order of a step raises an alarm: weights, the forward, the backward. The other
-tensors, and tensors that turn bad in the next `FOLLOWS` samples, follow it and raise no alarm while they are bad. An
-alarm is cleared when no rule is bad on its tensor any more, and its own rule on none of the followers. A jump also
-clears if the tensor stays at its new level (`Cleared.stays`). A value that is not finite raises an alarm unless it
+tensors, and tensors that turn bad in the next `FOLLOWING_SAMPLES` samples, follow it and raise no alarm while they are
+bad. An alarm is cleared when no rule is bad on its tensor any more, and its own rule on none of the followers. A jump
+also clears if the tensor stays at its new level (`Cleared.stays`). A value that is not finite raises an alarm unless it
 follows another such value. After a change of the recipe under a cause, as by a fallback, followers that are still bad
-`FOLLOWS` samples after its alarm have a cause of their own: the first of them raises the next alarm.
+`FOLLOWING_SAMPLES` samples after its alarm have a cause of their own: the first of them raises the next alarm.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quaver.numerics.history import History, Sample, TensorStatistics
 from quaver.numerics.remedies import describe_remedies
 from quaver.numerics.rules import RULES, Measure, Rule
 
-ACTIONS = ("log", "callback", "stop", "fallback")
+ALARM_ACTIONS = ("log", "callback", "stop", "fallback")
 
-FOLLOWS = 8
+FOLLOWING_SAMPLES = 8
 """Samples after an alarm in which other tensors turn bad because of it, by way of the weights."""
 
 
@@ -141,8 +141,8 @@ class Alarms:
     """The last alarm of a rule that spreads, and the number of its sample."""
 
     def __post_init__(self) -> None:
-        if self.action not in ACTIONS:
-            raise ValueError(f"action: expected one of {', '.join(ACTIONS)}, got {self.action!r}")
+        if self.action not in ALARM_ACTIONS:
+            raise ValueError(f"action: expected one of {', '.join(ALARM_ACTIONS)}, got {self.action!r}")
 
     def update(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> list[Alarm | Cleared]:
         """Return the alarms that `sample` clears and raises.
@@ -245,7 +245,7 @@ class Alarms:
 
     def _find_cause(self, finding: _Finding) -> RuleKey | None:
         """Return the recent alarm that explains why a tensor turns bad now, or None."""
-        if self._recent is None or self._count - self._recent[1] > FOLLOWS:
+        if self._recent is None or self._count - self._recent[1] > FOLLOWING_SAMPLES:
             return None
         key = self._recent[0]
         is_harmed = key[0] == "jump" and finding.rule.remedied and finding.key[1:] == key[1:]  # it has remedies

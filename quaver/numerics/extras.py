@@ -1,12 +1,12 @@
 """Computes costly statistics of some linears per sample: histograms, SQNR under other recipes, errors of a GPU's sums.
 
-All are sums, [WIDTH] per cast, which add up over micro-batches and ranks.
+All are sums, [EXTRAS_WIDTH] per cast, which add up over micro-batches and ranks.
 
     before     how many elements of `HISTOGRAM_ROWS` rows have each float32 exponent, [256]
     after      how many of their dequantized codes have each exponent, [256]
     signal     [1]
     noises     the noise of each recipe's cast, in the order of `DYNAMIC_RECIPES`; 0 if the recipe keeps high precision
-    sums       the numbers of a result's sums on a GPU, [matmul_sums.WIDTH]; 0 if no GPU is emulated
+    sums       the numbers of a result's sums on a GPU, [SUMS_WIDTH]; 0 if no GPU is emulated
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from quaver.kernels.operands import Operand, expect
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import compute_bulk_db
-from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
-from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
+from quaver.numerics.matmul_sums import SUMS_WIDTH, Rows, Sums, observe_sums
 from quaver.numerics.record import Values, encode_counts
 from quaver.numerics.statistics import SlotIndex, compute_ratio_db, observe_matrix, spread_indices
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
@@ -35,18 +34,18 @@ _EXPONENTS, _BIAS = 256, 127
 HISTOGRAM_ROWS = 256
 """Evenly spread rows of each cast that a histogram counts."""
 
-CONFIGS = {
+CONFIG_BY_RECIPE = {
     name.value: config
     for name in Float8LinearRecipeName
     if not (config := Float8LinearConfig.from_recipe_name(name)).has_persistent_scales
 }
-DYNAMIC_RECIPES = tuple(CONFIGS)
+DYNAMIC_RECIPES = tuple(CONFIG_BY_RECIPE)
 """The recipes with dynamic scaling. Delayed scaling is at best as good as tensorwise."""
 
 _SIGNAL = 2 * _EXPONENTS
 _NOISES = _SIGNAL + 1
 _SUMS = _NOISES + len(DYNAMIC_RECIPES)
-WIDTH = _SUMS + SUMS_WIDTH
+EXTRAS_WIDTH = _SUMS + SUMS_WIDTH
 
 
 def what_if(
@@ -81,7 +80,7 @@ def what_if(
         raise ValueError(f"hp: expected one of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
     names = [Float8LinearRecipeName(name).value for name in recipes]
     for name in names:
-        if name not in CONFIGS:
+        if name not in CONFIG_BY_RECIPE:
             raise ValueError(f"recipes: expected recipes with dynamic scaling, got {name!r}")
     matrix = flatten_to_matrix(hp.detach())
     if not matrix.any():
@@ -96,7 +95,7 @@ def _measure_noises(hp: Tensor, operand: str, direction: str, names: Iterable[st
     noise_by_cast: dict[Any, float] = {}
     signal, noises = 0.0, []
     for name in names:
-        casts: OperandCasts = getattr(CONFIGS[name].casts, operand)
+        casts: OperandCasts = getattr(CONFIG_BY_RECIPE[name].casts, operand)
         cast = casts.row if direction == "row" else casts.column
         key = cast, casts.power_of_2
         if key not in noise_by_cast and cast.is_disabled:
@@ -118,8 +117,8 @@ def _get_noise(slot: Tensor) -> float:
 
 
 def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> Tensor:
-    """Compute the sums of one cast of `hp` [rows, columns], float64 [WIDTH]."""
-    extras = torch.zeros(WIDTH, dtype=torch.float64, device=hp.device)
+    """Compute the sums of one cast of `hp` [rows, columns], float64 [EXTRAS_WIDTH]."""
+    extras = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=hp.device)
     if not hp.numel():
         return extras
     rows = spread_indices(len(hp), HISTOGRAM_ROWS, hp.device)
@@ -132,8 +131,8 @@ def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> T
 
 
 def compute_result_extras(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
-    """Compute the sums of one matmul, float64 [WIDTH]."""
-    extras = torch.zeros(WIDTH, dtype=torch.float64, device=left.hp.device)
+    """Compute the sums of one matmul, float64 [EXTRAS_WIDTH]."""
+    extras = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=left.hp.device)
     extras[_SUMS:] = observe_sums(left, right, rule)
     return extras
 
@@ -145,7 +144,7 @@ def _count_exponents(values: Tensor) -> Tensor:
 
 
 def describe_extras(extras: Values) -> dict[str, Any]:
-    """Return the fields "histogram" and "whatif" of a sample from sums [rows, WIDTH]. Rows of zeros have None."""
+    """Return the fields "histogram" and "whatif" of a sample from [rows, EXTRAS_WIDTH]. Rows of zeros have None."""
     counts = extras[:, :_SIGNAL].reshape(-1, 2, _EXPONENTS)
     counts[:, :, [0, -1]] = 0  # float32's zeros and subnormals, and non-finite values
     used = np.flatnonzero(counts.sum((0, 1)))
@@ -168,6 +167,6 @@ def describe_extras(extras: Values) -> dict[str, Any]:
 
 
 def describe_sums(extras: Values) -> dict[str, list[float | None]]:
-    """Return the field "sums" of a sample from sums [rows, WIDTH]: decibels by name, or None for a row of zeros."""
+    """Return the field "sums" of a sample from [rows, EXTRAS_WIDTH]: decibels by name, None for a row of zeros."""
     column = [Sums.from_values(row) for row in extras[:, _SUMS:].tolist()]
     return {name: [None if sums is None else round(getattr(sums, name), 2) for sums in column] for name in Sums._fields}

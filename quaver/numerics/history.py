@@ -15,14 +15,14 @@ from quaver.numerics.matmul_sums import Sums
 from quaver.numerics.record import TensorKey
 from quaver.numerics.statistics import STATISTICS
 
-MEMORY = 16
+EARLIER_SAMPLES = 16
 """How many earlier samples of each tensor rules can see."""
 
-ORDER = ("weight", "input", "output", "grad_output", "grad_input", "grad_weight")
+STEP_ORDER = ("weight", "input", "output", "grad_output", "grad_input", "grad_weight")
 """The operands and results of a layer, in the order in which a step computes them."""
 
 
-ROLLOUT = TensorKey("rollout", "output", "result")
+ROLLOUT_KEY = TensorKey("rollout", "output", "result")
 """Stands for the mismatch between rollout and trainer, which belongs to no tensor."""
 
 _NAMES = frozenset((*STATISTICS, *(figure.name for figure in fields(Mismatch))))
@@ -33,7 +33,7 @@ def make_order_key(layer_index: int, operand: str) -> tuple[int, int, int]:
 
     `layer_index`: the index of the layer in the forward.
     """
-    place = ORDER.index(operand)
+    place = STEP_ORDER.index(operand)
     stage = 0 if place == 0 else 1 if place < 3 else 2
     return stage, -layer_index if stage == 2 else layer_index, place
 
@@ -84,7 +84,7 @@ class Sample:
     step: int
     tensors: list[TensorStatistics]
     past: Mapping[TensorKey, Sequence[TensorStatistics]]
-    """Up to `MEMORY` earlier samples of each tensor, oldest first."""
+    """Up to `EARLIER_SAMPLES` earlier samples of each tensor, oldest first."""
     recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """The SQNR of each position under other recipes, if it was computed."""
     sums: Mapping[int, Sums] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class History:
     """Reads the samples of a record in order, and keeps the last ones of each tensor."""
 
     def __init__(self) -> None:
-        self._past: dict[TensorKey, deque[TensorStatistics]] = defaultdict(lambda: deque(maxlen=MEMORY))
+        self._past: dict[TensorKey, deque[TensorStatistics]] = defaultdict(lambda: deque(maxlen=EARLIER_SAMPLES))
         self._last: Sample | None = None
 
     def read(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> Sample:
@@ -130,7 +130,7 @@ class History:
                 tensors.append(TensorStatistics(key, position, layers[key.layer], about, step, values))
         if sample.get("mismatch"):
             figures = {name: _parse_number(value) for name, value in sample["mismatch"].items()}
-            tensors.append(TensorStatistics(ROLLOUT, -1, len(layers), {}, step, figures))
+            tensors.append(TensorStatistics(ROLLOUT_KEY, -1, len(layers), {}, step, figures))
         whatif = (sample.get("whatif") or {}).items()
         recipes = {recipe: [_parse_number(value) for value in values] for recipe, values in whatif}
         ranks = {int(position): int(rank) for position, rank in (sample.get("disagree") or {}).items()}

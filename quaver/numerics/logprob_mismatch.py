@@ -1,6 +1,6 @@
 """Measures how far a trainer's log probabilities are from its rollout's, for the tokens that the rollout sampled.
 
-    monitor.mismatch(mismatch(logprobs_train, logprobs_rollout, mask))    # alarms above `HEALTHY`
+    monitor.mismatch(mismatch(logprobs_train, logprobs_rollout, mask))    # alarms above `MISMATCH_BOUNDS`
 
 Each figure is computed from d = log p_train - log p_rollout over the tokens of the mask.
 
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.runtime.names import strip_wrappers
 
-HEALTHY = (1.03, 1.05)
+MISMATCH_BOUNDS = (1.03, 1.05)
 """NeMo-RL's bounds of `token_mult_prob_error`: a run is healthy below the first and unhealthy above the second."""
 
 

@@ -4,9 +4,9 @@
     fast      the GPU's sums with fast accumulation, compared with exact sums of the same products
     exact     the GPU's sums without fast accumulation, compared with the same
 
-Each is a signal-to-noise ratio. `SAMPLED` rows of the left operand meet `SAMPLED` columns of the right operand, so a
-matmul of any size costs `SAMPLED ** 2` dot products. The ratios follow from `WIDTH` numbers, which add up over
-micro-batches, calls and ranks:
+Each is a signal-to-noise ratio. `SAMPLED_ROWS` rows of the left operand meet `SAMPLED_ROWS` columns of the right
+operand, so a matmul of any size costs `SAMPLED_ROWS ** 2` dot products. The ratios follow from `SUMS_WIDTH` numbers,
+which add up over micro-batches, calls and ranks:
 
     signal of hp, noise of the casts, signal of the codes, noise of the sums with and without fast accumulation
 """
@@ -27,10 +27,10 @@ from quaver.numerics.statistics import compute_ratio_db, spread_indices, sum_sig
 from quaver.recipes.formats import E5M2
 from quaver.recipes.scaling import multiply_scale_
 
-SAMPLED = 16
+SAMPLED_ROWS = 16
 """Rows of each operand: the noise of 256 sums is known to about 0.4 dB."""
 
-WIDTH = 5
+SUMS_WIDTH = 5
 
 BFLOAT16_DB = 20 * math.log10(2**8)
 """The lowest SQNR of a result's rounding to bfloat16. Sums with a smaller error do not matter."""
@@ -54,10 +54,10 @@ class Rows(NamedTuple):
 
 
 def sample_rows(hp: Tensor, cast: Operand, direction: str) -> Rows:
-    """Take `SAMPLED` evenly spread rows of a matrix and its cast, or of their transposes if `direction` is "column"."""
+    """Take evenly spread rows of a matrix and its cast, or of their transposes if `direction` is "column"."""
     if direction == "column":
         hp, cast = hp.t(), cast.t()
-    rows = spread_indices(len(hp), SAMPLED, hp.device)
+    rows = spread_indices(len(hp), SAMPLED_ROWS, hp.device)
     return Rows(hp[rows], cast.select_rows(rows))
 
 
@@ -78,7 +78,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Sums | None:
-        """Compute the ratios from `WIDTH` numbers. None if nothing was observed."""
+        """Compute the ratios from `SUMS_WIDTH` numbers. None if nothing was observed."""
         hp_signal, casts_noise, codes_signal, *sums_noise = values
         if not hp_signal or not codes_signal:
             return None
@@ -88,8 +88,8 @@ class Sums(NamedTuple):
 
 @torch.no_grad()
 def observe_sums(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
-    """Return the numbers of left @ right.t(), float64 [WIDTH]. Zeros if the GPU does not multiply such scales."""
-    values = torch.zeros(WIDTH, dtype=torch.float64, device=left.hp.device)
+    """Return the numbers of left @ right.t(), float64 [SUMS_WIDTH]. Zeros if the GPU does not multiply such scales."""
+    values = torch.zeros(SUMS_WIDTH, dtype=torch.float64, device=left.hp.device)
     sums = _emulate_sums(left, right, rule)
     if sums is not None:
         a, b = (multiply_scale_(rows.codes.double(), rows.dequant_scale, rows.cast.layout) for rows in (left, right))

@@ -40,8 +40,7 @@ from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.linear.module import Float8Linear
 from quaver.numerics.accumulation import get_accumulation
-from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
-from quaver.numerics.extras import describe_extras, describe_sums
+from quaver.numerics.extras import EXTRAS_WIDTH, describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
 from quaver.numerics.ranks import Gathered, find_disagreements, gather_slots

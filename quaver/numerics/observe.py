@@ -14,9 +14,9 @@ dispatch modes, because a selective checkpoint must not count their operations.
 once. Only the columns of the input are kept again, because grad_weight multiplies the recomputed codes.
 
 [Note: high precision in backward] grad_weight reads the input, but backward only has its codes. The forward therefore
-keeps `COMPARED` columns in high precision, under the address of the saved codes. If a hook moved the codes, the lookup
-fails and the result is not compared. The address tells forwards apart when a linear runs several times before its
-backward, as with microbatches, or again under a checkpoint. The graph does not carry the columns: it would have to
+keeps `COMPARED_ROWS` columns in high precision, under the address of the saved codes. If a hook moved the codes, the
+lookup fails and the result is not compared. The address tells forwards apart when a linear runs several times before
+its backward, as with microbatches, or again under a checkpoint. The graph does not carry the columns: it would have to
 return and save them in every step, because the host decides only at run time whether to sample.
 
 [Note: groups] Experts are observed like linears. With `groups`, each group of rows (experts/groups.py) is observed as a
@@ -60,9 +60,9 @@ from quaver.torch_private.autograd import runs_in_backward
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import FakeTensor
 
-COMPARED = 16
-"""Rows or columns of each result that are compared with high precision."""
-_CHUNK = 1 << 22
+COMPARED_ROWS = 16
+"""Rows of each result that are compared with high precision; of grad_weight, columns."""
+_CHUNK_ELEMENTS = 1 << 22
 """Elements of a matrix that are widened at a time for the comparison."""
 
 
@@ -92,8 +92,8 @@ def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int,
 
 
 def _is_compared(group: int, groups: int) -> bool:
-    """Return whether a group's results are compared with high precision. At most `COMPARED` groups are."""
-    return group % max(-(-groups // COMPARED), 1) == 0
+    """Return whether a group's results are compared with high precision. At most `COMPARED_ROWS` groups are."""
+    return group % max(-(-groups // COMPARED_ROWS), 1) == 0
 
 
 def _observe_operand(
@@ -159,7 +159,7 @@ def _keep_for_matmuls(
         hp, cast = hp.t(), cast.t()
     keeps_rows = fits and number in sampling.with_sums
     if operand == "input" and direction != "row":
-        columns = hp[:, spread_indices(hp.shape[1], COMPARED, hp.device)]
+        columns = hp[:, spread_indices(hp.shape[1], COMPARED_ROWS, hp.device)]
         rows = sample_rows(hp, cast, "column") if keeps_rows else None
         sampling.inputs[number, address] = SampledInput(columns, rows)
     if is_repeated:
@@ -196,7 +196,7 @@ def _observe_output(
     def compare(group: int, start: int, stop: int) -> Compared | None:
         if weight is None or matrix is None or matrix.shape[0] != output.shape[0]:
             return None
-        rows = start + spread_indices(stop - start, COMPARED, output.device)
+        rows = start + spread_indices(stop - start, COMPARED_ROWS, output.device)
         left, chunks = _widen(matrix[rows]), _split_rows(weight[group] if groups else weight)
         reference = torch.cat([left @ _widen(chunk).t() for chunk in chunks], 1)
         return output[rows], reference if bias is None else reference + _widen(bias)
@@ -225,7 +225,7 @@ def _observe_grad_input(
     def compare(group: int, start: int, stop: int) -> Compared | None:
         if weight_hp is None or not has_memory(weight_hp) or matrix is None or matrix.shape[0] != result.shape[0]:
             return None
-        rows = start + spread_indices(stop - start, COMPARED, result.device)
+        rows = start + spread_indices(stop - start, COMPARED_ROWS, result.device)
         chunks = _split_rows(weight_hp[group] if groups else weight_hp)
         lefts = _widen(matrix[rows]).split([len(chunk) for chunk in chunks], 1)
         products = (left @ _widen(chunk) for left, chunk in zip(lefts, chunks, strict=True))
@@ -251,7 +251,7 @@ def _observe_grad_weight(
     With groups, grad_weight is [E, N, K].
     """
     matrix = None if grad_output is None else flatten_to_matrix(grad_output)
-    columns = spread_indices(grad_weight.shape[-1], COMPARED, grad_weight.device)
+    columns = spread_indices(grad_weight.shape[-1], COMPARED_ROWS, grad_weight.device)
 
     def compare(group: int, start: int, stop: int) -> Compared | None:
         sampled_columns = None if input_hp is None else input_hp[start:stop, columns]
@@ -306,8 +306,8 @@ def _widen(matrix: Tensor) -> Tensor:
 
 
 def _split_rows(matrix: Tensor) -> tuple[Tensor, ...]:
-    """Split a matrix by rows into chunks of about `_CHUNK` elements."""
-    return matrix.split(max(_CHUNK // max(matrix.shape[1], 1), 1))
+    """Split a matrix by rows into chunks of about `_CHUNK_ELEMENTS` elements."""
+    return matrix.split(max(_CHUNK_ELEMENTS // max(matrix.shape[1], 1), 1))
 
 
 def _register_observer(run: Callable[..., None]) -> Callable[..., None]:

@@ -37,11 +37,11 @@ class Site(NamedTuple):
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = (Site(result, "result") for result in MATMULS)
 
-FORWARD = (
+FORWARD_SITES = (
     *(Site(operand, cast) for operand in ("input", "weight") for cast in ("row", "column", "both")),
     OUTPUT,
 )
-BACKWARD = (
+BACKWARD_SITES = (
     *(Site("grad_output", cast) for cast in ("row", "column", "both")),
     Site("weight", "column"),
     GRAD_INPUT,
@@ -84,25 +84,25 @@ class Probe:
     """Passes the operands and results of one weight's matmuls to the operations of observe.py, which fill its slots.
 
     Attributes:
-        forward, backward: the slots, in the order of `FORWARD` and `BACKWARD`.
+        forward, backward: the slots, in the order of `FORWARD_SITES` and `BACKWARD_SITES`.
         number: int64 () on the CPU, which identifies the weight (`Sampling.assign_number`).
         weight: the weight, whose module's config may change between steps (`set_high_precision_matmuls`).
         monitor: the `Monitor` that attached the probe.
     """
 
     def __init__(self, number: int, weight: ModuleWeight, device: torch.device, monitor: Any = None) -> None:
-        self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
+        self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD_SITES, BACKWARD_SITES))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
         self.weight, self.monitor = weight, monitor
 
     def get_slot(self, site: Site) -> Tensor:
-        """Return the slot of a site, [WIDTH]. Forward and backward are merged."""
-        if site not in BACKWARD:
-            return self.forward[FORWARD.index(site)]
-        slot = self.backward[BACKWARD.index(site)]
-        if site in FORWARD:
-            slot, backward = self.forward[FORWARD.index(site)].clone(), slot
+        """Return the slot of a site, [SLOT_WIDTH]. Forward and backward are merged."""
+        if site not in BACKWARD_SITES:
+            return self.forward[FORWARD_SITES.index(site)]
+        slot = self.backward[BACKWARD_SITES.index(site)]
+        if site in FORWARD_SITES:
+            slot, backward = self.forward[FORWARD_SITES.index(site)].clone(), slot
             merge_slots(slot, backward)
         return slot
 
@@ -125,7 +125,7 @@ class Probe:
             # grad_weight finds the sampled input by the address of the saved column codes; on a CPU both share it.
             both = operands.column or operands.row if name == "input" else operands.row or operands.column
             casts = {"both": both}
-        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        sites, slots = (FORWARD_SITES, self.forward) if is_forward else (BACKWARD_SITES, self.backward)
         for cast, operand in casts.items():
             if operand is not None and operand.dequant_scale is not None:
                 site = Site(name, cast)
@@ -157,7 +157,7 @@ class Probe:
         if self._observes():
             hps = _unless_float8(input), _to_matmul_shape(_unless_float8(weight), groups)
             number, ends, experts = self.number, groups.ends, groups.experts
-            observe.observe_output(self.forward, FORWARD.index(OUTPUT), number, output, *hps, bias, ends, experts)
+            observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), number, output, *hps, bias, ends, experts)
 
     def observe_grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
@@ -165,7 +165,7 @@ class Probe:
         if self._observes():
             saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
             tensors = _to_matmul_shape(grad_weight, groups), grad_output, *saved, groups.ends, groups.experts
-            observe.observe_grad_weight(self.backward, BACKWARD.index(GRAD_WEIGHT), self.number, *tensors)
+            observe.observe_grad_weight(self.backward, BACKWARD_SITES.index(GRAD_WEIGHT), self.number, *tensors)
 
     def observe_grad_input(
         self,
@@ -179,7 +179,7 @@ class Probe:
             if operand.dequant_scale is None and not groups.experts:
                 weight = operand.data
             tensors = grad_input, grad_output, _to_matmul_shape(weight, groups), groups.ends, groups.experts
-            observe.observe_grad_input(self.backward, BACKWARD.index(GRAD_INPUT), self.number, *tensors)
+            observe.observe_grad_input(self.backward, BACKWARD_SITES.index(GRAD_INPUT), self.number, *tensors)
 
     def _observes(self) -> bool:
         # Compiled code always calls the operations, and must not be guarded by the key.

@@ -2,7 +2,7 @@
 
 Ranks that multiply by a whole weight must have the same weight: replicas of DDP and HSDP, and what FSDP gathers. Their
 slots for its casts show whether they do: by counts and sums per scale, and by the extremes of elements and of scales.
-Slots do not see a permutation of elements, nor a change of less than `CLOSE` of the sum of squares.
+Slots do not see a permutation of elements, nor a change of less than `SUM_TOLERANCE` of the sum of squares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quaver.numerics.statistics import merge_slots, normalize_slot
 from quaver.runtime.agreement import find_collective_device
 from quaver.runtime.process_group import has_process_group
 
-CLOSE = 1e-9
+SUM_TOLERANCE = 1e-9
 """The relative tolerance between sums: ranks may have run different numbers of micro-batches."""
 
 
@@ -29,15 +29,15 @@ class Gathered(NamedTuple):
     """The statistics of all ranks, on the first rank's CPU."""
 
     slots: Tensor
-    """[rows, WIDTH], merged."""
+    """[rows, SLOT_WIDTH], merged."""
     extras: Tensor | None
-    """[rows, extras.WIDTH], summed over the ranks."""
+    """[rows, EXTRAS_WIDTH], summed over the ranks."""
     by_rank: list[Tensor]
-    """The slots of each rank, [rows, WIDTH], before the merge."""
+    """The slots of each rank, [rows, SLOT_WIDTH], before the merge."""
 
 
 def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> Gathered | None:
-    """Gather the slots [rows, WIDTH] and extras [rows, extras.WIDTH] of all ranks. Returns None except on the first.
+    """Gather slots [rows, SLOT_WIDTH] and extras [rows, EXTRAS_WIDTH] of all ranks. Returns None except on the first.
 
     The first rank briefly holds the slots of every rank: 2.2 KB per row and rank, 6.4 KB with extras.
     """
@@ -83,4 +83,4 @@ def _find_outlier(slots: dict[int, Values]) -> int | None:
 
 
 def _are_close(values: Values, row: Values) -> NDArray[np.bool_]:
-    return np.asarray(np.isclose(values, row, rtol=CLOSE, atol=0, equal_nan=True).all(1))
+    return np.asarray(np.isclose(values, row, rtol=SUM_TOLERANCE, atol=0, equal_nan=True).all(1))

@@ -28,7 +28,7 @@ from quaver.runtime.errors import InputError
 from quaver.runtime.files import replace_file
 
 SCHEMA = 1
-KINDS = ("header", "sample", "alarm", "cleared")
+LINE_KINDS = ("header", "sample", "alarm", "cleared")
 FILE_NAME = "numerics.jsonl"
 
 HISTOGRAM_STEPS_PER_DOUBLING = 8
@@ -219,7 +219,7 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
     """Parse one line. Raises ValueError if it does not belong to a record of this schema."""
     try:
         line = json.loads(text)
-        is_line = isinstance(line, dict) and line.get("kind") in KINDS and isinstance(line.get("step"), int)
+        is_line = isinstance(line, dict) and line.get("kind") in LINE_KINDS and isinstance(line.get("step"), int)
     except ValueError:
         is_line = False
     if not is_line:

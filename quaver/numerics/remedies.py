@@ -16,18 +16,18 @@ EXACT_ACCUMULATION = "use_fast_accum=False"
 SAME_CODES = "iter_float8_weights(model, recipe=, rounded_from=)"
 """Gives a rollout the codes that the trainer's forward multiplies."""
 
-WORTH_DB = 1.0
+SMALLEST_GAIN_DB = 1.0
 """The smallest gain of a remedy."""
 
 
 def suggest_recipes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
-    """Suggest the recipes that gain `WORTH_DB` or more, best first, then high precision with its cost."""
+    """Suggest the recipes that gain `SMALLEST_GAIN_DB` or more, best first, then high precision with its cost."""
     now = None if tensor.sqnr_db is None else min(tensor.sqnr_db, compute_bulk_db(tensor.underflow or 0.0))
     tried = {recipe: values[tensor.position] for recipe, values in sample.recipes.items()}
     remedies: list[dict[str, Any]] = [
         {"recipe": recipe, "sqnr_db": round(value, 2), "gain_db": round(value - now, 2)}
         for recipe, value in tried.items()
-        if value is not None and now is not None and math.isfinite(value) and value - now >= WORTH_DB
+        if value is not None and now is not None and math.isfinite(value) and value - now >= SMALLEST_GAIN_DB
     ]
     remedies.sort(key=lambda remedy: -round(remedy["gain_db"], 1))  # equal ones in the order of the recipes
     return (*remedies, _suggest_high_precision(tensor.key.layer, sample))
@@ -43,7 +43,7 @@ def suggest_accumulation(tensor: TensorStatistics, sample: Sample) -> tuple[dict
     sums = sample.sums[tensor.position]
     gain = sums.exact - sums.fast
     remedies: list[dict[str, Any]] = []
-    if tensor.about.get("use_fast_accum") and gain >= WORTH_DB:
+    if tensor.about.get("use_fast_accum") and gain >= SMALLEST_GAIN_DB:
         remedies.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
     if not remedies or sums.exact < sums.compute_bound():
         remedies.append(_suggest_high_precision(tensor.key.layer, sample))

@@ -20,7 +20,7 @@ from quaver.numerics.expected import (
     parse_format,
 )
 from quaver.numerics.history import Sample, TensorStatistics
-from quaver.numerics.logprob_mismatch import HEALTHY
+from quaver.numerics.logprob_mismatch import MISMATCH_BOUNDS
 from quaver.numerics.remedies import suggest_accumulation, suggest_nothing, suggest_recipes, suggest_same_codes
 from quaver.recipes.formats import E5M2, Float8Format
 from quaver.recipes.linear_casts import MATMULS
@@ -44,7 +44,7 @@ PEER_BITS = {"weight": 4.0, "grad_output": 16.0}
 ADAM_EPS = 1e-8
 """Below Adam's eps, a gradient no longer moves a weight by the learning rate."""
 
-PERSISTENT = ("delayed", "static")
+PERSISTENT_SCALING = ("delayed", "static")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _measure_clipping(tensor: TensorStatistics, sample: Sample) -> Measure | Non
 
 def _is_persistent(tensor: TensorStatistics) -> bool:
     scaling = tensor.about.get("scaling")
-    return str(scaling or "delayed").startswith(PERSISTENT)
+    return str(scaling or "delayed").startswith(PERSISTENT_SCALING)
 
 
 def _measure_underflow(tensor: TensorStatistics, sample: Sample) -> Measure | None:
@@ -168,7 +168,7 @@ def _measure_zero(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(float(tensor.amax == 0), 0, 0)
 
 
-DEAD = 1 / 64
+DEAD_SHARE = 1 / 64
 """The share of one of 64 experts."""
 
 
@@ -182,10 +182,10 @@ def _measure_dead(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     if tensor.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
         return None
     if not tensor.about.get("experts") and any(
-        _get_usual_zeros(operand, sample) > DEAD for operand in _list_operands(tensor, sample)
+        _get_usual_zeros(operand, sample) > DEAD_SHARE for operand in _list_operands(tensor, sample)
     ):
         return None
-    return Measure(zeros - _get_usual_zeros(tensor, sample), DEAD, DEAD / 2)
+    return Measure(zeros - _get_usual_zeros(tensor, sample), DEAD_SHARE, DEAD_SHARE / 2)
 
 
 def _get_usual_zeros(tensor: TensorStatistics, sample: Sample) -> float:
@@ -323,37 +323,41 @@ def _has_gradient(weight: TensorStatistics, sample: Sample) -> bool:
 
 def _measure_mismatch(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     error = tensor.token_mult_prob_error
-    return None if error is None else Measure(error, HEALTHY[1], HEALTHY[0])
+    return None if error is None else Measure(error, MISMATCH_BOUNDS[1], MISMATCH_BOUNDS[0])
 
 
-RESULT = "{value:.1f} dB against high precision; the errors of its operands explain only {threshold:.1f}"
-SUMS_COST = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its casts or of rounding to bfloat16"
-CLIPPED = "{value:.2%} of the elements are clipped"
-WRONG_CODES = "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
-LOW_SQNR = "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}"
-UNDERFLOW = "{value:.1%} of the elements become zero, above {threshold:.1%}"
-MISMATCH = "mean exp|difference| of log probabilities to the trainer's is {value:.3f}, above {threshold:.2f}"
+RESULT_TEXT = "{value:.1f} dB against high precision; the errors of its operands explain only {threshold:.1f}"
+SUMS_COST_TEXT = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its casts or of rounding to bfloat16"
+CLIPPED_TEXT = "{value:.2%} of the elements are clipped"
+WRONG_CODES_TEXT = "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
+LOW_SQNR_TEXT = "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}"
+UNDERFLOW_TEXT = "{value:.1%} of the elements become zero, above {threshold:.1%}"
+MISMATCH_TEXT = "mean exp|difference| of log probabilities to the trainer's is {value:.3f}, above {threshold:.2f}"
+PEERS_TEXT = "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}"
+DEAD_TEXT = "{value:.1%} more of the gradient is exactly zero than before"
+VANISHING_TEXT = "rms {value:.1e} is below the eps of Adam, {threshold:.0e}"
+UNCHANGED_TEXT = "did not change while other weights did: no optimizer holds it"
 
 RULES = (
     Rule("nonfinite", _measure_nonfinite, "elements that are not finite: {value:g}"),
     Rule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
-    Rule("codes", _measure_codes, WRONG_CODES),
-    Rule("saturation", _measure_saturation, CLIPPED, suggest=suggest_recipes),
-    Rule("saturation", _measure_clipping, CLIPPED, 3, suggest=suggest_recipes),
-    Rule("result", _measure_result, RESULT, 2),
+    Rule("codes", _measure_codes, WRONG_CODES_TEXT),
+    Rule("saturation", _measure_saturation, CLIPPED_TEXT, suggest=suggest_recipes),
+    Rule("saturation", _measure_clipping, CLIPPED_TEXT, samples=3, suggest=suggest_recipes),
+    Rule("result", _measure_result, RESULT_TEXT, samples=2),
     Rule("zero", _measure_zero, "is all zeros", samples=2),
-    Rule("sqnr", _measure_sqnr, LOW_SQNR, 2, False, suggest_recipes),
-    Rule("underflow", _measure_underflow, UNDERFLOW, 2, False, suggest_recipes),
-    Rule("sums", _measure_sums, SUMS_COST, 1, False, suggest_accumulation),
+    Rule("sqnr", _measure_sqnr, LOW_SQNR_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
+    Rule("underflow", _measure_underflow, UNDERFLOW_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
+    Rule("sums", _measure_sums, SUMS_COST_TEXT, spreads=False, suggest=suggest_accumulation),
     Rule("jump", _measure_jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
     Rule("growth", _measure_growth, "rms grew by 2^{value:.1f} and does not slow down"),
-    Rule("peers", _measure_peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
-    Rule("dead", _measure_dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),
-    Rule("vanishing", _measure_vanishing, "rms {value:.1e} is below the eps of Adam, {threshold:.0e}", 2, False),
-    Rule("mismatch", _measure_mismatch, MISMATCH, spreads=False, suggest=suggest_same_codes),
-    Rule("unchanged", _measure_unchanged, "did not change while other weights did: no optimizer holds it", 3, False),
+    Rule("peers", _measure_peers, PEERS_TEXT, samples=2, spreads=False),
+    Rule("dead", _measure_dead, DEAD_TEXT, samples=3, spreads=False),
+    Rule("vanishing", _measure_vanishing, VANISHING_TEXT, samples=2, spreads=False),
+    Rule("mismatch", _measure_mismatch, MISMATCH_TEXT, spreads=False, suggest=suggest_same_codes),
+    Rule("unchanged", _measure_unchanged, UNCHANGED_TEXT, samples=3, spreads=False),
 )
 """A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""
 
-REMEDIED = frozenset(rule.name for rule in RULES if rule.remedied)
+REMEDIED_RULES = frozenset(rule.name for rule in RULES if rule.remedied)
 """The rules whose cause another recipe may remove."""

@@ -48,7 +48,7 @@ class Sampling:
     weight_sizes: dict[int, int] = field(default_factory=dict)
     """How many elements of its weight each linear or grouped matmul multiplies by on this rank; by number."""
     extras: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    """Extras [extras.WIDTH], by number and name of the site."""
+    """Extras [EXTRAS_WIDTH], by number and name of the site."""
 
     def start_step(
         self, is_on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()

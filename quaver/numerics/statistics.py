@@ -1,7 +1,7 @@
 """Statistics of a matrix and its cast, as float64 sums and extremes that merge in any order.
 
-A slot is a float64 vector of `WIDTH` numbers. Each observation yields a slot. The slots of micro-batches, groups and
-ranks merge into one slot, which `summarize_slots` turns into the statistics of a sample. It holds:
+A slot is a float64 vector of `SLOT_WIDTH` numbers. Each observation yields a slot. The slots of micro-batches, groups
+and ranks merge into one slot, which `summarize_slots` turns into the statistics of a sample. It holds:
 
     sums       counts, sums of squares and sums of fourth powers; their ratios do not change if replicas count an
                element twice
@@ -72,7 +72,7 @@ _NAMED = len(SlotIndex)
 """The entries of a slot before its counts of exponents."""
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
 EXPONENTS = slice(_NAMED, _NAMED + _EXPONENTS)
-WIDTH = _NAMED + _EXPONENTS
+SLOT_WIDTH = _NAMED + _EXPONENTS
 
 STATISTICS: tuple[str, ...] = ("numel", "amax", "rms", "smallest", "underflow", "saturated", "sqnr_db", "scale_min")
 STATISTICS += ("scale_median", "scale_max", "scale_worst", "scale_worst_sqnr_db", "nonfinite", "zeros", "kurtosis")
@@ -85,29 +85,29 @@ SIGNIFICANT_DIGITS = {"rms": 7} | dict.fromkeys(
 
 _ONE = torch.ones((), dtype=torch.float64, device="cpu")
 
-INTEGERS = ("numel", "nonfinite", "scale_worst")
+INTEGER_STATISTICS = ("numel", "nonfinite", "scale_worst")
 """The statistics that a record writes as integers."""
 
-_CHUNK = 1 << 16
+_CHUNK_ELEMENTS = 1 << 16
 """Elements that the oracle widens to float64 at a time."""
 
 
 def make_slots(count: int, device: torch.device) -> Tensor:
-    """Return `count` empty slots, float64 [count, WIDTH]."""
-    slots = torch.zeros(count, WIDTH, dtype=torch.float64, device=device)
+    """Return `count` empty slots, float64 [count, SLOT_WIDTH]."""
+    slots = torch.zeros(count, SLOT_WIDTH, dtype=torch.float64, device=device)
     clear_slots(slots)
     return slots
 
 
 def clear_slots(slots: Tensor) -> None:
-    """Empty slots [..., WIDTH] in place."""
+    """Empty slots [..., SLOT_WIDTH] in place."""
     slots.zero_()
     slots[..., _MINIMA] = math.inf
     slots[..., SlotIndex.WORST] = -1
 
 
 def merge_slots(slots: Tensor, observed: Tensor) -> None:
-    """Add observations to slots, both [..., WIDTH], in place."""
+    """Add observations to slots, both [..., SLOT_WIDTH], in place."""
     is_worse = observed[..., _WORST] > slots[..., SlotIndex.WORST, None]
     is_worse = is_worse[..., :1].expand_as(is_worse)
     worst = torch.where(is_worse, observed[..., _WORST], slots[..., _WORST])
@@ -185,8 +185,8 @@ def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, in
 
 
 def _iter_row_chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
-    """Yield slices of rows with about `_CHUNK` elements, cut between blocks unless one block has all rows."""
-    step = max(_CHUNK // max(shape[1], 1), 1)
+    """Yield slices of rows with about `_CHUNK_ELEMENTS` elements, cut between blocks unless one block has all rows."""
+    step = max(_CHUNK_ELEMENTS // max(shape[1], 1), 1)
     if block_rows < shape[0]:
         step = -(-step // block_rows) * block_rows
     for start in range(0, shape[0], step):
@@ -274,7 +274,7 @@ def normalize_slot(slot: Tensor) -> Values | None:
 
 
 def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
-    """Compute the statistics of slots [tensors, WIDTH] on a CPU: a value per tensor, or None if it does not apply.
+    """Compute the statistics of slots [tensors, SLOT_WIDTH] on a CPU: a value per tensor, or None if it does not apply.
 
     `weight_numel` has the size of the whole weight for each cast of a weight, else None. Every rank and
     micro-batch casts the weight again, but its elements count once.
@@ -315,7 +315,7 @@ def _round_column(name: str, values: Values, applies: NDArray[np.bool_]) -> list
     column: list[float] = values.tolist()
     if name in SIGNIFICANT_DIGITS:
         column = [float(f"{value:.{SIGNIFICANT_DIGITS[name]}g}") for value in column]
-    elif name in INTEGERS:
+    elif name in INTEGER_STATISTICS:
         column = [int(value) for value in column]
     return [value if is_valid else None for value, is_valid in zip(column, applies.tolist(), strict=True)]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
-from quaver.numerics.history import MEMORY
+from quaver.numerics.history import EARLIER_SAMPLES
 from quaver.numerics.record import AnySink, RecordWriter, make_sink, read_last_samples
 
-RECALLED = 64
-"""Samples that are read when a run resumes; more than the `MEMORY` of any rule."""
+RECALLED_SAMPLES = 64
+"""Samples that are read when a run resumes; more than the `EARLIER_SAMPLES` of any rule."""
 
 
 class AlarmSink:
@@ -45,7 +45,7 @@ class AlarmSink:
         alarms: Alarms | None = None,
         on_event: Callable[[Alarm | Cleared], None] | None = None,
         post_mortem: str | Path | None = None,
-        keep: int = MEMORY,
+        keep: int = EARLIER_SAMPLES,
         recalls: str | Path | None = None,
     ) -> None:
         self.alarms = Alarms() if alarms is None else alarms
@@ -72,7 +72,7 @@ class AlarmSink:
 
     def _recall(self, step: int) -> None:
         if self._recalls is not None:
-            for header, sample in read_last_samples(self._recalls, before=step, count=RECALLED):
+            for header, sample in read_last_samples(self._recalls, before=step, count=RECALLED_SAMPLES):
                 self._last.append((header, sample))
                 self.alarms.update(header, sample)
         self._recalls = None

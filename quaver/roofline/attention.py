@@ -54,7 +54,7 @@ _FLASH_H100 = Rate(340, 290), Rate(320, 480)
 _FLASH_A100 = Rate(0.6 * 312, 0), Rate(0.6 * 312, 0)
 _CUDNN_H200 = Rate(700, 800), Rate(600, 1100)
 _CUDNN_B200 = Rate(1700, 800), Rate(1400, 800)
-RATES = {
+ATTENTION_RATES = {
     (FLASH, "H100"): _FLASH_H100,
     (FLASH, "H200"): _FLASH_H100,
     **{(FLASH, name): _FLASH_A100 for name in ("A100", "A100-40GB", "A100-PCIe")},
@@ -83,7 +83,7 @@ def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
         kernel: FLASH or CUDNN; None for torch's choice.
     """
     default = Rate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
-    return RATES.get((kernel or choose_kernel(spec.compute_capability), spec.name), (default, default))
+    return ATTENTION_RATES.get((kernel or choose_kernel(spec.compute_capability), spec.name), (default, default))
 
 
 def predict_attention_seconds(

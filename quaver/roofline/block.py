@@ -29,7 +29,7 @@ from quaver.roofline.matmul import predict_move_seconds
 ATTENTION_MATMULS = {False: 2, True: 5}
 """The number of matmuls in attention: False for the forward, True for the backward, which recomputes the scores."""
 
-_KERNELS = (6, 5)
+_KERNELS_PER_PASS = (6, 5)
 """The number of kernels in forward and backward: norms, RoPE of queries and of keys, SwiGLU; forward: the output."""
 
 
@@ -68,7 +68,7 @@ def predict_seconds_between_matmuls(
     shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2
 ) -> PerPass:
     """Predict the seconds between the matmuls of a block for `tokens`, including kernel launches."""
-    passes = zip(count_bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
+    passes = zip(count_bytes_between_matmuls(shape, residual_bytes), _KERNELS_PER_PASS, strict=True)
     return PerPass(
         *(predict_move_seconds(tokens * moved, spec) + kernels * KERNEL_LAUNCH_S for moved, kernels in passes)
     )

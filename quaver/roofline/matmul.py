@@ -6,7 +6,7 @@ share of the best rate = rate * used * filled * pipelined / BEST_SHAPE, at most 
 rate         of a tile of this size (TILES)
 used         the part of the tiles' elements that lies in the result
 filled       tiles / (waves * multiprocessors), each multiprocessor computing a tile per wave
-pipelined    c / (c + HALF_SPEED): each tile begins with empty pipelines
+pipelined    c / (c + HALF_SPEED_LENGTH): each tile begins with empty pipelines
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engi
 of many shapes, so real layers reach less. Assumed, not measured: both shares of L40S; the float8 share of MI300X, which
 is its bfloat16 share; the shares of cards with the same chip (_SAME_CHIP). A100's float8 matmuls run in bfloat16."""
 
-OTHER_SHARES = MATMUL_SHARES["H100"]
+DEFAULT_MATMUL_SHARES = MATMUL_SHARES["H100"]
 """Assumed for devices with unknown shares."""
 
 MEMORY_SHARE = 0.85
@@ -53,7 +53,7 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.95), (192, 128, 0.95), (
 kernels have these sizes. The rates are assumed, and compared with bfloat16 rates of an sm_90 (tests/library/roofline).
 """
 
-HALF_SPEED = {False: 250, True: 400}
+HALF_SPEED_LENGTH = {False: 250, True: 400}
 """The contracted dim at which a bfloat16 (False) or float8 (True) matmul has half of the rate of a long one.
 bfloat16 is fitted to XLA's table for sm_90, 392 TFLOP/s at 4096 x 4096 x 256 and 783 at 4096^3 (xla/service/gpu/model/
 matmul_interpolator_data.h). float8 is fitted to tilelang's 8192 x 8192 x K on an H800: 569 TFLOP/s at K = 256, 1129 at
@@ -77,12 +77,12 @@ def compute_shape_share(rows: int, contracted: int, columns: int, float8: bool, 
         waves = ceil(tiles / multiprocessors)
         used = rows * columns / (tiles * height * width)
         filled = max(filled, rate * used * tiles / (waves * multiprocessors))
-    return min(1.0, filled * contracted / (contracted + HALF_SPEED[float8]) / BEST_SHAPE)
+    return min(1.0, filled * contracted / (contracted + HALF_SPEED_LENGTH[float8]) / BEST_SHAPE)
 
 
 def get_best_tflops(float8: bool, spec: DeviceSpec) -> float:
     """Return the rate of the best matmuls; the bfloat16 rate if the device does not multiply float8."""
-    shares = MATMUL_SHARES.get(spec.name, OTHER_SHARES)
+    shares = MATMUL_SHARES.get(spec.name, DEFAULT_MATMUL_SHARES)
     if float8 and spec.float8_tflops is not None:
         return spec.float8_tflops * shares.float8
     return spec.bfloat16_tflops * shares.bfloat16

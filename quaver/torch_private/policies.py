@@ -1,6 +1,6 @@
 """Selective activation checkpoints.
 
-- `POLICIES`: torch.utils.checkpoint._CachingTorchDispatchMode and _CachedTorchDispatchMode, the modes of
+- `POLICY_MODES`: torch.utils.checkpoint._CachingTorchDispatchMode and _CachedTorchDispatchMode, the modes of
   `create_selective_checkpoint_contexts` in a forward and in its recomputation. No replacement.
 - `without_policies()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode and _push_mode, the
   stack of modes. Remove when https://github.com/pytorch/pytorch/pull/196862 provides a bypass.
@@ -32,15 +32,15 @@ from torch.utils.checkpoint import (
 
 from quaver.torch_private.memory import storage_key
 
-POLICIES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 @contextmanager
 def without_policies() -> Iterator[None]:
     """Hide operators from the policies of selective checkpoints inside the block; other modes see them."""
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
-    first = next((index for index, mode in enumerate(modes) if isinstance(mode, POLICIES)), len(modes))
-    remaining = [mode for mode in modes[first:] if not isinstance(mode, POLICIES)]
+    first = next((index for index, mode in enumerate(modes) if isinstance(mode, POLICY_MODES)), len(modes))
+    remaining = [mode for mode in modes[first:] if not isinstance(mode, POLICY_MODES)]
     for _ in modes[first:]:  # infra modes (tracers, fake tensors) come first in the list and are kept
         _pop_mode()
     for mode in remaining:

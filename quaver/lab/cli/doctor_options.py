@@ -8,7 +8,7 @@ from annotated_types import Ge, Le
 from quaver.lab.doctor.gpu import NVIDIA_GPUS
 from quaver.lab.settings.fields import FiniteNotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.float8 import RECIPES
-from quaver.numerics.accumulation import HARDWARE
+from quaver.numerics.accumulation import ACCUMULATION_BY_GPU
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DoctorOptions(Settings):
     seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(
         None, "Length of the sequences; the run's by default, else 256."
     )
-    hardware: Annotated[str, OneOf(tuple(HARDWARE))] | None = setting(
+    hardware: Annotated[str, OneOf(tuple(ACCUMULATION_BY_GPU))] | None = setting(
         None, "A GPU whose sums are surveyed as well as the casts: the precision that they lose in each matmul."
     )
 

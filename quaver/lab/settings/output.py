@@ -14,7 +14,7 @@ from quaver.lab.settings.fields import (
     is_folder_name,
     setting,
 )
-from quaver.numerics.accumulation import HARDWARE
+from quaver.numerics.accumulation import ACCUMULATION_BY_GPU
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
 FALLBACKS = (
@@ -80,7 +80,7 @@ class Numerics(Settings, section="numerics"):
         20, "Histograms and the SQNR of other recipes, for each linear in one of this many samples; 0 for none."
     )
 
-    hardware: Annotated[str, OneOf(("none", *HARDWARE))] = setting(
+    hardware: Annotated[str, OneOf(("none", *ACCUMULATION_BY_GPU))] = setting(
         "none", "Emulate this GPU's accumulation for a few rows of each of these samples' matmuls, on any device."
     )
     on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = setting(

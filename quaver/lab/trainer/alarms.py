@@ -22,7 +22,7 @@ from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.record import Sink
-from quaver.numerics.rules import REMEDIED
+from quaver.numerics.rules import REMEDIED_RULES
 from quaver.numerics.watch import AlarmSink
 from quaver.runtime.errors import InputError, blame_input
 
@@ -67,7 +67,7 @@ class RunAlarms:
         self.display.print_line(f"step {event.step}: alarm: {event.message}")
         if self.config.on_alarm == "stop" and not self.reason:
             self.reason = event.message
-        elif self.config.on_alarm == "fallback" and event.rule in REMEDIED:
+        elif self.config.on_alarm == "fallback" and event.rule in REMEDIED_RULES:
             module = _find_module_name(self.model, event.layer)
             if module not in self.fallen_back:
                 self.fallen_back.add(module)

@@ -14,7 +14,7 @@ SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
 
 
 def observe_weight(weight, casts=1):
-    """Return the slots [1, WIDTH] of a rank that casts a weight so often."""
+    """Return the slots [1, SLOT_WIDTH] of a rank that casts a weight so often."""
     slots = make_slots(1, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     hp = torch.randn(64, 48, generator=generator)

@@ -11,7 +11,14 @@ from quaver.kernels import cpu
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
-from quaver.numerics.extras import CONFIGS, DYNAMIC_RECIPES, HISTOGRAM_ROWS, compute_extras, describe_extras, what_if
+from quaver.numerics.extras import (
+    CONFIG_BY_RECIPE,
+    DYNAMIC_RECIPES,
+    HISTOGRAM_ROWS,
+    compute_extras,
+    describe_extras,
+    what_if,
+)
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import (
     SlotIndex,
@@ -200,7 +207,7 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
 def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
     sqnrs = what_if(torch.randn(256, 256), "grad_output", ["tensorwise", Float8LinearRecipeName.ROWWISE])
     assert sqnrs == {"tensorwise": pytest.approx(25.6, abs=0.3), "rowwise": pytest.approx(31.5, abs=0.3)}
-    assert what_if(torch.zeros(4, 4), "input") == dict.fromkeys(CONFIGS)
+    assert what_if(torch.zeros(4, 4), "input") == dict.fromkeys(CONFIG_BY_RECIPE)
 
 
 def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
